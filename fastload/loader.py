@@ -128,7 +128,7 @@ class DataLoader(LoaderSettings):
             `failed_samples` lists the failures; the log names some of them.
         error_budget: How many samples of an epoch may fail: a number (int) or a share of them (float).
             One more failure raises ErrorBudgetError in place of its batch.
-        restart_workers: How many dead worker processes one iterator may replace; their unfinished batches
+        max_worker_restarts: How many dead worker processes one iterator may replace; their unfinished batches
             are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
             ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
         snapshot_every_n_steps: Accepted for scripts of torchdata's `StatefulDataLoader`, and has no effect:
@@ -174,7 +174,7 @@ class DataLoader(LoaderSettings):
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         error_budget: int | float = 0.01,
-        restart_workers: int = 0,
+        max_worker_restarts: int = 0,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:
         given = dict(locals())
@@ -305,7 +305,7 @@ class DataLoader(LoaderSettings):
         given = {
             'worker_type="thread"': self.worker_type == "thread",
             f"on_error={self.on_error!r}": self.on_error != "raise",
-            f"restart_workers={self.restart_workers}": self.restart_workers > 0,
+            f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
         for setting, is_given in given.items():
             if is_given:

@@ -37,7 +37,7 @@ EXTRAS = {
     "device_transform",
     "on_error",
     "error_budget",
-    "restart_workers",
+    "max_worker_restarts",
     "snapshot_every_n_steps",
 }
 IMAGES = datasets.Made(datasets.image, 12)

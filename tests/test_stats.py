@@ -187,7 +187,7 @@ def test_copies_when_the_caller_holds_all_slots() -> None:
 def test_restarted_workers_count(tmp_path: Any) -> None:
     """And no batch counts twice."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 14, signal.SIGKILL)
-    with DataLoader(datasets.Made(make, 40), 4, num_workers=2, restart_workers=2) as loader:
+    with DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2) as loader:
         assert len(list(loader)) == 10
 
         assert (loader.stats().num_restarts, loader.stats().num_batches) == (1, 10)

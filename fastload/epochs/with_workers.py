@@ -87,7 +87,7 @@ class WorkerIterator(HostIterator):
             self._pool = ThreadPool(job, self._prefetch_factor, ring_bytes, finish, recorder.add)
         else:
             ring = Ring(self._num_workers, self._prefetch_factor, ring_bytes)
-            self._pool = Pool(job, context, ring, recorder.add, num_restarts=loader.restart_workers)
+            self._pool = Pool(job, context, ring, recorder.add, num_restarts=loader.max_worker_restarts)
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from

@@ -400,7 +400,7 @@ class Pool:
         """Start a worker in place of a dead one, and give it the unanswered tasks."""
         self._restarts_left -= 1
         log.warning(
-            "%s A new worker reads its unfinished batches again; restart_workers allows %d more",
+            "%s A new worker reads its unfinished batches again; max_worker_restarts allows %d more",
             self._cause_of_death(worker),
             self._restarts_left,
         )

@@ -41,7 +41,7 @@ class Options:
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     on_error: str | Callable[..., Any] = "raise"
     error_budget: int | float = 0.01
-    restart_workers: int = 0
+    max_worker_restarts: int = 0
     snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class Options:
                 self.on_error in ("raise", "replace") or callable(self.on_error),
                 '"raise", "replace" or a function',
             ),
-            "restart_workers": (_is_int(self.restart_workers, 0), "an int of at least 0"),
+            "max_worker_restarts": (_is_int(self.max_worker_restarts, 0), "an int of at least 0"),
             "snapshot_every_n_steps": (
                 self.snapshot_every_n_steps is None or _is_int(self.snapshot_every_n_steps, 1),
                 "an int of at least 1, or None",
@@ -104,7 +104,7 @@ class Options:
         needs_map = {
             'worker_type="thread"': self.worker_type == "thread",
             "on_error": self.on_error != "raise",
-            "restart_workers": self.restart_workers > 0,
+            "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,
         }
         for name, is_given in needs_map.items():

@@ -284,8 +284,8 @@ def test_a_report_that_cannot_be_received_closes_the_iterator() -> None:
         ({"error_budget": 1.5}, "error_budget should be"),
         ({"error_budget": True}, "error_budget should be"),
         ({"error_budget": "many"}, "error_budget should be"),
-        ({"restart_workers": -1}, "restart_workers should be"),
-        ({"restart_workers": 1.5}, "restart_workers should be"),
+        ({"max_worker_restarts": -1}, "max_worker_restarts should be"),
+        ({"max_worker_restarts": 1.5}, "max_worker_restarts should be"),
     ],
 )
 def test_other_values_are_refused_in_the_constructor(options: dict[str, Any], error: str) -> None:
@@ -294,14 +294,14 @@ def test_other_values_are_refused_in_the_constructor(options: dict[str, Any], er
         make_loader(datasets.Made(zoo.array, 4), **options)
 
 
-@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "restart_workers": 1}])
+@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "max_worker_restarts": 1}])
 def test_streams_are_refused(options: dict[str, Any]) -> None:
     """A stream that raised has ended, and cannot be read again by an index."""
     with pytest.raises(ValueError, match="needs a map-style dataset"):
         make_loader(datasets.Stream(), **options)
 
 
-@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "restart_workers": 1}])
+@pytest.mark.parametrize("options", [{"on_error": "replace"}, {"on_error": "raise", "max_worker_restarts": 1}])
 def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
     """It would raise the error all the same, or die."""
     loader = make_loader(datasets.Made(zoo.array, 4), num_workers=1, in_order=False, **options)

@@ -1,4 +1,4 @@
-"""Workers that die are replaced, as often as restart_workers allows, and their batches are read again."""
+"""Workers that die are replaced, as often as max_worker_restarts allows, and their batches are read again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_worker_that_died_is_replaced_and_no_batch_is_missing(
 ) -> None:
     """All batches come in order, and stay as they are; the log names the signal and what is left."""
     make = zoo.DiesOnce(str(tmp_path / "died"), index, number)
-    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, restart_workers=2)
+    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2)
 
     with caplog.at_level(logging.WARNING, "fastload"):
         held = list(loader)
@@ -40,13 +40,13 @@ def test_a_worker_that_died_is_replaced_and_no_batch_is_missing(
     assert all((batch == batch[:, :1]).all() for batch in held)
 
     assert f"was killed by {number.name}" in caplog.text
-    assert "restart_workers allows 1 more" in caplog.text
+    assert "max_worker_restarts allows 1 more" in caplog.text
 
 
 def test_a_worker_that_dies_each_time_ends_the_epoch_after_the_last_restart() -> None:
     """The error is that of the last death."""
     loader = fastload.DataLoader(
-        datasets.Made(zoo.DiesAlways(14), 40), 4, num_workers=2, restart_workers=2, prefetch_factor=1
+        datasets.Made(zoo.DiesAlways(14), 40), 4, num_workers=2, max_worker_restarts=2, prefetch_factor=1
     )
     iterator = iter(loader)
     got = [[zoo.value_of(sample) for sample in next(iterator)] for _ in range(3)]
@@ -64,7 +64,7 @@ def test_persistent_workers_are_replaced_in_a_later_epoch_too(tmp_path: Any) -> 
     make = zoo.DiesOnce(str(tmp_path / "died"), 22)
     open(make.path, "w").close()
     loader = fastload.DataLoader(
-        datasets.Made(make, 40), 4, num_workers=2, restart_workers=1, persistent_workers=True
+        datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=1, persistent_workers=True
     )
     with loader:
         for epoch in range(3):
@@ -95,7 +95,7 @@ def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
 ) -> None:
     """No sample is numbered twice, and every saved state is that of the last batch, however long it is."""
     dataset = zoo.Counts(str(tmp_path), dies_at, padding=padding)
-    loader = fastload.DataLoader(dataset, 2, num_workers=2, restart_workers=2)
+    loader = fastload.DataLoader(dataset, 2, num_workers=2, max_worker_restarts=2)
 
     assert_counts_on(loader, enumerate(loader))
 
@@ -117,7 +117,7 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
         zoo.Counts(str(tmp_path), held=held),
         2,
         num_workers=2,
-        restart_workers=1,
+        max_worker_restarts=1,
         multiprocessing_context=method,
     )
     iterator = iter(loader)
@@ -143,7 +143,7 @@ def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_of_persistent_workers(
     """Also if the worker dies before its first answer of that epoch."""
     dataset = zoo.Counts(str(tmp_path), (index,))
     open(dataset.deaths[index].path, "w").close()
-    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1, "persistent_workers": True}
+    options: dict[str, Any] = {"num_workers": 2, "max_worker_restarts": 1, "persistent_workers": True}
     with fastload.DataLoader(dataset, 2, **options) as loader:
         assert_counts_on(loader, enumerate(loader))
         os.unlink(dataset.deaths[index].path)
@@ -153,7 +153,7 @@ def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_of_persistent_workers(
 
 def test_the_copy_of_a_dataset_goes_on_in_a_resumed_epoch(tmp_path: Any) -> None:
     """The worker dies before its first answer: the new one loads the state that was resumed from."""
-    options: dict[str, Any] = {"num_workers": 2, "restart_workers": 1}
+    options: dict[str, Any] = {"num_workers": 2, "max_worker_restarts": 1}
     loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, **options)
     iterator = iter(loader)
     for _ in range(4):
@@ -170,7 +170,7 @@ def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Persistent workers still answer tasks of an epoch that was left; a new worker does not go on there."""
-    options: dict[str, Any] = {"num_workers": 1, "restart_workers": 1, "persistent_workers": True}
+    options: dict[str, Any] = {"num_workers": 1, "max_worker_restarts": 1, "persistent_workers": True}
     dataset = zoo.Counts(str(tmp_path), (4,))
     open(dataset.deaths[4].path, "w").close()
     with fastload.DataLoader(dataset, 2, **options) as loader:
@@ -187,7 +187,7 @@ def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
 def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp_path: Any) -> None:
     """The batches of the new worker are the error of state_dict(), not samples of an older state."""
     loader = fastload.DataLoader(
-        zoo.CountsWithoutSaving(str(tmp_path), (8,)), 2, num_workers=1, restart_workers=1
+        zoo.CountsWithoutSaving(str(tmp_path), (8,)), 2, num_workers=1, max_worker_restarts=1
     )
     iterator = iter(loader)
     got = [next(iterator)[1].tolist() for _ in range(4)]
@@ -233,7 +233,7 @@ def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
 ) -> None:
     """The system's error comes first, and every later call says that the iterator is closed."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 2)
-    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, restart_workers=1)
+    loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, max_worker_restarts=1)
     iterator = iter(loader)
 
     def refuse(*_: Any) -> Any:

@@ -154,7 +154,7 @@ def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -
 @rows(DEATHS, ["fetch", "collate", "reply", "replied"], spawned=["fetch"])
 def test_a_death_costs_nothing_where_a_worker_may_be_replaced(name: str, stage: str, method: str) -> None:
     """All batches come, and the state of each copy of the dataset is that after its last batch."""
-    loader = zoo.make_loader(name, stage, counts=True, multiprocessing_context=method, restart_workers=1)
+    loader = zoo.make_loader(name, stage, counts=True, multiprocessing_context=method, max_worker_restarts=1)
     loader.dataset.fault.happens_once(multiprocessing.get_context(method))
     counts, got = [0, 0], []
 
@@ -262,19 +262,19 @@ def end_between_epochs(loader: Any, method: str) -> None:
 
 @pytest.mark.timeout(90)
 @rows(IDLE_DEATHS, ["idle"])
-@pytest.mark.parametrize("restart_workers", [0, 1])
+@pytest.mark.parametrize("max_worker_restarts", [0, 1])
 def test_a_death_between_two_epochs_is_an_error_of_the_second_or_costs_nothing(
-    name: str, stage: str, method: str, restart_workers: int
+    name: str, stage: str, method: str, max_worker_restarts: int
 ) -> None:
     """The error says how the worker ended, and at which batch of the new epoch it was needed."""
-    options: dict[str, Any] = {"persistent_workers": True, "restart_workers": restart_workers}
+    options: dict[str, Any] = {"persistent_workers": True, "max_worker_restarts": max_worker_restarts}
     loader = zoo.make_loader(name, stage, multiprocessing_context=method, **options)
     end_between_epochs(loader, method)
     iterator = iter(loader)
 
     firsts, error = take(iterator)
 
-    if restart_workers:
+    if max_worker_restarts:
         assert (firsts, error) == (ALL, None)
     else:
         assert firsts == []

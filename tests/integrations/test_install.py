@@ -225,7 +225,7 @@ class TestRebuilt:
             "memory_format": torch.channels_last,
         }
         loader = fastload.DataLoader(IMAGES, 4, **options)
-        fastload.install(rng="worker", restart_workers=1)
+        fastload.install(rng="worker", max_worker_restarts=1)
         prepared: Any = prepare(loader)
         batches, texts = warned(prepared)
 

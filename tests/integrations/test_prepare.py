@@ -31,7 +31,7 @@ OWN: dict[str, Any] = {
     "device_transform": tuple,
     "on_error": "replace",
     "error_budget": 3,
-    "restart_workers": 1,
+    "max_worker_restarts": 1,
 }
 TORCH: dict[str, Any] = {
     "num_workers": 1,

@@ -70,7 +70,7 @@ def test_a_process_can_be_stopped(method: str, number: int) -> None:
 
 def test_a_restarted_worker_is_listed() -> None:
     """In the place of the dead one, which a caller may still hold."""
-    iterator = iterator_of(num_workers=1, restart_workers=1)
+    iterator = iterator_of(num_workers=1, max_worker_restarts=1)
     (dead,) = iterator._workers
     dead.kill()
     dead.join()
