@@ -58,7 +58,7 @@ _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
 
-    Only albumentations pipelines draw other numbers than under torch's loader; see `seed_pipelines`.
+    Only albumentations pipelines draw other numbers than under torch's loader; see `seed_albumentations`.
 
     Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
     stays valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists
@@ -80,7 +80,7 @@ class DataLoader(LoaderSettings):
             are.
         ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_pipelines: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
+        seed_albumentations: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
             random stream in each worker. Without workers, the pipelines use those of worker 0 during each
             batch and are restored after it. False leaves the pipelines as torch does: albumentations 2.0.8
             then draws the same "random" numbers in all workers, and without workers no seed controls its
@@ -166,7 +166,7 @@ class DataLoader(LoaderSettings):
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
         ring_bytes: int | float | str = "auto",
-        seed_pipelines: bool = True,
+        seed_albumentations: bool = True,
         rng: Literal["worker", "sample"] = "worker",
         worker_type: Literal["process", "thread"] = "process",
         device: str | int | torch.device | None = None,

@@ -29,7 +29,7 @@ from tests.kit import datasets
 EXTRAS = {
     "memory_format",
     "ring_bytes",
-    "seed_pipelines",
+    "seed_albumentations",
     "rng",
     "worker_type",
     "device",
@@ -66,7 +66,7 @@ def test_public_attributes_are_arguments_alone() -> None:
 
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
-    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, ring_bytes=12345, seed_pipelines=False)
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, ring_bytes=12345, seed_albumentations=False)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
     for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
         del arguments[name]
@@ -74,7 +74,7 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
 
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
-    assert (again.ring_bytes, again.seed_pipelines) == (12345, False)
+    assert (again.ring_bytes, again.seed_albumentations) == (12345, False)
 
 
 def test_making_a_loader_takes_nothing() -> None:

@@ -99,10 +99,10 @@ def run(
     worker_type: Annotated[
         WorkerMethod | None, typer.Option(help="What makes batches; default: process, as in torch.")
     ] = None,
-    seed_pipelines: Annotated[
+    seed_albumentations: Annotated[
         bool | None,
         typer.Option(
-            "--seed-pipelines/--no-seed-pipelines",
+            "--seed-albumentations/--no-seed-albumentations",
             help="Whether albumentations pipelines draw differently in each worker (the default), or as "
             "under torch's loader.",
         ),
@@ -112,7 +112,7 @@ def run(
     """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-pipelines apply
+    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-albumentations apply
     to every loader of the script. At the end, a line on standard error says how many loaders were replaced,
     and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
@@ -123,7 +123,7 @@ def run(
         "rng": rng and rng.value,
         "device": device,
         "worker_type": worker_type and worker_type.value,
-        "seed_pipelines": seed_pipelines,
+        "seed_albumentations": seed_albumentations,
     }
     install.watch(
         cache=None if cache is None else cache.value,

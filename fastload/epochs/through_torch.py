@@ -53,7 +53,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(
-            loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_pipelines
+            loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_albumentations
         )
     # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
     vars(twin).update(
@@ -62,7 +62,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     channels_last = loader.memory_format is torch.channels_last
     own = own_collate(loader.collate_fn)
     twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)
-    if loader.seed_pipelines and loader.num_workers > 0:
+    if loader.seed_albumentations and loader.num_workers > 0:
         init = loader.worker_init_fn
         seed_worker = SeedWorker(_collate_fn=own)
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
@@ -74,7 +74,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     base_seed = epoch.position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
     iterator.begin_transform()
-    if loader.seed_pipelines and loader.num_workers == 0:
+    if loader.seed_albumentations and loader.num_workers == 0:
         iterator.pipelines = local_pipelines(loader.dataset, base_seed, own)
     return iterator
 

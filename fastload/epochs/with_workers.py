@@ -91,7 +91,7 @@ class WorkerIterator(HostIterator):
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
-        if loader.seed_pipelines and context.get_start_method() == "fork" and loader not in _searched:
+        if loader.seed_albumentations and context.get_start_method() == "fork" and loader not in _searched:
             _searched.add(loader)
             Search(job.dataset, job.collate_fn)  # forked workers, which search too, inherit what it learns
         # Before anything is started: whatever interrupts the rest, processes and threads end.

@@ -70,7 +70,7 @@ class LocalIterator(HostIterator):
         states = self._epoch.position.dataset_states
         self._keeps_state = states is not None
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
-        if job.seed_pipelines and not job.seeds_samples:
+        if job.seed_albumentations and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
         with self._pipelines:  # iter() of an iterable dataset may draw
             self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])

@@ -118,7 +118,7 @@ def _report(pid: int) -> None:
     if os.getpid() == pid and state.has_seeded_pipelines:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so that their draws are not "
-            "those of torch's loader; --no-seed-pipelines leaves them as they are"
+            "those of torch's loader; --no-seed-albumentations leaves them as they are"
         )
 
 

@@ -53,7 +53,7 @@ class DataLoader(fastload.loader.DataLoader):
 
     def _get_iterator(self) -> Any:
         iterator = super()._get_iterator()
-        is_asked = state.is_verbose and self.seed_pipelines and not state.has_seeded_pipelines
+        is_asked = state.is_verbose and self.seed_albumentations and not state.has_seeded_pipelines
         if is_asked and "albumentations" in sys.modules:  # or else no pipeline can exist
             streams = pipeline_streams(self.dataset, 0, own_collate(self.collate_fn))
             state.has_seeded_pipelines = bool(streams)

@@ -76,7 +76,7 @@ def seed_everything(seed: int) -> torch.Generator:
 # --- the pipelines ---------------------------------------------------------------------------------------
 
 
-def seed_pipelines(dataset: Any, seed: int, collate_fn: Any = None) -> int:
+def seed_albumentations(dataset: Any, seed: int, collate_fn: Any = None) -> int:
     """Give each albumentations pipeline its own random stream, drawn from ``seed``: for use in a worker.
 
     The objects with MONAI's `set_random_state` that only the collate_fn holds share one random stream. Those
@@ -182,7 +182,7 @@ class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
 
     It does not seed the pipelines of a `collate_fn`, because torch tells a worker_init_fn only the dataset.
-    fastload's loader seeds them itself (``seed_pipelines=True``). For torch's loader, let an attribute of the
+    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, let an attribute of the
     dataset hold the `collate_fn` too.
 
     Example:
@@ -208,7 +208,7 @@ class SeedWorker:
         seed = info.seed
         if info.method == "process":  # threads share the libraries' generators with all other threads
             seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-        seed_pipelines(info.dataset, seed, self._collate_fn)
+        seed_albumentations(info.dataset, seed, self._collate_fn)
         for function in self.functions:
             function(worker_id)
 

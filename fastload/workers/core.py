@@ -118,8 +118,8 @@ class WorkerCore:
                 work_as(WorkerInfo(self._id, job.num_workers, seed, job.dataset, "thread"))
             else:
                 self._take_process(job, seed)
-            if job.seed_pipelines:
-                seeding.seed_pipelines(job.dataset, seed, job.collate_fn)
+            if job.seed_albumentations:
+                seeding.seed_albumentations(job.dataset, seed, job.collate_fn)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
             self._loaded = job
@@ -212,7 +212,7 @@ def make_fetcher(
         sample_rng = SampleRng(
             job.dataset,
             job.collate_fn,
-            with_pipelines=job.seed_pipelines,
+            with_pipelines=job.seed_albumentations,
             is_guest=worker_id is None,
             with_globals=not is_thread,
         )

@@ -46,7 +46,7 @@ class Job(FetchSettings):
         worker_init_fn: As in torch's loader.
         base_seed: The seed drawn when the iterator was made.
         num_workers: The number of workers of the loader.
-        seed_pipelines: Whether each albumentations pipeline gets its own random stream.
+        seed_albumentations: Whether each albumentations pipeline gets its own random stream.
         seeds_samples: Whether each sample is seeded (``rng="sample"``).
     """
 
@@ -54,7 +54,7 @@ class Job(FetchSettings):
     worker_init_fn: Callable[[int], Any] | None
     base_seed: int
     num_workers: int
-    seed_pipelines: bool
+    seed_albumentations: bool
     seeds_samples: bool
 
     @classmethod
@@ -74,7 +74,7 @@ class Job(FetchSettings):
             worker_init_fn=loader.worker_init_fn,
             base_seed=base_seed,
             num_workers=loader.num_workers,
-            seed_pipelines=loader.seed_pipelines,
+            seed_albumentations=loader.seed_albumentations,
             channels_last=loader.memory_format is torch.channels_last,
             seeds_samples=loader.rng == "sample",
             on_error=loader.on_error,

@@ -33,7 +33,7 @@ class Options:
 
     memory_format: torch.memory_format | None = None
     ring_bytes: int | float | str = "auto"
-    seed_pipelines: bool = True
+    seed_albumentations: bool = True
     rng: str = "worker"
     worker_type: str = "process"
     device: str | int | torch.device | None = None

@@ -25,7 +25,7 @@ IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = {
     "memory_format": torch.channels_last,
     "ring_bytes": "1GB",
-    "seed_pipelines": False,
+    "seed_albumentations": False,
     "rng": "sample",
     "device": "cpu",
     "device_transform": tuple,

@@ -219,14 +219,14 @@ print([int(batch[0, 0, 0, 0]) for batch in loader])
     ("has_pipeline", "words", "is_said"),
     [
         (True, [], True),
-        (True, ["--no-seed-pipelines"], False),
+        (True, ["--no-seed-albumentations"], False),
         pytest.param(False, [], False, marks=pytest.mark.thorough),
     ],
 )
 def test_seeded_pipelines_are_told_in_one_line(
     folder: Path, run: Run, has_pipeline: bool, words: list[str], is_said: bool
 ) -> None:
-    """Only if there was one; with --no-seed-pipelines the draws are those of torch's loader."""
+    """Only if there was one; with --no-seed-albumentations the draws are those of torch's loader."""
     (folder / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
 
     plain, done = run("flips.py", plain=True), run(*words, "flips.py")

@@ -11,7 +11,7 @@ import torch
 
 import fastload
 from fastload import DataLoader
-from fastload.rng.seeding import seed_pipelines
+from fastload.rng.seeding import seed_albumentations
 from tests.rng import pipelines_zoo as zoo
 from tests.rng.draws_zoo import Randomizable
 
@@ -84,7 +84,7 @@ class TestStreams:
         """Equal pipelines on both sides, with and without a seed, draw from different streams."""
         for seed in (None, 5):
             dataset, batch = zoo.Corners(seed=seed), zoo.CropsBatch(zoo.crop(seed))
-            seed_pipelines(dataset, 7, batch)
+            seed_albumentations(dataset, 7, batch)
 
             assert [zoo.corner(dataset.transform) for _ in range(5)] != [
                 zoo.corner(batch.pipeline) for _ in range(5)
@@ -96,7 +96,7 @@ class TestStreams:
         before = of_dataset.R
         draws = set()
         for seed in (1, 2):
-            seed_pipelines([of_dataset, shared], seed, [own, shared])
+            seed_albumentations([of_dataset, shared], seed, [own, shared])
             draws.add(int(own.R.randint(1 << 30)))
 
         assert len(draws) == 2
@@ -133,8 +133,8 @@ class TestTheDatasetsStreams:
     def test_a_pipeline_inside_one_of_the_collate_fn(self, others: list[Any]) -> None:
         """The collate_fn's Compose around the dataset's pipeline does not change the dataset's stream."""
         alone, dataset = zoo.crop(), zoo.crop()
-        seed_pipelines(alone, 7)
-        seed_pipelines(dataset, 7, [A.Compose([dataset]), *others])
+        seed_albumentations(alone, 7)
+        seed_albumentations(dataset, 7, [A.Compose([dataset]), *others])
 
         assert [zoo.corner(dataset) for _ in range(5)] == [zoo.corner(alone) for _ in range(5)]
 

@@ -217,17 +217,17 @@ def test_a_hit_draws_what_a_miss_draws() -> None:
     assert miss == hit
 
 
-@pytest.mark.parametrize("seed_pipelines", [True, False])
-def test_the_generators_of_pipelines_are_theirs(seed_pipelines: bool) -> None:
+@pytest.mark.parametrize("seed_albumentations", [True, False])
+def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> None:
     """Those of albumentations and MONAI are seeded by their own rule, and with False not at all."""
     found = Search(Dice(), Composed(Randomizable()))
     kept = Kept()
     before = kept.stand()
-    for _ in DataLoader(kept, batch_size=4, rng="sample", seed_pipelines=seed_pipelines):
+    for _ in DataLoader(kept, batch_size=4, rng="sample", seed_albumentations=seed_albumentations):
         pass
 
     assert found.of_dataset.generators == found.of_collate.generators == []
-    assert (kept.stand() == before) is seed_pipelines
+    assert (kept.stand() == before) is seed_albumentations
 
 
 def test_the_libraries_generators_are_not_the_datasets() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Subset
 from fastload import CachedDataset
 from fastload.rng import pipelines
 from fastload.rng.pipelines import find_pipelines
-from fastload.rng.seeding import seed_pipelines
+from fastload.rng.seeding import seed_albumentations
 from tests.rng import pipelines_zoo as zoo
 
 
@@ -195,7 +195,7 @@ def test_cycles_end() -> None:
     holder.transform += [holder, first, second]
 
     assert find_pipelines(holder) == [first]
-    assert seed_pipelines(holder, 7) == 1
+    assert seed_albumentations(holder, 7) == 1
     assert first.py_random is second.py_random
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastload
-from fastload.rng.seeding import seed_everything, seed_libraries, seed_pipelines, seed_worker
+from fastload.rng.seeding import seed_everything, seed_libraries, seed_albumentations, seed_worker
 from tests.rng import pipelines_zoo as zoo
 
 if TYPE_CHECKING:
@@ -188,9 +188,9 @@ def two_flips() -> A.Compose:
 
 
 def test_two_flips_of_one_pipeline_are_independent() -> None:
-    """After seed_pipelines all four outcomes of two p=0.5 flips come equally often."""
+    """After seed_albumentations all four outcomes of two p=0.5 flips come equally often."""
     pipeline = two_flips()
-    seed_pipelines(pipeline, 7)
+    seed_albumentations(pipeline, 7)
 
     assert chi_square(flips(pipeline, NUM_DRAWS)) < CHI_SQUARE_LIMIT
 
@@ -200,15 +200,15 @@ def test_two_flips_of_one_pipeline_are_independent() -> None:
 
 def stream(seed: int, user_seed: int | None = None) -> list[int]:
     pipeline = zoo.crop(user_seed)
-    seed_pipelines(pipeline, seed)
+    seed_albumentations(pipeline, seed)
     return [zoo.corner(pipeline) for _ in range(5)]
 
 
 def test_the_same_seed_gives_the_same_stream() -> None:
-    """seed_pipelines is a pure function of its seed, the pipelines and their own seeds, called twice too."""
+    """seed_albumentations is a pure function of its seed, the pipelines and their own seeds, called twice too."""
     pipeline = zoo.crop(5)
-    seed_pipelines(pipeline, 7)
-    seed_pipelines(pipeline, 7)
+    seed_albumentations(pipeline, 7)
+    seed_albumentations(pipeline, 7)
 
     assert [zoo.corner(pipeline) for _ in range(5)] == stream(7, 5) == stream(7, 5)
 
@@ -229,7 +229,7 @@ def test_every_seed_gives_another_stream() -> None:
 def test_all_parts_of_a_pipeline_share_one_pair() -> None:
     """The pair reaches OneOf, Sequential, SomeOf, ReplayCompose, an inner Compose and their transforms."""
     outer, parts = zoo.nested()
-    seed_pipelines(outer, 7)
+    seed_albumentations(outer, 7)
 
     assert all(part.random_generator is outer.random_generator for part in parts)
     assert all(part.py_random is outer.py_random for part in parts)
@@ -337,7 +337,7 @@ def test_they_are_seeded_outside_of_worker_processes() -> None:
     """A worker thread is no worker to them, so that fastload seeds them there."""
     pipeline = BaseCompose()
 
-    assert seed_pipelines(pipeline, 1) == 1
+    assert seed_albumentations(pipeline, 1) == 1
     assert pipeline._manual_random_state
 
 
