@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         ProfileReport as ProfileReport,
     )
     from fastload.profiling.session import Profile as Profile, profile as profile
-    from fastload.rng.sample_rng import sample_generator as sample_generator
+    from fastload.rng.sample_rng import sample_rng as sample_rng
     from fastload.rng.seeding import (
         seed_everything as seed_everything,
         seed_worker as seed_worker,
@@ -108,7 +108,7 @@ _NAMES = {
     "memory.shared_list": ("SharedList",),
     "profiling.report": ("LoaderReport", "ProfileReport"),
     "profiling.session": ("Profile", "profile"),
-    "rng.sample_rng": ("sample_generator",),
+    "rng.sample_rng": ("sample_rng",),
     "rng.seeding": ("seed_everything", "seed_worker"),
     "rng.worker_info": ("WorkerInfo", "get_worker_info"),
 }

@@ -100,7 +100,7 @@ class DataLoader(LoaderSettings):
             `collate_fn` (with ``rng="sample"`` also of their generators), and `iter(loader)` raises
             ValueError if a pipeline is held by a function, a class or a set. The generators of `random`,
             `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
-            `fastload.sample_generator()` with ``rng="sample"`` instead.
+            `fastload.sample_rng()` with ``rng="sample"`` instead.
         device: The device of the batches that the caller gets: "cuda" (the device that is current at the
             first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
             CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from

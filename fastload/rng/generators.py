@@ -69,14 +69,14 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any, *, in_threads: bool) -> None
             say_once(
                 f'rng="sample" does not seed {search.path(generator)}, {generator!r:.80}: what it draws '
                 "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
-                "torch.Generator on the CPU instead, or draw from fastload.sample_generator()"
+                "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )
         elif in_threads and held.fixed_by is not None:
             say_once(
                 f'rng="sample" does not seed {search.path(generator)}, which all worker threads share: '
                 f"{held.fixed_by!r:.80} holds it, so what it draws has no fixed order. Keep it in an "
                 "attribute of the dataset, of a transform, or of an object that is the collate_fn; draw from "
-                'fastload.sample_generator(); or use worker_type="process"'
+                'fastload.sample_rng(); or use worker_type="process"'
             )
 
 

@@ -156,8 +156,8 @@ class SampleRng:
 
         return restore
 
-    def sample_generator(self) -> np.random.Generator:
-        """See the function `sample_generator`."""
+    def sample_rng(self) -> np.random.Generator:
+        """See the function `sample_rng`."""
         if self._generator is None:
             words = np.frombuffer(self._stream_bytes, np.uint32)
             self._generator = np.random.Generator(np.random.PCG64(words))
@@ -169,7 +169,7 @@ class SampleRng:
         give_state(self._randomizables, self._state)
 
 
-def sample_generator() -> np.random.Generator:
+def sample_rng() -> np.random.Generator:
     """A NumPy Generator for the sample that is being fetched: call it in `__getitem__` or a transform.
 
     With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
@@ -180,7 +180,7 @@ def sample_generator() -> np.random.Generator:
     """
     rng = _current.rng
     if rng is not None:
-        return rng.sample_generator()
+        return rng.sample_rng()
     return np.random.default_rng(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 

@@ -69,8 +69,8 @@ class Dice:
                 random.getrandbits(40),
                 int(np.random.randint(1 << 40)),
                 int(torch.randint(1 << 40, ())),
-                int(fastload.sample_generator().integers(1 << 40)),
-                int(fastload.sample_generator().integers(1 << 40)),
+                int(fastload.sample_rng().integers(1 << 40)),
+                int(fastload.sample_rng().integers(1 << 40)),
                 int(first),
                 int(second),
                 int(self.part.R.randint(1 << 30)),
@@ -105,7 +105,7 @@ class Jitter:
         image, label = sample
         number = random.getrandbits(40) + np.random.randint(1 << 40) + int(torch.randint(1 << 40, ()))
         image[0, 0, 0] = 1.0
-        return number, fastload.sample_generator().integers(1 << 40), label
+        return number, fastload.sample_rng().integers(1 << 40), label
 
 
 class Wrapped:
@@ -118,9 +118,9 @@ class Wrapped:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        before = random.getrandbits(40), int(fastload.sample_generator().integers(1 << 40))
+        before = random.getrandbits(40), int(fastload.sample_rng().integers(1 << 40))
         sample = self.dataset[index]
-        return before, sample, random.getrandbits(40), int(fastload.sample_generator().integers(1 << 40))
+        return before, sample, random.getrandbits(40), int(fastload.sample_rng().integers(1 << 40))
 
 
 class Keyed:
@@ -149,7 +149,7 @@ class Alone(Dice):
     """Draws only from what a thread has for itself."""
 
     def __getitem__(self, index: Any) -> Any:
-        image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_generator()
+        image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_rng()
         numbers = [generator.integers(1 << 40), image[0, 0, 0], self.part.R.randint(1 << 30)]
         return torch.tensor([int(number) for number in (index, *numbers)])
 
@@ -166,7 +166,7 @@ class Drawing:
         self.crop = A.Compose([A.RandomCrop(8, 8)])
 
     def __call__(self, samples: Any) -> Any:
-        numbers = [int(fastload.sample_generator().integers(1 << 40))]
+        numbers = [int(fastload.sample_rng().integers(1 << 40))]
         if self.shared:
             numbers += [
                 random.getrandbits(40),

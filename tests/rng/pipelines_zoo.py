@@ -244,10 +244,10 @@ class DrawsAroundALoader(Corners):
         self.iterates = iterates
 
     def __getitem__(self, index: int) -> Any:
-        before = fastload.sample_generator().integers(1 << 40)
+        before = fastload.sample_rng().integers(1 << 40)
         if self.iterates:
             list(fastload.DataLoader(Corners(2), None, rng="sample"))
-        return [int(before), int(fastload.sample_generator().integers(1 << 40)), corner(self.transform)]
+        return [int(before), int(fastload.sample_rng().integers(1 << 40)), corner(self.transform)]
 
 
 class DrawsAndCrops(Draws):

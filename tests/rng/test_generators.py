@@ -268,7 +268,7 @@ class TestWarnings:
         (text,) = self.warned(caplog, Plain(Compose(Noise(generator))), num_workers=num_workers)
 
         assert text.startswith(f'rng="sample" does not seed dataset.transform.transforms[0].value, {what}')
-        assert "fastload.sample_generator()" in text
+        assert "fastload.sample_rng()" in text
 
     def test_what_threads_share(self, caplog: Any) -> None:
         """A generator that a method finds in its module cannot be copied for each thread."""

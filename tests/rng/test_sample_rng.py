@@ -204,10 +204,10 @@ class TestParent:
     def test_sample_generator_by_hand_follows_torchs_seed(self) -> None:
         """`dataset[i]` outside a loader draws from torch's default generator, anew at each call."""
         torch.manual_seed(1)
-        first, second = (fastload.sample_generator().integers(1 << 40) for _ in range(2))
+        first, second = (fastload.sample_rng().integers(1 << 40) for _ in range(2))
         torch.manual_seed(1)
 
-        assert fastload.sample_generator().integers(1 << 40) == first != second
+        assert fastload.sample_rng().integers(1 << 40) == first != second
 
 
 class _Fails(Dice):

@@ -169,7 +169,7 @@ class Draws:
         self.with_globals = with_globals
 
     def __call__(self, sample: Any) -> Any:
-        numbers = [fastload.sample_generator().random()]
+        numbers = [fastload.sample_rng().random()]
         if self.with_globals:
             numbers += [random.random(), np.random.rand(), float(torch.rand(1, dtype=torch.float64))]
         return {**sample, "noise": np.array(numbers)}

@@ -136,7 +136,7 @@ class TestBatches:
 
 def crop_image(sample: Any) -> Any:
     image, label = sample
-    top = fastload.sample_generator().integers(32)
+    top = fastload.sample_rng().integers(32)
     return image[top : top + 8, :8], label
 
 
