@@ -58,8 +58,8 @@ class BatchLostError(FastloadError, RuntimeError):
     """A batch was lost on its way from a worker; the message says why."""
 
 
-class ErrorBudgetError(FastloadError, RuntimeError):
-    """More samples of an epoch could not be read than the loader's `error_budget` allows."""
+class TooManyFailuresError(FastloadError, RuntimeError):
+    """More samples of an epoch could not be read than the loader's `max_errors` allows."""
 
 
 class WorkerStartError(FastloadError, RuntimeError):

@@ -126,8 +126,8 @@ class DataLoader(LoaderSettings):
             else from the same batch. A function: it is called where the sample was read, with a
             `FailedSample`, and returns the sample to use, or raises. Needs a map-style dataset.
             `failed_samples` lists the failures; the log names some of them.
-        error_budget: How many samples of an epoch may fail: a number (int) or a share of them (float).
-            One more failure raises ErrorBudgetError in place of its batch.
+        max_errors: How many samples of an epoch may fail: a number (int) or a share of them (float).
+            One more failure raises TooManyFailuresError in place of its batch.
         max_worker_restarts: How many dead worker processes one iterator may replace; their unfinished batches
             are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
             ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
@@ -173,7 +173,7 @@ class DataLoader(LoaderSettings):
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
-        error_budget: int | float = 0.01,
+        max_errors: int | float = 0.01,
         max_worker_restarts: int = 0,
         snapshot_every_n_steps: int | None = 1,
     ) -> None:

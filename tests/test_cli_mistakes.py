@@ -458,12 +458,12 @@ def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
-    """Exit code 3 of a shard and of join; above the budget, 1, until it is raised."""
+    """Exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
     broken = "tests.cli_zoo:Broken"
     for text, code in (("1/2", 3), ("2/2", 0)):
-        result = shard(text, tmp_path / "cache", "--on-error", "skip", "--error-budget", "1", source=broken)
+        result = shard(text, tmp_path / "cache", "--on-error", "skip", "--max-errors", "1", source=broken)
         assert result.exit_code == code, result.stderr
-    joined = run("join", tmp_path / "cache", "--error-budget", "0")
+    joined = run("join", tmp_path / "cache", "--max-errors", "0")
     assert joined.exit_code == 1
-    assert "error budget allows 0" in complaint(joined)
+    assert "`max_errors` allows 0" in complaint(joined)
     assert run("join", tmp_path / "cache").exit_code == 3

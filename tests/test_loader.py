@@ -36,7 +36,7 @@ EXTRAS = {
     "batch_transform",
     "device_transform",
     "on_error",
-    "error_budget",
+    "max_errors",
     "max_worker_restarts",
     "snapshot_every_n_steps",
 }

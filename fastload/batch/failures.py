@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import ErrorBudgetError
+from fastload.errors import TooManyFailuresError
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -26,42 +26,42 @@ def report_of(loader: Any) -> list[FailedSample]:
     return _reports.setdefault(loader, [])
 
 
-def check_error_budget(error_budget: Any) -> None:
-    """Check the user's `error_budget`.
+def check_max_errors(max_errors: Any) -> None:
+    """Check the user's `max_errors`.
 
     Raises:
         ValueError: It is neither a number of samples nor a share of them.
     """
-    is_share = isinstance(error_budget, float) and 0 < error_budget <= 1
-    if not is_share and (type(error_budget) is not int or error_budget < 0):
+    is_share = isinstance(max_errors, float) and 0 < max_errors <= 1
+    if not is_share and (type(max_errors) is not int or max_errors < 0):
         raise ValueError(
-            "error_budget should be an int of at least 0 (a number of samples), or a float above 0 and up to "
-            f"1 (a share of the epoch's samples), but got {error_budget!r}"
+            "max_errors should be an int of at least 0 (a number of samples), or a float above 0 and up to "
+            f"1 (a share of the epoch's samples), but got {max_errors!r}"
         )
 
 
-def most_failures(error_budget: int | float, num_samples: int) -> int:
-    """How many of ``num_samples`` samples may fail; at least one if the budget is a share."""
-    return max(1, int(error_budget * num_samples)) if isinstance(error_budget, float) else error_budget
+def most_failures(max_errors: int | float, num_samples: int) -> int:
+    """How many of ``num_samples`` samples may fail; at least one if `max_errors` is a share."""
+    return max(1, int(max_errors * num_samples)) if isinstance(max_errors, float) else max_errors
 
 
 def check_left_out(
-    left_out: Sequence[FailedSample], error_budget: int | float, num_samples: int, what_to_do: str
+    left_out: Sequence[FailedSample], max_errors: int | float, num_samples: int, what_to_do: str
 ) -> None:
-    """Check that a build leaves out no more samples than its budget allows; the arguments are those below.
+    """Check that a build leaves out no more samples than `max_errors` allows; the arguments are those below.
 
     Raises:
-        ErrorBudgetError: It leaves out more.
+        TooManyFailuresError: It leaves out more.
     """
-    most = most_failures(error_budget, num_samples)
+    most = most_failures(max_errors, num_samples)
     if len(left_out) > most:
-        raise budget_exceeded(len(left_out), most, num_samples, left_out[-1], what_to_do)
+        raise too_many_failures(len(left_out), most, num_samples, left_out[-1], what_to_do)
 
 
-def budget_exceeded(
+def too_many_failures(
     num_failed: int, most: int, num_samples: int, last: FailedSample, what_to_do: str
-) -> ErrorBudgetError:
-    """The error of an epoch or a build in which more samples failed than its budget allows.
+) -> TooManyFailuresError:
+    """The error of an epoch or a build in which more samples failed than `max_errors` allows.
 
     Args:
         num_failed: How many samples could not be read.
@@ -70,14 +70,14 @@ def budget_exceeded(
         last: The last sample that could not be read.
         what_to_do: What was kept, and what to change: sentences without the last full stop.
     """
-    return ErrorBudgetError(
-        f"{num_failed:,} samples could not be read, and the error budget allows {most:,} of {num_samples:,}. "
+    return TooManyFailuresError(
+        f"{num_failed:,} samples could not be read, and `max_errors` allows {most:,} of {num_samples:,}. "
         f"The last one is {last}. {what_to_do}"
     )
 
 
 def num_samples_of(loader: Any) -> int:
-    """How many samples an epoch of a loader reads, for its error budget.
+    """How many samples an epoch of a loader reads, for `max_errors`.
 
     Returns:
         0 if no sample may fail. The number of samples of the dataset, if the sampler has no length, or if a
@@ -104,14 +104,14 @@ class FailureCount:
     def __init__(self, loader: Any) -> None:
         self._report = report_of(loader)
         self._num_samples = num_samples_of(loader)
-        self._most = most_failures(loader.error_budget, self._num_samples)
+        self._most = most_failures(loader.max_errors, self._num_samples)
         self._count = 0
 
     def note(self, failed: Sequence[FailedSample]) -> None:
         """Report the failed samples of a batch that the caller is about to receive.
 
         Raises:
-            ErrorBudgetError: More samples of the epoch have failed than the budget allows.
+            TooManyFailuresError: More samples of the epoch have failed than `max_errors` allows.
         """
         for sample in failed:
             self._count += 1
@@ -120,5 +120,5 @@ class FailureCount:
                 by = "on_error" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
                 log.warning("a sample could not be read, and %s replaced it: %s", by, sample)
         if failed and self._count > self._most:
-            cure = "loader.failed_samples lists all; raise error_budget, or repair the files"
-            raise budget_exceeded(self._count, self._most, self._num_samples, failed[-1], cure)
+            cure = "loader.failed_samples lists all; raise max_errors, or repair the files"
+            raise too_many_failures(self._count, self._most, self._num_samples, failed[-1], cure)

@@ -143,7 +143,7 @@ def parse_size(text: str) -> int | tuple[int, int]:
     return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
 
 
-def parse_error_budget(text: str) -> int | float:
+def parse_max_errors(text: str) -> int | float:
     """The number of samples that may be left out, or their share.
 
     Raises:
@@ -153,7 +153,7 @@ def parse_error_budget(text: str) -> int | float:
         if text.isdecimal() or 0 < float(text) <= 1:
             return int(text) if text.isdecimal() else float(text)
     raise CommandError(
-        "--error-budget should be a number of samples such as 20 or a share of them such as 0.01, "
+        "--max-errors should be a number of samples such as 20 or a share of them such as 0.01, "
         f"but got {text!r}"
     )
 

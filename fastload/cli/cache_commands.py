@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cli.arguments import Size, Source, check_url, is_url, parse_error_budget, place
+from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, place
 from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
@@ -61,14 +61,14 @@ OnErrorOption = Annotated[
         "writes a line with its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
     ),
 ]
-ErrorBudget = Annotated[
+MaxErrors = Annotated[
     Any,  # int | float | None
     typer.Option(
-        parser=parse_error_budget,
+        parser=parse_max_errors,
         metavar="NUMBER",
         show_default=False,
         help="With --on-error skip: how many samples of the whole cache may be left out, as a number or as a "
-        "share such as 0.01; default: all of them.",
+        "share; 0.01 by default.",
     ),
 ]
 
@@ -118,14 +118,14 @@ def build(
         ),
     ] = None,
     on_error: OnErrorOption = OnError.RAISE,
-    error_budget: ErrorBudget = "1.0",
+    max_errors: MaxErrors = "0.01",
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    options = {**_options(codec, quality, on_error, error_budget), "shards": shards}
+    options = {**_options(codec, quality, on_error, max_errors), "shards": shards}
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:
         raise CommandError("DEST is a URL, and so is --out: give one of them")
@@ -190,7 +190,7 @@ def build_shard(
     quality: Quality = None,
     workers: Workers = None,
     on_error: OnErrorOption = OnError.RAISE,
-    error_budget: ErrorBudget = "1.0",
+    max_errors: MaxErrors = "0.01",
 ) -> Answer:
     """Decode the samples of one shard of a cache, in DEST.partial.
 
@@ -200,7 +200,7 @@ def build_shard(
     from fastload.cache.build.build import build_shard
 
     numbers = _shard(shard)
-    options = _options(codec, quality, on_error, error_budget)
+    options = _options(codec, quality, on_error, max_errors)
     started_s = time.monotonic()
     with _opened(source, size, codec) as (dataset, fingerprint):
         built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
@@ -222,7 +222,7 @@ def build_shard(
 
 
 def _options(
-    codec: Codec | None, quality: int | None, on_error: OnError, error_budget: int | float
+    codec: Codec | None, quality: int | None, on_error: OnError, max_errors: int | float
 ) -> dict[str, Any]:
     """The arguments that all builds take."""
     if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
@@ -233,7 +233,7 @@ def _options(
         "codec": None if codec is None else codec.value,
         "quality": quality,
         "on_error": on_error.value,
-        "error_budget": error_budget,
+        "max_errors": max_errors,
         "progress": not is_quiet(),
     }
 
@@ -265,13 +265,13 @@ def join(
             help="The cache whose shards 'fastload cache build-shard' has built.",
         ),
     ],
-    error_budget: Annotated[
+    max_errors: Annotated[
         Any,
         typer.Option(
-            parser=parse_error_budget,
+            parser=parse_max_errors,
             metavar="NUMBER",
             help="How many samples may be left out, as a number or as a share such as 0.01; default: the "
-            "budget of the process that began the build.",
+            "limit of the process that began the build.",
         ),
     ] = None,
 ) -> Answer:
@@ -283,7 +283,7 @@ def join(
     from fastload.cache.build import build as builds
 
     was_there = os.path.exists(dest)
-    cache = builds.join(dest, error_budget=error_budget)
+    cache = builds.join(dest, max_errors=max_errors)
     return _finished(cache, "was joined before" if was_there else "joined", was_joined=not was_there)
 
 

@@ -31,7 +31,7 @@ def build(
     codec: str | None = None,
     quality: int | None = None,
     on_error: str = "raise",
-    error_budget: int | float = 1.0,
+    max_errors: int | float = 0.01,
     max_retries: int = 3,
     progress: bool = True,
 ) -> LMDBCache:
@@ -53,7 +53,7 @@ def build(
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
-        error_budget: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
+        max_errors: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
             their share (a float).
         max_retries: How often Ray repeats a task whose machine died, or that could not write its file.
         progress: Show a bar, if standard error is a terminal.
@@ -66,7 +66,7 @@ def build(
         ConnectionError: There is no Ray cluster at ``address``.
         CacheError: Shards could not be built; the message names them, with reasons and machines.
         CacheMismatchError: The cache or the unfinished build at ``path`` is of other samples or settings.
-        ErrorBudgetError: More samples than the budget could not be read; finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are kept.
     """
     try:
         import ray
@@ -95,7 +95,7 @@ def build(
             codec=codec,
             quality=quality,
             on_error=on_error,
-            error_budget=error_budget,
+            max_errors=max_errors,
             progress=progress,
         )
     finally:

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, MapDataPipe
 
-from fastload.batch.failures import check_error_budget
+from fastload.batch.failures import check_max_errors
 from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.sample_streams import check_dataset
@@ -40,7 +40,7 @@ class Options:
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     on_error: str | Callable[..., Any] = "raise"
-    error_budget: int | float = 0.01
+    max_errors: int | float = 0.01
     max_worker_restarts: int = 0
     snapshot_every_n_steps: int | None = 1
 
@@ -65,7 +65,7 @@ class Options:
         for name, (is_right, expected) in checks.items():
             if not is_right:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
-        check_error_budget(self.error_budget)
+        check_max_errors(self.max_errors)
         if self.ring_bytes != "auto":
             budget.parse_budget(self.ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
         if self.device is not None:

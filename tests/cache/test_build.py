@@ -113,7 +113,7 @@ def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None
         {"quality": 9.5},
         {"shards": 0},
         {"on_error": "ignore"},
-        {"error_budget": 0.0},
+        {"max_errors": 0.0},
     ],
 )
 def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from fastload.cache.build.upload import build_at_url
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheError, CacheMismatchError, ErrorBudgetError, ImageReadError
+from fastload.errors import CacheError, CacheMismatchError, ImageReadError, TooManyFailuresError
 from fastload.files import attempts
 from tests.cache.build_zoo import BrokenImages, Stopping, exit_codes
 from tests.cache.zoo import Images, RaggedImages
@@ -67,7 +67,7 @@ def by_shards(source: Source, place: str, *, shards: int = 3, **options: Any) ->
     known, order = fingerprint_of(source), range(shards)
     for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
         build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
-    return join(place, error_budget=options.get("error_budget"))
+    return join(place, max_errors=options.get("max_errors"))
 
 
 def by_tasks(source: Source, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
@@ -276,15 +276,15 @@ def test_left_out_samples_are_refused_where_none_may_be_left_out(builder: Builde
     assert builder(Source(bad=[3]), on_error="skip").num_cached == 19
 
 
-def test_the_error_budget_holds_for_the_whole(builder: Builder) -> None:
-    """One sample of each shard is left out, and two may be; a larger budget finishes the build."""
+def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
+    """One sample of each shard is left out, and two may be; a larger limit finishes the build."""
     options: dict[str, Any] = {"on_error": "skip"}
-    with pytest.raises(ErrorBudgetError, match=r"3 samples .* allows 2 of 20"):
-        builder(Source(bad=[1, 8, 19]), error_budget=2, **options)
+    with pytest.raises(TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
+        builder(Source(bad=[1, 8, 19]), max_errors=2, **options)
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
 
-    assert builder(Source(bad=[1, 8, 19]), error_budget=0.15, **options).num_cached == 17
+    assert builder(Source(bad=[1, 8, 19]), max_errors=0.15, **options).num_cached == 17
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ def test_damaged_files_are_replaced(name: str, num_workers: int, damaged: Path, 
     """on_error="replace" of the loader puts another sample in the place of a damaged one."""
     ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)
     loader = fastload.DataLoader(
-        ds, batch_size=4, on_error="replace", error_budget=4, num_workers=num_workers, rng="sample"
+        ds, batch_size=4, on_error="replace", max_errors=4, num_workers=num_workers, rng="sample"
     )
     with loader:
         assert [len(images) for images, _ in loader] == [4, 4]

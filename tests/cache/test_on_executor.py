@@ -16,8 +16,8 @@ import pytest
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
 from fastload.errors import (
     CacheError,
-    ErrorBudgetError,
     RandomDatasetError,
+    TooManyFailuresError,
 )
 from tests.cache.build_zoo import BrokenImages, OddlyBroken
 from tests.cache.zoo import Images, RandomImages
@@ -185,15 +185,15 @@ def test_many_failures_are_told_shortly_and_as_text(
 
 
 @pytest.mark.parametrize("bad", [[2, 13, 23], [7, 8, 9]], ids=["together", "one shard alone"])
-def test_a_build_above_its_error_budget_ends_at_once(
+def test_a_build_above_max_errors_ends_at_once(
     executors: Callable[..., OneByOne], bad: list[int], tmp_path: Path
 ) -> None:
     """The other tasks are cancelled; finished shards are kept, and count again later."""
     executor = executors(before=lambda shard: shard == 6 and executor.is_ended.wait(100))
     options: dict[str, Any] = {"num_cpus": 2, "on_error": "skip"}
-    few = {**options, "error_budget": 2}
+    few = {**options, "max_errors": 2}
     for runner, shards in ((executor, 8), (executors(), None)):
-        with pytest.raises(ErrorBudgetError, match=r"3 samples could not be read, .* allows 2 of 40"):
+        with pytest.raises(TooManyFailuresError, match=r"3 samples could not be read, .* allows 2 of 40"):
             build_on(runner, images(40, bad=bad), tmp_path / "cache", shards=shards, **few)
 
     assert executor.is_ended.is_set()

@@ -17,7 +17,7 @@ from fastload.cache import locks
 from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb, build_shard, join
 from fastload.cache.fingerprint import Fingerprint
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ErrorBudgetError
+from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, TooManyFailuresError
 from tests.cache.build_zoo import BrokenImages, Stopping, exit_codes
 from tests.cache.zoo import Everything, Images, RaggedImages
 
@@ -42,7 +42,7 @@ def local_twin(dataset: Any, path: Path, twin: Path, **options: Any) -> Path:
     fields = json.loads((path.parent / f"{path.name}.partial" / "plan.json").read_text())
     partial = twin.parent / f"{twin.name}.partial"
     partial.mkdir()
-    local = {"version": fields["version"], "plan": fields["plan"], "error_budget": 1.0}
+    local = {"version": fields["version"], "plan": fields["plan"], "max_errors": 1.0}
     (partial / "plan.json").write_text(json.dumps(local))
     shards = fields["plan"]["num_shards"]
     build_lmdb(dataset, twin, shards=shards, num_workers=0, progress=False, **options).close()
@@ -159,8 +159,8 @@ def test_join_says_what_is_there(tmp_path: Path) -> None:
     shard_of(Images(500), tmp_path / "cache", 4, 500)
     with pytest.raises(CacheError, match=r"^499 of 500 shards are missing or damaged: 1, .*, \.\.\.\. Build"):
         join(tmp_path / "cache")
-    with pytest.raises(ValueError, match="error_budget"):
-        join(tmp_path / "cache", error_budget=-1)
+    with pytest.raises(ValueError, match="max_errors"):
+        join(tmp_path / "cache", max_errors=-1)
 
 
 # --- samples that are left out ---------------------------------------------------------------------------
@@ -169,8 +169,8 @@ def test_join_says_what_is_there(tmp_path: Path) -> None:
 def test_a_shard_above_the_budget_ends_early(tmp_path: Path) -> None:
     """It is not finished; it is built again with a larger budget."""
     options: dict[str, Any] = {"on_error": "skip"}
-    with pytest.raises(ErrorBudgetError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
-        shard_of(BrokenImages(40, bad=[21, 23, 25]), tmp_path / "cache", 1, 2, error_budget=1, **options)
+    with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
+        shard_of(BrokenImages(40, bad=[21, 23, 25]), tmp_path / "cache", 1, 2, max_errors=1, **options)
     dataset = BrokenImages(40, bad=[21, 23, 25])
 
     assert shard_of(dataset, tmp_path / "cache", 1, 2, **options).num_left_out == 3

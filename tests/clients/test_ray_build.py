@@ -158,11 +158,11 @@ SKIPPING = (
 if __name__ == "__main__":
     os.environ["BAD"] = "3 40 63"
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
-    from fastload.errors import CacheError, ErrorBudgetError
-    for name, options in (("raise", {}), ("budget", {"on_error": "skip", "error_budget": 2})):
+    from fastload.errors import CacheError, TooManyFailuresError
+    for name, options in (("raise", {}), ("budget", {"on_error": "skip", "max_errors": 2})):
         try:
             ray_build.build(images, FOLDER / "cache", shards=4, **options)
-        except (CacheError, ErrorBudgetError) as error:
+        except (CacheError, TooManyFailuresError) as error:
             (FOLDER / name).write_text(f"{type(error).__name__}: {error}")
     ray_build.build(images, FOLDER / "cache", on_error="skip")
     ray.shutdown()
@@ -179,7 +179,7 @@ def local_twin(folder: Path, **options: Any) -> Path:
     partial.mkdir()
     from dataclasses import asdict
 
-    fields = {"version": 1, "plan": asdict(plan), "error_budget": 1.0}
+    fields = {"version": 1, "plan": asdict(plan), "max_errors": 1.0}
     (partial / "plan.json").write_text(json.dumps(fields))
     bad = options.pop("bad", ())
     build_lmdb(
@@ -217,7 +217,7 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     told = (tmp_path / "raise").read_text()
     assert told.startswith("CacheError: 3 of 4 shards were not built: shard 1/4 on ")
     assert told.count("ImageReadError: cannot read the image") == 3
-    assert (tmp_path / "budget").read_text().startswith("ErrorBudgetError: 3 samples could not be read")
+    assert (tmp_path / "budget").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
     assert files_at(tmp_path / "cache") == files_at(twin)
     reports = [(tmp_path / f"{name}.errors.jsonl").read_text() for name in ("cache", "twin")]
     assert reports[0] == reports[1]

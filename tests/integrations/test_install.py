@@ -96,12 +96,12 @@ class TestDefaults:
         fastload.uninstall()  # without install() it does nothing
         before = state.num_replaced
         fastload.install(rng="sample")
-        fastload.install(error_budget=3)
+        fastload.install(max_errors=3)
 
         loader: Any = tud.DataLoader(IMAGES)
         other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
-        assert (loader.rng, loader.error_budget) == ("sample", 3)
-        assert (other.rng, other.error_budget) == ("worker", 3)
+        assert (loader.rng, loader.max_errors) == ("sample", 3)
+        assert (other.rng, other.max_errors) == ("worker", 3)
         assert fastload.DataLoader(IMAGES).rng == "worker"
         fastload.uninstall()
         assert type(tud.DataLoader(IMAGES)) is ImportedBefore

@@ -30,7 +30,7 @@ OWN: dict[str, Any] = {
     "device": "cpu",
     "device_transform": tuple,
     "on_error": "replace",
-    "error_budget": 3,
+    "max_errors": 3,
     "max_worker_restarts": 1,
 }
 TORCH: dict[str, Any] = {

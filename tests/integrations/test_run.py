@@ -180,9 +180,9 @@ def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path, r
         "import subprocess, sys\n"
         "from torch.utils.data import DataLoader\n"
         "import fastload\n"
-        "fastload.install(error_budget=2)\n"
+        "fastload.install(max_errors=2)\n"
         "loader = DataLoader([0])\n"
-        "print(loader.rng, loader.error_budget, flush=True)\n"
+        "print(loader.rng, loader.max_errors, flush=True)\n"
         "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).rng)'\n"
         "subprocess.run([sys.executable, '-c', code])\n"
     )

@@ -86,9 +86,7 @@ def test_the_same_pixels_for_any_number_of_workers() -> None:
 
 def test_the_same_pixels_in_threads() -> None:
     """Four threads draw what no worker draws."""
-    assert run(Alone(), 2, rng="sample", num_workers=4, worker_type="thread") == run(
-        Alone(), 2, rng="sample"
-    )
+    assert run(Alone(), 2, rng="sample", num_workers=4, worker_type="thread") == run(Alone(), 2, rng="sample")
 
 
 @pytest.mark.slow
@@ -104,7 +102,7 @@ def test_a_collate_fn_draws_the_same() -> None:
 
     dataset = CachedDataset(Pictures(), transform=Jitter())
     assert run(dataset, **options) == run(dataset, num_workers=2, **options)
-    replaced = {**options, "on_error": "replace", "error_budget": 1.0}
+    replaced = {**options, "on_error": "replace", "max_errors": 1.0}
     assert run(Unreadable(), **replaced) == run(Unreadable(), num_workers=2, **replaced)
     options["collate_fn"] = Drawing(shared=False)
     assert run(Alone(), num_workers=2, worker_type="thread", **options) == run(Alone(), **options)

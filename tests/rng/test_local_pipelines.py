@@ -83,10 +83,12 @@ class TestStreams:
 
         assert plain(next(iter(resumed))) == first
 
-    def test_seed_pipelines_false_leaves_them_alone(self) -> None:
+    def test_seed_albumentations_false_leaves_them_alone(self) -> None:
         """As in torch: they draw from what they have, and use it up."""
         dataset, twin = zoo.Corners(seed=5), zoo.Corners(seed=5)
-        found = [value for batch in DataLoader(dataset, 4, seed_albumentations=False) for value in batch.tolist()]
+        found = [
+            value for batch in DataLoader(dataset, 4, seed_albumentations=False) for value in batch.tolist()
+        ]
 
         assert found == [twin[index] for index in range(len(twin))]
 

@@ -162,7 +162,7 @@ class TestCollate:
         def replace(failed: Any) -> torch.Tensor:
             return torch.zeros(10, dtype=torch.long)
 
-        options = {"on_error": replace, "error_budget": 1.0}
+        options = {"on_error": replace, "max_errors": 1.0}
         assert collated(Unreadable(), num_workers=2, **options) == collated(Unreadable(), **options)
 
     def test_the_users_generators_are_as_they_were(self) -> None:
@@ -201,7 +201,7 @@ class TestParent:
 
         assert torch.equal(torch.default_generator.get_state(), state)
 
-    def test_sample_generator_by_hand_follows_torchs_seed(self) -> None:
+    def test_sample_rng_by_hand_follows_torchs_seed(self) -> None:
         """`dataset[i]` outside a loader draws from torch's default generator, anew at each call."""
         torch.manual_seed(1)
         first, second = (fastload.sample_rng().integers(1 << 40) for _ in range(2))

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import fastload
-from fastload.rng.seeding import seed_everything, seed_libraries, seed_albumentations, seed_worker
+from fastload.rng.seeding import seed_albumentations, seed_everything, seed_libraries, seed_worker
 from tests.rng import pipelines_zoo as zoo
 
 if TYPE_CHECKING:

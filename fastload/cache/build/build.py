@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_error_budget, check_left_out
+from fastload.batch.failures import check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
@@ -74,7 +74,7 @@ def build_lmdb(
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process may not open as many files as the shards
             need.
-        ErrorBudgetError: More samples than the budget could not be read; finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are kept.
         ValueError: An argument is invalid.
     """
     build = Build(dataset, os.path.abspath(path), shards, **options)
@@ -87,7 +87,7 @@ def build_lmdb(
             num_shards = files.plan.num_shards
             check_openable(num_shards)
             build.write(files, range(num_shards), f"building {build.path}")
-            return _publish(files, build.path, build.error_budget, "built now, as it did not exist")
+            return _publish(files, build.path, build.max_errors, "built now, as it did not exist")
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def build_shard(
         path: The path of the finished cache.
         shard: The shard to build, from 0.
         num_shards: Number of shards of the cache.
-        **options: See `Build`. The error budget is that of the whole cache: a shard that leaves out more ends
+        **options: See `Build`. `max_errors` counts for the whole cache: a shard that leaves out more ends
             its build, and `join` counts all shards.
 
     Raises:
@@ -136,7 +136,7 @@ def build_shard(
         CacheBusyError: Another process of this machine is building this shard.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written.
-        ErrorBudgetError: The shard leaves out more samples than the budget allows.
+        TooManyFailuresError: The shard leaves out more samples than `max_errors` allows.
         ValueError: An argument is invalid.
     """
     build = Build(dataset, os.path.abspath(path), num_shards, **options)
@@ -177,7 +177,7 @@ class Build:
             an unfinished build of any quality, and builds with 95.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
-        error_budget: The maximum number of samples that are left out (an int), or their share (a float).
+        max_errors: The maximum number of samples that are left out (an int), or their share (a float).
         fingerprint: Of the samples; it identifies a cache without reading a sample.
         kept: The place of finished shards, for messages; None for PATH.partial.
     """
@@ -191,7 +191,7 @@ class Build:
     codec: str | None = None
     quality: int | None = None
     on_error: str = "raise"
-    error_budget: int | float = 1.0
+    max_errors: int | float = 0.01
     fingerprint: Fingerprint | None = None
     kept: str | None = None
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
@@ -203,7 +203,7 @@ class Build:
             raise ValueError(f"shards should be an int from 1, but got {shards!r}")
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error should be "raise" or "skip", but got {self.on_error!r}')
-        check_error_budget(self.error_budget)
+        check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
         self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
         self._is_skipping = self.on_error == "skip"
@@ -259,7 +259,7 @@ class Build:
     def begun(self) -> Iterator[Unfinished]:
         """The directory of the unfinished cache, with its plan; an error says what is kept there."""
         files = Unfinished(self.path)
-        files.begin(self.plan(files.plan if files.open() else None), self.error_budget)
+        files.begin(self.plan(files.plan if files.open() else None), self.max_errors)
         try:
             yield files
         except BaseException as error:
@@ -375,20 +375,20 @@ class Build:
         return left_out
 
     def check_budget(self, plan: Plan) -> None:
-        """Check that the shards so far leave out no more samples than the budget allows."""
-        what_to_do = f"{self.kept}: raise the budget or repair the files, and build again to resume"
-        check_left_out(self.left_out, self.error_budget, plan.num_samples, what_to_do)
+        """Check that the shards so far leave out no more samples than `max_errors` allows."""
+        what_to_do = f"{self.kept}: raise max_errors or repair the files, and build again to resume"
+        check_left_out(self.left_out, self.max_errors, plan.num_samples, what_to_do)
 
 
 # --- the end ---------------------------------------------------------------------------------------------
 
 
-def join(path: str | os.PathLike[str], *, error_budget: int | float | None = None) -> LMDBCache:
+def join(path: str | os.PathLike[str], *, max_errors: int | float | None = None) -> LMDBCache:
     """The cache at `path`, made from its finished shards; opened if it was joined before.
 
     Args:
         path: The path that was given to `build_shard`.
-        error_budget: The maximum number or share of samples that are left out; None for the budget of the
+        max_errors: The maximum number or share of samples that are left out; None for the limit of the
             process that made the plan.
 
     Raises:
@@ -396,11 +396,11 @@ def join(path: str | os.PathLike[str], *, error_budget: int | float | None = Non
         CacheMismatchError: The shards are of another release.
         CacheError: Shards are missing; the error names them. Or the files could not be written.
         CacheBusyError: Another process joins the shards, or removes them.
-        ErrorBudgetError: More samples than the budget are left out; all shards are kept.
-        ValueError: `error_budget` is not valid.
+        TooManyFailuresError: More samples than `max_errors` allows are left out; all shards are kept.
+        ValueError: `max_errors` is not valid.
     """
-    if error_budget is not None:
-        check_error_budget(error_budget)
+    if max_errors is not None:
+        check_max_errors(max_errors)
     path = os.path.abspath(path)
     if os.path.lexists(path):
         cache = LMDBCache(path)
@@ -410,16 +410,16 @@ def join(path: str | os.PathLike[str], *, error_budget: int | float | None = Non
     if not files.open():
         raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}")
     with only_builder(path):
-        budget = files.error_budget if error_budget is None else error_budget
-        return _publish(files, path, budget, f"joined now, from {files.plan.num_shards} shards")
+        limit = files.max_errors if max_errors is None else max_errors
+        return _publish(files, path, limit, f"joined now, from {files.plan.num_shards} shards")
 
 
-def _publish(files: Unfinished, path: str, error_budget: int | float, reason: str) -> LMDBCache:
+def _publish(files: Unfinished, path: str, max_errors: int | float, reason: str) -> LMDBCache:
     """The finished cache of a directory whose shards are all finished.
 
     Raises:
         CacheError: Shards are missing.
-        ErrorBudgetError: More samples than the budget are left out.
+        TooManyFailuresError: More samples than `max_errors` allows are left out.
     """
     plan, left_out, missing = files.plan, [], []
     for shard in range(plan.num_shards):
@@ -436,9 +436,9 @@ def _publish(files: Unfinished, path: str, error_budget: int | float, reason: st
         )
     check_left_out(
         left_out,
-        error_budget,
+        max_errors,
         plan.num_samples,
-        f"All shards are kept at {files.path}, with their reports: join with a larger error budget, or "
+        f"All shards are kept at {files.path}, with their reports: join with a larger max_errors, or "
         f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build them "
         "again",
     )

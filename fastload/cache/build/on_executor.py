@@ -10,7 +10,7 @@ Rules:
    users' own classes may not be picklable. It raises TransientTaskError for failures that may pass on another
    machine, such as a full disk.
 3. A failed shard does not end the build: the others are finished and kept, and one error in the end names all
-   failures. If more samples are skipped than the error budget allows, the build ends at once.
+   failures. If more samples are skipped than `max_errors` allows, the build ends at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.files import check_openable
 from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import refuse_random
-from fastload.errors import CacheBusyError, CacheError, ErrorBudgetError
+from fastload.errors import CacheBusyError, CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,12 +107,12 @@ def build_on(
         num_cpus: How many tasks run at the same time.
         shards: Number of shards; None for the number of an unfinished build, or else for a few per CPU, at
             most 128.
-        **options: `codec`, `quality`, `on_error`, `error_budget` and `progress`, as in `Build`.
+        **options: `codec`, `quality`, `on_error`, `max_errors` and `progress`, as in `Build`.
 
     Raises:
         CacheError: Shards could not be built; the error names them, with reasons and machines. Also as
             `build_shard`.
-        ErrorBudgetError: More samples than the budget could not be read. The finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read. The finished shards are kept.
     """
     path = os.path.abspath(path)
     dataset = open_dataset()
@@ -127,13 +127,13 @@ def build_on(
         check_openable(files.plan.num_shards)
         settings = {"codec": build.codec, "quality": build.quality, "on_error": build.on_error}
         _run(executor, Task(open_dataset, path, files.plan.num_shards, settings), files, build)
-    return join(path, error_budget=build.error_budget)
+    return join(path, max_errors=build.max_errors)
 
 
 def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
     """Build the missing shards."""
     plan = files.plan
-    most = most_failures(build.error_budget, plan.num_samples)
+    most = most_failures(build.max_errors, plan.num_samples)
     failed: dict[int, str] = {}
     found = {shard: files.finished(shard) for shard in range(plan.num_shards)}
     # A finished shard that leaves samples out is an error without "skip", and its task says so.
@@ -162,8 +162,8 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
                 progress.advance(built.nbytes, built.num_samples)
                 num_left_out += built.num_left_out
                 if num_left_out > most:
-                    raise ErrorBudgetError(
-                        f"{num_left_out:,} samples could not be read, and the error budget allows "
+                    raise TooManyFailuresError(
+                        f"{num_left_out:,} samples could not be read, and `max_errors` allows "
                         f"{most:,} of {plan.num_samples:,}: raise it, or repair the files"
                     )
     except BaseException:

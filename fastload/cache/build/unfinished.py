@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_error_budget
+from fastload.batch.failures import check_max_errors
 from fastload.cache.build.names import (
     PLAN_NAME,
     foreign_part,
@@ -66,11 +66,11 @@ class Unfinished:
     Attributes:
         path: The directory.
         plan: The plan that all processes follow; see `begin` and `open`.
-        error_budget: The budget of the process that made the plan.
+        max_errors: The limit of the process that made the plan.
     """
 
     plan: Plan
-    error_budget: int | float = 1.0
+    max_errors: int | float = 0.01
 
     def __init__(self, destination: str) -> None:
         self.path = f"{destination}.partial"
@@ -98,9 +98,9 @@ class Unfinished:
                 fields = parse_json(Path(self.path, PLAN_NAME).read_bytes())
                 check_version(fields)
                 self.plan = parse_plan(fields.get("plan"))
-                budget = fields.get("error_budget")
-                check_error_budget(budget)
-                self.error_budget = budget
+                limit = fields.get("max_errors")
+                check_max_errors(limit)
+                self.max_errors = limit
                 return True
         except ValueError as error:  # CacheMismatchError is a ValueError
             raise CacheMismatchError(
@@ -109,19 +109,19 @@ class Unfinished:
             ) from error
         return False
 
-    def begin(self, plan: Plan, error_budget: int | float) -> None:
+    def begin(self, plan: Plan, max_errors: int | float) -> None:
         """Follow the plan in the directory, which is this one if no other process made one before.
 
         Args:
             plan: The plan of this build.
-            error_budget: The maximum number or share of samples that are left out, for a new plan.
+            max_errors: The maximum number or share of samples that are left out, for a new plan.
 
         Raises:
             CacheMismatchError: The directory belongs to a build of other samples or with other settings.
             CacheError: The directory contains files that no build made, or cannot be written.
         """
         if not self.open():
-            fields = {"version": FORMAT_VERSION, "error_budget": error_budget, "plan": asdict(plan)}
+            fields = {"version": FORMAT_VERSION, "max_errors": max_errors, "plan": asdict(plan)}
             with writing(self.path):
                 os.makedirs(self.path, exist_ok=True)
                 self._make_plan(json.dumps(fields).encode())

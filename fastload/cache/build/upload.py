@@ -76,7 +76,7 @@ def build_at_url(
         CacheBusyError: Another process of this host builds for this URL.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
-        ErrorBudgetError: More samples than the budget could not be read; all finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are kept.
         ImportError: A package for the URL is missing.
         ValueError: An argument is invalid, or the URL has an unknown protocol.
     """
@@ -147,7 +147,7 @@ def _build(build: Build, upload: _Upload) -> Manifest:
     with contextlib.suppress(CacheMismatchError):
         if not local.open() or local.plan.build_id != plan.build_id:
             shutil.rmtree(local.path, ignore_errors=True)
-    local.begin(plan, build.error_budget)
+    local.begin(plan, build.max_errors)
 
     def put(shard: int, left_out: list[FailedSample]) -> None:
         upload.put(shard, local.path_of(shard), left_out)
