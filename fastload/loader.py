@@ -78,7 +78,7 @@ class DataLoader(LoaderSettings):
             channels-last strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or
             floating leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay as they
             are.
-        ring_bytes: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
+        prefetch_memory: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_albumentations: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
             random stream in each worker. Without workers, the pipelines use those of worker 0 during each
@@ -165,7 +165,7 @@ class DataLoader(LoaderSettings):
         pin_memory_device: str = "",
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
-        ring_bytes: int | float | str = "auto",
+        prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
         rng: Literal["worker", "sample"] = "worker",
         worker_type: Literal["process", "thread"] = "process",

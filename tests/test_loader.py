@@ -28,7 +28,7 @@ from tests.kit import datasets
 
 EXTRAS = {
     "memory_format",
-    "ring_bytes",
+    "prefetch_memory",
     "seed_albumentations",
     "rng",
     "worker_type",
@@ -58,7 +58,7 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
 def test_public_attributes_are_arguments_alone() -> None:
     """Ignite and Lightning build a loader again from its public attributes."""
     theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(IMAGES, 4, ring_bytes="1MB", memory_format=torch.channels_last)
+    loader = fastload.DataLoader(IMAGES, 4, prefetch_memory="1MB", memory_format=torch.channels_last)
     list(loader)
 
     assert {name for name in vars(loader) if not name.startswith("_")} == theirs | EXTRAS
@@ -66,7 +66,7 @@ def test_public_attributes_are_arguments_alone() -> None:
 
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
-    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, ring_bytes=12345, seed_albumentations=False)
+    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, prefetch_memory=12345, seed_albumentations=False)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
     for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
         del arguments[name]
@@ -74,7 +74,7 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
 
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
-    assert (again.ring_bytes, again.seed_albumentations) == (12345, False)
+    assert (again.prefetch_memory, again.seed_albumentations) == (12345, False)
 
 
 def test_making_a_loader_takes_nothing() -> None:
@@ -136,8 +136,8 @@ def test_attributes_are_read_again_at_the_next_epoch() -> None:
     ("arguments", "text"),
     [
         ({"memory_format": torch.preserve_format}, "memory_format should be None or torch.channels_last"),
-        ({"ring_bytes": "many"}, "^ring_bytes='many' is not an amount of memory: "),
-        ({"ring_bytes": -1}, "^ring_bytes=-1 is not an amount of memory: "),
+        ({"prefetch_memory": "many"}, "^prefetch_memory='many' is not an amount of memory: "),
+        ({"prefetch_memory": -1}, "^prefetch_memory=-1 is not an amount of memory: "),
     ],
     ids=str,
 )

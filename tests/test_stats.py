@@ -177,7 +177,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
 
 def test_copies_when_the_caller_holds_all_slots() -> None:
     """With room for few batches, a caller who keeps all of them gets copies of the others."""
-    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, ring_bytes=1) as loader:
+    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, prefetch_memory=1) as loader:
         held = list(loader)
 
         assert len(held) == 16

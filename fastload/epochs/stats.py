@@ -70,7 +70,7 @@ class LoaderStats:
             iterators.
         cache_misses: Samples of `CachedDataset`s that were read from their source, as above.
         num_copies: Batches that were copied because slots were scarce: the caller holds many batches, or
-            `ring_bytes` is small.
+            `prefetch_memory` is small.
         num_restarts: Dead workers that were replaced.
     """
 

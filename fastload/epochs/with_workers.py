@@ -37,7 +37,7 @@ from fastload.errors import (
 )
 from fastload.memory.ring import Ring
 from fastload.rng.pipelines import Search
-from fastload.system.budget import parse_ring_bytes
+from fastload.system.budget import parse_prefetch_memory
 from fastload.workers.core import AT_START
 from fastload.workers.job import Job
 from fastload.workers.messages import Kind, Task
@@ -80,13 +80,13 @@ class WorkerIterator(HostIterator):
         self._pin_thread: PinThread | None = None
         self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
         recorder = recorder_of(loader)
-        ring_bytes = parse_ring_bytes(loader.ring_bytes)
+        max_bytes = parse_prefetch_memory(loader.prefetch_memory)
         self._pool: Pool | ThreadPool
         if loader.worker_type == "thread":
             finish = _pinning(self._pin_memory_device) if self._pin_memory else None
-            self._pool = ThreadPool(job, self._prefetch_factor, ring_bytes, finish, recorder.add)
+            self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, ring_bytes)
+            ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
             self._pool = Pool(job, context, ring, recorder.add, num_restarts=loader.max_worker_restarts)
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)

@@ -21,7 +21,7 @@ from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
 from fastload.rng.takeover import local_pipelines
-from fastload.system.budget import parse_ring_bytes
+from fastload.system.budget import parse_prefetch_memory
 from fastload.workers.core import dataset_state_of, make_fetcher
 from fastload.workers.job import Job
 from fastload.workers.messages import Work
@@ -81,7 +81,7 @@ class LocalIterator(HostIterator):
         buffers, user = _warm.get(loader, (None, None))
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(parse_ring_bytes(loader.ring_bytes))
+            buffers = Buffers(parse_prefetch_memory(loader.prefetch_memory))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 

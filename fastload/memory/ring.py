@@ -6,7 +6,7 @@ in that slot. Rules:
 1. A slot belongs to one worker for life, so that each page is mapped by one worker and the parent only.
 2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE if the batch was copied out or was an error.
    LENT becomes FREE when no view made from the lease is alive (see `lease`).
-3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `ring_bytes`
+3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes`
    in total. Every worker may always have one slot, and gets no more until the size of a batch is known.
    If batches grow later, free slots are dropped until the total is within the limit again.
 4. Back-pressure without deadlock: with no free slot, a task waits. A slot is lent only if its worker keeps
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LENT_SLOTS = 4
 
 # After this many batches without any bytes (such as lists of strings), a worker may have several in flight
-# although their size is unknown. If larger batches follow, the first ones may exceed `ring_bytes`.
+# although their size is unknown. If larger batches follow, the first ones may exceed `max_bytes`.
 EMPTY_BATCHES = 8
 
 
@@ -58,11 +58,11 @@ class Ring:
     Args:
         num_workers: How many workers there are.
         slots_in_flight: Batches that a worker may have in flight (the prefetch factor).
-        ring_bytes: Upper bound for the memory of all slots together.
+        max_bytes: Upper bound for the memory of all slots together.
     """
 
-    def __init__(self, num_workers: int, slots_in_flight: int, ring_bytes: int) -> None:
-        self.ring_bytes = ring_bytes
+    def __init__(self, num_workers: int, slots_in_flight: int, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._slots: list[list[Slot]] = [[] for _ in range(num_workers)]
         self._slots_in_flight = slots_in_flight
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
@@ -84,7 +84,7 @@ class Ring:
         """A slot for the worker's next batch (FREE -> FILLING), or None if the task must wait."""
         self.reclaim(worker)
         slots = self._slots[worker]
-        while self.nbytes > self.ring_bytes and self._has_surplus(slots):
+        while self.nbytes > self.max_bytes and self._has_surplus(slots):
             slots.pop()
         for slot in reversed(slots):
             if slot.state is SlotState.FREE:
@@ -165,7 +165,7 @@ class Ring:
             not others for others in self._slots
         )
         grown_bytes = self.nbytes + (spoken_for + 1) * self._largest_bytes
-        return len(slots) < self._max_slots and grown_bytes <= self.ring_bytes
+        return len(slots) < self._max_slots and grown_bytes <= self.max_bytes
 
     def _expect(self, slot: Slot, state: SlotState) -> None:
         if slot.state is not state:

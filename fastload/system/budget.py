@@ -74,19 +74,19 @@ def parse_budget(budget: str | float, *, name: str = "budget", available: int | 
     return nbytes
 
 
-def parse_ring_bytes(ring_bytes: int | float | str) -> int:
+def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
     """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
 
     Args:
-        ring_bytes: The loader's argument: `"auto"` is a quarter of the memory that was free within the last
+        prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the last
             second; else as `parse_budget`.
 
     Raises:
         ValueError: As `parse_budget`.
     """
-    if ring_bytes == "auto":
+    if prefetch_memory == "auto":
         return int(_BATCHES_SHARE * _read_in(int(time.monotonic()), available_bytes))
-    return parse_budget(ring_bytes, name="ring_bytes")
+    return parse_budget(prefetch_memory, name="prefetch_memory")
 
 
 @functools.lru_cache(maxsize=1)

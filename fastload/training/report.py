@@ -73,7 +73,7 @@ class MemoryReport:
             the CUDA driver pinned.
         locked_limit_bytes: RLIMIT_MEMLOCK; None without a limit.
         cache_bytes: In RAM caches that this process uses; shared with the other processes that use them.
-        ring_bytes: In slots for batches in flight.
+        prefetch_bytes: In slots for batches in flight.
         other_segment_bytes: In fastload's other shared segments (messages, datasets sent to workers).
         devices: One entry for each CUDA device on which this process has a context.
         devices_note: Why ``devices`` is empty; "" if it is not.
@@ -87,7 +87,7 @@ class MemoryReport:
     locked_bytes: int | None
     locked_limit_bytes: int | None
     cache_bytes: int
-    ring_bytes: int
+    prefetch_bytes: int
     other_segment_bytes: int
     devices: tuple[DeviceMemory, ...]
     devices_note: str
@@ -145,7 +145,7 @@ def memory_report() -> MemoryReport:
         locked_bytes=figure(read_text(_PROC / "status"), "VmLck"),
         locked_limit_bytes=_locked_limit(),
         cache_bytes=segments.pop("cache", 0),
-        ring_bytes=segments.pop("slot", 0),
+        prefetch_bytes=segments.pop("slot", 0),
         other_segment_bytes=sum(segments.values()),
         devices=devices,
         devices_note="" if devices else _why_no_devices(),

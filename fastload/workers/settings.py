@@ -32,7 +32,7 @@ class Options:
     """
 
     memory_format: torch.memory_format | None = None
-    ring_bytes: int | float | str = "auto"
+    prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
     rng: str = "worker"
     worker_type: str = "process"
@@ -66,8 +66,10 @@ class Options:
             if not is_right:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
         check_max_errors(self.max_errors)
-        if self.ring_bytes != "auto":
-            budget.parse_budget(self.ring_bytes, name="ring_bytes")  # raises here and not in the first epoch
+        if self.prefetch_memory != "auto":
+            budget.parse_budget(
+                self.prefetch_memory, name="prefetch_memory"
+            )  # raises here and not in the first epoch
         if self.device is not None:
             check_device(self.device)
         for name in ("batch_transform", "device_transform"):

@@ -51,7 +51,7 @@ class ThreadPool:
     Args:
         job: Their job.
         prefetch_factor: How many batches each thread may be ahead.
-        ring_bytes: Upper bound for the memory that all threads keep.
+        max_bytes: Upper bound for the memory that all threads keep.
         finish: Called with each batch, in its thread; the caller gets the result. None changes nothing.
         note_work: Called with the work of the threads, in them.
 
@@ -63,14 +63,14 @@ class ThreadPool:
         self,
         job: Job,
         prefetch_factor: int,
-        ring_bytes: int,
+        max_bytes: int,
         finish: Callable[[Any], Any] | None,
         note_work: Callable[[Work], None],
     ) -> None:
         self.processes: list[Any] = []
         self._pid = os.getpid()
         self._is_closed = False
-        limit_bytes = ring_bytes // job.num_workers
+        limit_bytes = max_bytes // job.num_workers
         max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         copies = copies_for_threads(
             job.dataset, job.collate_fn, job.num_workers, with_generators=job.seeds_samples

@@ -13,7 +13,7 @@ import pytest
 from fastload.cache.build import processes
 from fastload.system import budget as budget_module
 from fastload.system import cpus
-from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_ring_bytes
+from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_prefetch_memory
 from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
@@ -156,8 +156,8 @@ def test_nonsense_is_refused(budget: Any) -> None:
     """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
     with pytest.raises(ValueError, match=r'^budget=.*"40GB"'):
         parse_budget(budget, available=GB)
-    with pytest.raises(ValueError, match=r'^ring_bytes=.*"40GB"'):
-        parse_budget(budget, name="ring_bytes", available=GB)
+    with pytest.raises(ValueError, match=r'^prefetch_memory=.*"40GB"'):
+        parse_budget(budget, name="prefetch_memory", available=GB)
 
 
 def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
@@ -166,9 +166,9 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
     """Other settings are read as the budget of a cache is."""
     monkeypatch.setattr(budget_module, "available_bytes", lambda: 4000)
 
-    assert parse_ring_bytes("auto") == 1000
-    assert parse_ring_bytes("3kB") == 3000
-    assert parse_ring_bytes(77) == 77
+    assert parse_prefetch_memory("auto") == 1000
+    assert parse_prefetch_memory("3kB") == 3000
+    assert parse_prefetch_memory(77) == 77
 
 
 def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.Mon
     seconds = iter([10.0, 10.9, 11.0])
     monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
-    limits = [parse_ring_bytes("auto") for _ in range(3)]
+    limits = [parse_prefetch_memory("auto") for _ in range(3)]
 
     assert limits == [1000, 1000, 2000]
 

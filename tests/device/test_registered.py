@@ -376,16 +376,18 @@ class Consumer:
 @settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
 def test_no_consumer_finds_a_slot_that_came_back_early(
-    choices: random.Random, depth: int, ring_bytes: int | str
+    choices: random.Random, depth: int, prefetch_memory: int | str
 ) -> None:
     """Whoever holds, drops or aliases batches reads what workers wrote; slots come back late."""
     fake = FakeBackend()
     consumer = Consumer(fake, choices.randrange)
-    with DataLoader(IMAGES, 4, ring_bytes=ring_bytes, **PERSISTENT) as loader:
+    with DataLoader(IMAGES, 4, prefetch_memory=prefetch_memory, **PERSISTENT) as loader:
         batches = on(fake, loader, depth)
         for _ in range(3):
             consumer.next_number = 0
             consumer.run(batches)
         consumer.held.clear()
-    assert (fake.num_read_in_place > 0) == (ring_bytes != 4096)  # in which there is room for no second slot
+    assert (fake.num_read_in_place > 0) == (
+        prefetch_memory != 4096
+    )  # in which there is room for no second slot
     fake.check()

@@ -24,7 +24,7 @@ MIB = 2**20
 def bytes_of(kind: str, found: MemoryReport) -> int:
     return {
         "fastload-cache": found.cache_bytes,
-        "fastload-slot": found.ring_bytes,
+        "fastload-slot": found.prefetch_bytes,
         "fastload-message": found.other_segment_bytes,
         "fastload": found.other_segment_bytes,
     }[kind]
@@ -58,7 +58,7 @@ def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     found = memory_report()
 
     assert (found.process_pss_bytes, found.locked_bytes, found.locked_limit_bytes) == (None, None, None)
-    assert found.ring_bytes == 0
+    assert found.prefetch_bytes == 0
     assert str(found).count("unknown") == 2
 
 

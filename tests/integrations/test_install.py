@@ -248,12 +248,12 @@ class TestRebuilt:
                 return iter(range(3))
 
         stream = Part(None)
-        loader = fastload.DataLoader(stream, 4, ring_bytes="1GB")
+        loader = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
         fastload.install()
 
         prepared: Any = tud.DataLoader(Part(stream), collate_fn=loader.collate_fn)
 
-        assert prepared.ring_bytes == "1GB"
+        assert prepared.prefetch_memory == "1GB"
 
     def test_by_the_public_attributes(self) -> None:
         """As ignite does."""

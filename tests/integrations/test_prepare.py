@@ -24,7 +24,7 @@ from tests.kit import datasets
 IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = {
     "memory_format": torch.channels_last,
-    "ring_bytes": "1GB",
+    "prefetch_memory": "1GB",
     "seed_albumentations": False,
     "rng": "sample",
     "device": "cpu",

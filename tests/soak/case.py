@@ -47,7 +47,7 @@ class Case:
     method: str = "fork"
     prefetch_factor: int = 2
     is_persistent: bool = False
-    ring_bytes: int | str = "auto"
+    prefetch_memory: int | str = "auto"
     channels_last: bool = False
     rng: str = "worker"
     collate: str = "default"
@@ -185,7 +185,7 @@ def draw(seed: int) -> Case:
         method=pick(METHODS),
         prefetch_factor=pick({1: 2, 2: 4, 3: 1, 5: 1}),
         is_persistent=rng.random() < 0.4,
-        ring_bytes=pick({"auto": 4, 1: 2, "64KB": 2, "1MB": 1}),
+        prefetch_memory=pick({"auto": 4, 1: 2, "64KB": 2, "1MB": 1}),
         channels_last=rng.random() < 0.25,
         rng=pick({"worker": 2, "sample": 1}),
         collate=pick({"default": 6, "list": 2, "arrays": 1, "keeps": 2}),

@@ -307,10 +307,10 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
             method=rng.choice(methods),
             prefetch_factor=rng.choice([1, 2, 4]),
             is_persistent=case.is_persistent and num_workers > 0,
-            ring_bytes=rng.choice(["auto", 1, "64KB"]),
+            prefetch_memory=rng.choice(["auto", 1, "64KB"]),
         )
     )
-    names = ("num_workers", "method", "prefetch_factor", "is_persistent", "ring_bytes")
+    names = ("num_workers", "method", "prefetch_factor", "is_persistent", "prefetch_memory")
     return {name: getattr(other, name) for name in (*names, "timeout_s", "in_order")}
 
 

@@ -113,7 +113,7 @@ class Subject:
             persistent_workers=case.is_persistent,
             in_order=case.in_order,
             memory_format=torch.channels_last if case.channels_last else None,
-            ring_bytes=case.ring_bytes,
+            prefetch_memory=case.prefetch_memory,
             rng=case.rng,  # type: ignore[arg-type]
             worker_type="thread" if is_thread else "process",
             device=case.device,

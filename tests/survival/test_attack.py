@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize(
-    ("method", "ring_bytes"), [("fork", 1), pytest.param("forkserver", "20KB", marks=pytest.mark.slow)]
+    ("method", "prefetch_memory"), [("fork", 1), pytest.param("forkserver", "20KB", marks=pytest.mark.slow)]
 )
-def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, ring_bytes: Any) -> None:
+def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, prefetch_memory: Any) -> None:
     """Leaves without elements, strings and nests, in a ring that has room for next to nothing."""
     expected = list(tud.DataLoader(datasets.Made(attack_zoo.nest, 80), 4))
     rng = random.Random(0)
@@ -43,7 +43,7 @@ def test_nests_of_changing_shapes_are_torchs_whatever_is_held(method: str, ring_
         datasets.Made(attack_zoo.nest, 80),
         4,
         num_workers=2,
-        ring_bytes=ring_bytes,
+        prefetch_memory=prefetch_memory,
         multiprocessing_context=method,
     )
 
@@ -62,7 +62,7 @@ def test_samples_larger_than_the_whole_ring_are_no_error(batch_size: int | None)
     """A slot of its own for each worker; what the caller holds is copied."""
     dataset = datasets.Made(attack_zoo.large, 20)
 
-    batches = list(fastload.DataLoader(dataset, batch_size, num_workers=2, ring_bytes="64KB"))
+    batches = list(fastload.DataLoader(dataset, batch_size, num_workers=2, prefetch_memory="64KB"))
 
     for images, labels in batches:
         labels = torch.as_tensor(labels).reshape(-1)
@@ -82,9 +82,9 @@ def test_two_loaders_interleaved_at_random_do_not_disturb_each_other() -> None:
             datasets.Made(attack_zoo.numbered, 40 * batch_size),
             batch_size,
             num_workers=2,
-            ring_bytes=ring_bytes,
+            prefetch_memory=prefetch_memory,
         )
-        for batch_size, ring_bytes in ((3, 1), (5, "auto"))
+        for batch_size, prefetch_memory in ((3, 1), (5, "auto"))
     ]
     first = iter(loaders[0])
     held: list[tuple[int, int, Any]] = [(0, 3, next(first))]

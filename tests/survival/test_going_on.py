@@ -129,7 +129,9 @@ def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.Monkey
     """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
     monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
     dataset = datasets.Made(attack_zoo.numbered, 24)
-    with fastload.DataLoader(dataset, 4, num_workers=1, persistent_workers=True, ring_bytes=4096) as loader:
+    with fastload.DataLoader(
+        dataset, 4, num_workers=1, persistent_workers=True, prefetch_memory=4096
+    ) as loader:
         for _ in range(3):
             iterator = iter(loader)
             assert_numbered(next(iterator), 0, 4)

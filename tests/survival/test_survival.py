@@ -228,12 +228,14 @@ def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "ring_bytes"), [(0, "auto"), (1, 1), (2, "100KB"), (3, 1), (3, "auto")]
+    ("num_workers", "prefetch_memory"), [(0, "auto"), (1, 1), (2, "100KB"), (3, 1), (3, "auto")]
 )
-def test_list_of_a_loader_holds_all_batches_right(num_workers: int, ring_bytes: Any) -> None:
+def test_list_of_a_loader_holds_all_batches_right(num_workers: int, prefetch_memory: Any) -> None:
     """However little memory the ring may take, keeping every batch works."""
     batches = list(
-        fastload.DataLoader(datasets.Made(numbered, 300), 10, num_workers=num_workers, ring_bytes=ring_bytes)
+        fastload.DataLoader(
+            datasets.Made(numbered, 300), 10, num_workers=num_workers, prefetch_memory=prefetch_memory
+        )
     )
 
     assert len(batches) == 30
@@ -249,7 +251,7 @@ def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
     rng = random.Random(seed)
     held: list[tuple[Any, Any]] = []
     loader = fastload.DataLoader(
-        datasets.Made(datasets.growing, 160), 4, num_workers=num_workers, ring_bytes="200KB"
+        datasets.Made(datasets.growing, 160), 4, num_workers=num_workers, prefetch_memory="200KB"
     )
     for number, batch in enumerate(loader):
         assert batch.flatten(1)[:, 0].tolist() == list(range(number * 4, number * 4 + 4))

@@ -285,7 +285,7 @@ def _grows(index: int) -> Any:
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     loader = fastload.DataLoader(
-        datasets.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, ring_bytes="2MB"
+        datasets.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, prefetch_memory="2MB"
     )
     iterator = iter(loader)
     pid = iterator._workers[0].pid
