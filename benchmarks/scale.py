@@ -103,7 +103,7 @@ class Constants:
 ASSUMED = {
     "cores": ("CPUs a node", "assumed: an AWS p4d.24xlarge has 96 vCPUs"),
     "ram_bytes": ("bytes a node", "assumed: an AWS p4d.24xlarge has 1,152 GiB"),
-    "ram_share": ("of the RAM", 'the budget "auto" of a CachedDataset'),
+    "ram_share": ("of the RAM", '`max_memory="auto"`'),
     "disk_bytes": ("bytes a node", "assumed: an AWS p4d.24xlarge has eight disks of 1 TB"),
     "disk_read_bytes_per_s": ("bytes/s a node", "assumed: eight NVMe disks of 2 GB/s"),
     "disk_write_bytes_per_s": ("bytes/s a node", "assumed: half the rate of reading"),
@@ -198,7 +198,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
     images = data_bytes / c.encoded_bytes
     share = images / num_nodes  # that a node trains on in an epoch
     epoch = functools.partial(slowest, c, num_nodes, trained=share)
-    budget_bytes = c.ram_share * c.ram_bytes
+    max_bytes = c.ram_share * c.ram_bytes
     ram_bytes = disk_bytes = later_fetched = 0.0
     first_fetched = share
     before = (0.0, "")  # seconds and limit of the work that precedes the first epoch
@@ -224,7 +224,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
         disk_bytes = images * c.decoded_bytes
         build_s = c.whole_s + c.decoded_bytes * c.lmdb_store_s_per_byte
         before = slowest(c, num_nodes, fetched=images, cpu_s=images * build_s, disk_write_bytes=disk_bytes)
-        missed = max(0.0, 1 - budget_bytes / disk_bytes)  # by the page cache
+        missed = max(0.0, 1 - max_bytes / disk_bytes)  # by the page cache
         read_s = c.hit_s + c.decoded_bytes * c.lmdb_read_s_per_byte
         first = later = epoch(
             cpu_s=share * read_s, cpu="cropping", disk_read_bytes=missed * share * c.decoded_bytes
@@ -239,7 +239,7 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
         raise ValueError(f"there is no design {design!r}: expected one of {', '.join(DESIGNS)}")
     first = (before[0] + first[0], max(before, first)[1])
     for place, needed_bytes, limit_bytes in (
-        ("RAM", ram_bytes, budget_bytes),
+        ("RAM", ram_bytes, max_bytes),
         ("disk", disk_bytes, c.disk_bytes),
     ):
         if needed_bytes > limit_bytes:

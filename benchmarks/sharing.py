@@ -85,19 +85,19 @@ def open_noise(num_samples: int, side: int) -> tuple[float, int]:
     return time.perf_counter() - start_s, cached.cache_info().num_cached
 
 
-def rank(dataset: Noise, budget: str | int, done: Any, go_on: Any) -> None:
+def rank(dataset: Noise, max_memory: str | int, done: Any, go_on: Any) -> None:
     """A rank: read everything, say so, and stay."""
-    cached = fastload.CachedDataset(dataset, budget=budget)
+    cached = fastload.CachedDataset(dataset, max_memory=max_memory)
     for index in range(len(cached)):
         int(np.asarray(cached.view(index)[0]).max())
     done.release()
     go_on.wait()
 
 
-def ranks_bytes(num_ranks: int, dataset: Noise, budget: str | int) -> int:
+def ranks_bytes(num_ranks: int, dataset: Noise, max_memory: str | int) -> int:
     """PSS of so many ranks that have read all samples."""
     done, go_on = SPAWN.Semaphore(0), SPAWN.Event()
-    ranks = [SPAWN.Process(target=rank, args=(dataset, budget, done, go_on)) for _ in range(num_ranks)]
+    ranks = [SPAWN.Process(target=rank, args=(dataset, max_memory, done, go_on)) for _ in range(num_ranks)]
     for process in ranks:
         process.start()
     for _ in ranks:
@@ -180,7 +180,7 @@ def main() -> None:
         filled_bytes=filled,
     )
 
-    cached = fastload.CachedDataset(Noise(num_samples, side), budget=1)
+    cached = fastload.CachedDataset(Noise(num_samples, side), max_memory=1)
     empty = workers_bytes(8, cached)
     cached.cache.close()
     cached = fastload.CachedDataset(Noise(num_samples, side))

@@ -116,7 +116,7 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
 def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
     one, two = built(tmp_path / "a", "--codec", "png"), built(tmp_path / "b")
-    cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", budget="1MB")
+    cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", max_memory="1MB")
     assert cached[0][0].tolist() == list(range(9))
     commands = {
         "HELP": [["--help"], ["--version"], ["cache", "build", "--help"]],

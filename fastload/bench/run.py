@@ -21,7 +21,7 @@ from fastload.bench.apart import RunFailedError, call
 from fastload.bench.contenders import CACHES, contenders_of
 from fastload.bench.result import Result, Row, this_machine
 from fastload.cache.dataset import CachedDataset
-from fastload.system.budget import parse_budget
+from fastload.system.budget import parse_memory
 from fastload.system.cpu_times import CpuTimes, others_share
 from fastload.system.cpus import worthwhile_cpus
 from fastload.system.logs import log
@@ -187,7 +187,7 @@ class Benchmark:
     def _refuse_caches(self, directory: str) -> None:
         """Mark the rows whose cache is not possible or does not fit, with the reason."""
         result = self.result
-        memory_nbytes = parse_budget("auto")
+        memory_nbytes = parse_memory("auto")
         disk_nbytes = int(_DISK_SHARE * shutil.disk_usage(directory).free)
         for row in result.rows:
             cache, found = row.contender.cache, self._examined[row.contender.size]

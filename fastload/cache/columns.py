@@ -63,7 +63,7 @@ class Column(NamedTuple):
 
 
 def plan_columns(
-    spec: Spec, examples: Sequence[list[Any]], rows_at: int, budget_bytes: int, num_samples: int
+    spec: Spec, examples: Sequence[list[Any]], rows_at: int, max_bytes: int, num_samples: int
 ) -> tuple[tuple[Column, ...], int, int]:
     """Lay out the columns of samples of one spec.
 
@@ -71,7 +71,7 @@ def plan_columns(
         spec: The structure of all samples.
         examples: The values of some samples; they determine the width of text columns.
         rows_at: Offset of the first column.
-        budget_bytes: Limit for all columns together; it determines the number of rows.
+        max_bytes: Limit for all columns together; it determines the number of rows.
         num_samples: The most rows that are useful.
 
     Returns:
@@ -80,7 +80,7 @@ def plan_columns(
     shapes = [_row(leaf, [values[i] for values in examples]) for i, leaf in enumerate(spec.leaves)]
     row_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes)
     padding = COLUMN_ALIGNMENT_BYTES * len(shapes)
-    rows = min(num_samples, max(0, budget_bytes - padding) // max(1, row_bytes))
+    rows = min(num_samples, max(0, max_bytes - padding) // max(1, row_bytes))
     columns = []
     end = rows_at
     for leaf, (dtype, shape) in zip(spec.leaves, shapes, strict=True):

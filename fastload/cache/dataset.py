@@ -67,14 +67,14 @@ class CacheInfo:
         num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
         nbytes: Bytes that they take.
-        budget_bytes: The most bytes that they may take; None for a finished file.
+        max_bytes: The most bytes that they may take; None for a finished file.
         layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
     """
 
     num_samples: int
     num_cached: int
     nbytes: int
-    budget_bytes: int | None
+    max_bytes: int | None
     layout: str
 
 
@@ -148,7 +148,7 @@ class CachedDataset(Dataset[Any]):
         cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
         prepare: Callable[..., Any] | None = None,
         key: str | None = None,
-        budget: str | float = "auto",
+        max_memory: str | float = "auto",
         num_workers: int | None = None,
         progress: bool = True,
         decode: Literal["exact", "fast"] = "exact",
@@ -167,7 +167,7 @@ class CachedDataset(Dataset[Any]):
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, prepare, key, budget, num_workers, progress)
+        opener = Opener(dataset, prepare, key, max_memory, num_workers, progress)
         self.cache = opener.open(cache)
         self._stores = cache is not None
         self._source = opener.source
@@ -181,7 +181,7 @@ class CachedDataset(Dataset[Any]):
         transform: Callable[..., Any] | None = None,
         *,
         ram: bool = False,
-        budget: str | float = "auto",
+        max_memory: str | float = "auto",
         decode: Literal["exact", "fast"] = "exact",
         storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
@@ -211,7 +211,11 @@ class CachedDataset(Dataset[Any]):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
         samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
         return cls(
-            samples, transform, cache=["ram", samples] if ram else samples, budget=budget, decode=decode
+            samples,
+            transform,
+            cache=["ram", samples] if ram else samples,
+            max_memory=max_memory,
+            decode=decode,
         )
 
     def __len__(self) -> int:
@@ -419,7 +423,7 @@ class CachedDataset(Dataset[Any]):
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and how many bytes they take."""
         cache = self.cache
-        return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.budget_bytes, cache.layout)
+        return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.max_bytes, cache.layout)
 
 
 def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:

@@ -44,7 +44,7 @@ from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
 from fastload.files.remote import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
-from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.budget import available_bytes, parse_memory
 from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 
@@ -76,12 +76,12 @@ class Opener:
     dataset: Any
     prepare: Callable[..., Any] | None
     key: str | None
-    budget: str | float
+    max_memory: str | float
     num_workers: int | None
     progress: bool
 
     def __post_init__(self) -> None:
-        self._allowed_bytes = parse_budget(self.budget)
+        self._allowed_bytes = parse_memory(self.max_memory)
         self.holds_images = False
         self.source = decoded_source(self.dataset, self.prepare)
         check_key(self.key)
@@ -218,14 +218,14 @@ class Opener:
             except SegmentError as error:
                 reason = str(error)
         self._examine()
-        budget_bytes = self._ram_bytes()
+        max_bytes = self._ram_bytes()
         log.warning(
             "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
             'copy, of up to %s; cache="lmdb:PATH" is shared',
             reason,
-            readable_size(budget_bytes),
+            readable_size(max_bytes),
         )
-        return PrivateCache(self._num_samples, budget=budget_bytes, reason=reason)
+        return PrivateCache(self._num_samples, max_memory=max_bytes, reason=reason)
 
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
@@ -244,7 +244,7 @@ class Opener:
             cache, why_private = None, str(error)
         why = "" if self.fingerprint else without_fingerprint(self.dataset, self.prepare)
         if cache is None:
-            cache = SharedMemoryCache(self._num_samples, self._examples(), budget=self._ram_bytes())
+            cache = SharedMemoryCache(self._num_samples, self._examples(), max_memory=self._ram_bytes())
             cache.reason = (
                 f"private to this process and its workers, because {why}, to share with other ranks and jobs"
             )
@@ -343,18 +343,18 @@ class Opener:
         self._held_bytes = held_bytes(sample, self._num_samples)
 
     def _report(self, cache: SampleCache) -> None:
-        num_samples, budget_bytes = self._num_samples, cache.budget_bytes
+        num_samples, max_bytes = self._num_samples, cache.max_bytes
         if not num_samples:
             log.info("cache: the dataset is empty")
             return
         figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
         stores = cache.stores if isinstance(cache, Stack) else [cache]
-        if self.examples and budget_bytes is not None:
+        if self.examples and max_bytes is not None:
             sample_bytes = sum(len(encode(sample)) for sample in self._examples()) / len(self.examples)
             needed = f"about {readable_size(sample_bytes * num_samples)}"
             fit = getattr(stores[0], "capacity", None) if len(stores) == 1 else None
             if fit is None:
-                fit = min(num_samples, int(budget_bytes / max(1, sample_bytes)))
+                fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
             figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
             is_own = not isinstance(stores[0], SharedMemoryCache) or stores[0].origin.pid == os.getpid()
             if is_own and self._held_bytes:
@@ -365,13 +365,13 @@ class Opener:
                     readable_size(self._held_bytes),
                 )
             if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
-                log_short(budget_bytes, fit, num_samples, f"which need {needed}")
+                log_short(max_bytes, fit, num_samples, f"which need {needed}")
                 if isinstance(stores[0], SharedMemoryCache):
                     stores[0].expect_short()
         log.info(
-            "cache: %s layout, %s, budget %s; %s",
+            "cache: %s layout, %s, at most %s; %s",
             cache.layout,
             figures,
-            "none" if budget_bytes is None else readable_size(budget_bytes),
+            "none" if max_bytes is None else readable_size(max_bytes),
             cache.explain().partition("\n")[0],
         )

@@ -33,7 +33,7 @@ class SampleCache(Protocol):
         """Bytes in use now."""
 
     @property
-    def budget_bytes(self) -> int | None:
+    def max_bytes(self) -> int | None:
         """The most bytes that it takes; None if it has no limit of its own."""
 
     @property
@@ -78,7 +78,7 @@ class BaseCache(SampleCache):
     """Default methods of caches. They describe a finished cache: nothing is missing, `put` stores nothing."""
 
     @property
-    def budget_bytes(self) -> int | None:
+    def max_bytes(self) -> int | None:
         """None: the cache has no limit of its own."""
         return None
 

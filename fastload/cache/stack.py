@@ -71,9 +71,9 @@ class Stack(BaseCache):
         return sum(store.nbytes for store in self.stores)
 
     @property
-    def budget_bytes(self) -> int | None:
+    def max_bytes(self) -> int | None:
         """The most memory that the stores take; None without stores."""
-        return sum(store.budget_bytes for store in self.stores) if self.stores else None
+        return sum(store.max_bytes for store in self.stores) if self.stores else None
 
     @property
     def is_shared(self) -> bool:
@@ -158,22 +158,22 @@ class Stack(BaseCache):
 
 
 def split_budget(
-    budget_bytes: int, num_samples: int, decoded_bytes: float, encoded_bytes: float
+    max_bytes: int, num_samples: int, decoded_bytes: float, encoded_bytes: float
 ) -> tuple[int, int]:
     """The budgets of the two caches, so that as many samples as possible are decoded and all others fit.
 
     Args:
-        budget_bytes: For both.
+        max_bytes: For both.
         num_samples: Of the dataset.
         decoded_bytes: The mean size of a decoded sample.
         encoded_bytes: The mean size of a sample with undecoded images.
     """
-    empty_bytes = min(budget_bytes // 2, _EMPTY_BYTES + 8 * num_samples)
+    empty_bytes = min(max_bytes // 2, _EMPTY_BYTES + 8 * num_samples)
     encoded_bytes += 2 * ALIGNMENT_BYTES  # the frame of a record, and the gap behind it
-    budget_bytes -= 2 * empty_bytes
+    max_bytes -= 2 * empty_bytes
     saved_bytes = decoded_bytes - encoded_bytes
-    fast_bytes = budget_bytes
-    if saved_bytes > 0 and num_samples * decoded_bytes > budget_bytes:
-        num_decoded = max(0, (budget_bytes - num_samples * encoded_bytes) // saved_bytes)
+    fast_bytes = max_bytes
+    if saved_bytes > 0 and num_samples * decoded_bytes > max_bytes:
+        num_decoded = max(0, (max_bytes - num_samples * encoded_bytes) // saved_bytes)
         fast_bytes = int(num_decoded * decoded_bytes)
-    return max(1, fast_bytes + empty_bytes), max(1, budget_bytes - fast_bytes + empty_bytes)
+    return max(1, fast_bytes + empty_bytes), max(1, max_bytes - fast_bytes + empty_bytes)

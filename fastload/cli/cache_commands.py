@@ -388,7 +388,7 @@ def _in_memory() -> Answer:
         [
             cache.key or cache.name,
             f"{cache.num_cached:,} of {cache.num_samples:,} samples",
-            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.budget_bytes)}",
+            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.max_bytes)}",
             f"held by {', '.join(map(str, cache.owners))}",
         ]
         for cache in live

@@ -47,30 +47,30 @@ _V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
-def parse_budget(budget: str | float, *, name: str = "budget", available: int | None = None) -> int:
-    """Convert a budget to bytes.
+def parse_memory(amount: str | float, *, name: str = "max_memory", available: int | None = None) -> int:
+    """Convert an amount of memory to bytes.
 
     Args:
-        budget: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
+        amount: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
             40 * 2**30), or a float above 0 and up to 1 (a share of free memory).
         name: The name of the user's argument, for the error.
         available: Free bytes; read from the system if None.
 
     Raises:
-        ValueError: The budget has another form, or is not above zero.
+        ValueError: The amount has a different form, or is not above zero.
     """
-    share = AUTO_SHARE if budget == "auto" else budget
+    share = AUTO_SHARE if amount == "auto" else amount
     nbytes = None
     if isinstance(share, float) and 0 < share <= 1:
         return int(share * (available_bytes() if available is None else available))
-    if isinstance(budget, str):
-        match = _SIZE.fullmatch(budget)
+    if isinstance(amount, str):
+        match = _SIZE.fullmatch(amount)
         if match is not None and match[2].upper() in _UNITS:
             nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(budget, int) and not isinstance(budget, bool):
-        nbytes = budget
+    elif isinstance(amount, int) and not isinstance(amount, bool):
+        nbytes = amount
     if nbytes is None or nbytes <= 0:
-        raise ValueError(f"{name}={budget!r} is not an amount of memory: {_USAGE}")
+        raise ValueError(f"{name}={amount!r} is not an amount of memory: {_USAGE}")
     return nbytes
 
 
@@ -79,14 +79,14 @@ def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
 
     Args:
         prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the last
-            second; else as `parse_budget`.
+            second; else as `parse_memory`.
 
     Raises:
-        ValueError: As `parse_budget`.
+        ValueError: As `parse_memory`.
     """
     if prefetch_memory == "auto":
         return int(_BATCHES_SHARE * _read_in(int(time.monotonic()), available_bytes))
-    return parse_budget(prefetch_memory, name="prefetch_memory")
+    return parse_memory(prefetch_memory, name="prefetch_memory")
 
 
 @functools.lru_cache(maxsize=1)

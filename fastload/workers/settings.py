@@ -67,7 +67,7 @@ class Options:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
         check_max_errors(self.max_errors)
         if self.prefetch_memory != "auto":
-            budget.parse_budget(
+            budget.parse_memory(
                 self.prefetch_memory, name="prefetch_memory"
             )  # raises here and not in the first epoch
         if self.device is not None:

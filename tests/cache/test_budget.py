@@ -13,7 +13,7 @@ import pytest
 from fastload.cache.build import processes
 from fastload.system import budget as budget_module
 from fastload.system import cpus
-from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_budget, parse_prefetch_memory
+from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_memory, parse_prefetch_memory
 from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
@@ -129,7 +129,7 @@ def test_without_proc_the_system_is_asked_itself(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("budget", "expected"),
+    ("max_memory", "expected"),
     [
         ("auto", 8 * GB),
         (0.5, 5 * GB),
@@ -143,27 +143,27 @@ def test_without_proc_the_system_is_asked_itself(tmp_path: Path, monkeypatch: py
         ("2TiB", 2 << 40),
     ],
 )
-def test_budgets(budget: Any, expected: int) -> None:
+def test_budgets(max_memory: Any, expected: int) -> None:
     """Every documented way to say a budget means the bytes that it should."""
-    assert parse_budget(budget, available=10 * GB) == expected
+    assert parse_memory(max_memory, available=10 * GB) == expected
 
 
 @pytest.mark.parametrize(
-    "budget",
+    "max_memory",
     ["", "40", "GB", "40 parsecs", "-1GB", "0GB", 0, -5, 0.0, 1.5, float("nan"), True, None, "1e3MB"],
 )
-def test_nonsense_is_refused(budget: Any) -> None:
+def test_nonsense_is_refused(max_memory: Any) -> None:
     """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
     with pytest.raises(ValueError, match=r'^budget=.*"40GB"'):
-        parse_budget(budget, available=GB)
+        parse_memory(max_memory, available=GB)
     with pytest.raises(ValueError, match=r'^prefetch_memory=.*"40GB"'):
-        parse_budget(budget, name="prefetch_memory", available=GB)
+        parse_memory(max_memory, name="prefetch_memory", available=GB)
 
 
 def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other settings are read as the budget of a cache is."""
+    """Other settings are read as `max_memory` of a cache is."""
     monkeypatch.setattr(budget_module, "available_bytes", lambda: 4000)
 
     assert parse_prefetch_memory("auto") == 1000

@@ -104,11 +104,11 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
 # --- private memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", ["auto", 1])
-def test_caller_may_write(budget: Any) -> None:
+@pytest.mark.parametrize("max_memory", ["auto", 1])
+def test_caller_may_write(max_memory: Any) -> None:
     """Samples are private and writable, on a hit and on a miss; view() gives read-only arrays."""
     dataset = Everything(4)
-    ds = CachedDataset(dataset, budget=budget)
+    ds = CachedDataset(dataset, max_memory=max_memory)
     for index in (0, 1, 1):
         sample = ds.view(index)
         assert_same_samples(sample, dataset.sample(index))
@@ -190,12 +190,12 @@ def test_other_caches_are_refused(cache: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CachedDataset(Images(2), cache=cache)
     with pytest.raises(ValueError, match="budget='much'"):
-        CachedDataset(Images(2), budget="much")
+        CachedDataset(Images(2), max_memory="much")
 
 
 def test_cache_object() -> None:
     """A cache that was made before is used, if it is for as many samples."""
-    cache = SharedMemoryCache(20, [Images(20).sample(0)], budget=1 << 20)
+    cache = SharedMemoryCache(20, [Images(20).sample(0)], max_memory=1 << 20)
     ds = CachedDataset(Images(20), cache=cache)
 
     assert ds.cache is cache
@@ -328,7 +328,7 @@ class Labelled(Images):
 
 def test_attributes_of_the_dataset_are_found() -> None:
     """classes, targets and class_to_idx are there, those of a dataset two caches below too."""
-    ds = CachedDataset(CachedDataset(Labelled(20), budget="1MB"), budget="1MB")
+    ds = CachedDataset(CachedDataset(Labelled(20), max_memory="1MB"), max_memory="1MB")
 
     assert ds.classes == ["cat", "dog"]
     assert ds.class_to_idx == {"cat": 0, "dog": 1}
@@ -338,7 +338,7 @@ def test_attributes_of_the_dataset_are_found() -> None:
 
 def test_what_is_true_of_the_dataset_inside_alone_is_not_found() -> None:
     """Names that say something of samples before prepare and transform, and special methods, stay inside."""
-    ds = CachedDataset(Labelled(20), budget="1MB")
+    ds = CachedDataset(Labelled(20), max_memory="1MB")
     own = ["fingerprint", "state_dict", "load_state_dict", "set_epoch", "set_format", "set_transform"]
     for name in (*own, "_private", "__getitems__"):
         assert hasattr(ds.dataset, name)
@@ -350,8 +350,8 @@ def test_what_is_true_of_the_dataset_inside_alone_is_not_found() -> None:
 def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
     """A second cache holds samples after prepare, of which the fingerprint of the source says nothing."""
     inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), key="inner")
-    outer = CachedDataset(inner, budget="1MB")
-    plain = CachedDataset(Labelled(20), budget="1MB")
+    outer = CachedDataset(inner, max_memory="1MB")
+    plain = CachedDataset(Labelled(20), max_memory="1MB")
 
     assert fingerprint_of(inner) is None
     assert fingerprint_of(Subset(inner, [1, 2])) is None
@@ -391,7 +391,7 @@ def test_from_cache_takes_the_argument_of_cache(tmp_path: Any, monkeypatch: Any)
 def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
     """Epochs, states and batches of a loader are those of the cached dataset."""
     source = Labelled(20)
-    ds = CachedDataset(source, budget="1MB")
+    ds = CachedDataset(source, max_memory="1MB")
     loader = fastload.DataLoader(ds, batch_size=5)
     loader.set_epoch(3)
     for _ in range(2):
@@ -405,7 +405,7 @@ def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
 
 def test_copies_and_pickles_ask_for_nothing_that_is_not_there_yet() -> None:
     """Objects without attributes are made on the way; no question of theirs goes round in circles."""
-    ds = CachedDataset(Labelled(4), budget="1MB")
+    ds = CachedDataset(Labelled(4), max_memory="1MB")
     bare = CachedDataset.__new__(CachedDataset)
 
     with pytest.raises(AttributeError, match="no attribute 'dataset'"):
@@ -440,7 +440,7 @@ def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch,
             raise CacheBusyError("x is being built by process 1: wait until it has finished")
         if now_s < 126:
             raise CacheBusyError("x is being built by process 2: wait until it has finished")
-        return SharedMemoryCache(4, [Images(4).sample(0)], budget=1 << 20)
+        return SharedMemoryCache(4, [Images(4).sample(0)], max_memory=1 << 20)
 
     clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep, time=lambda: now_s)
     monkeypatch.setattr(open_cache, "time", clock)
@@ -456,19 +456,19 @@ def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch,
 def test_one_line_says_what_was_decided(caplog: Any) -> None:
     """Construction logs layout, how many fit, bytes and budget in one line; a warning says if not all fit."""
     with caplog.at_level(logging.INFO, "fastload"):
-        CachedDataset(Images(2000, shape=(100, 100, 3)), budget="15MB")
+        CachedDataset(Images(2000, shape=(100, 100, 3)), max_memory="15MB")
 
     warning, record = caplog.records
     assert warning.levelname == "WARNING"
     assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning.getMessage()
     assert record.getMessage().startswith(
-        "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, budget 15.0 MB; shared memory"
+        "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared memory"
     )
 
 
 def test_cache_info() -> None:
     """cache_info() counts what is stored."""
-    ds = CachedDataset(Images(20), budget=10**6)
+    ds = CachedDataset(Images(20), max_memory=10**6)
     for index in range(5):
         ds[index]
     info = ds.cache_info()

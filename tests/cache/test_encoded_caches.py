@@ -72,8 +72,8 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
             encoded = fastload.cache.encoded.encoded_source(dataset)
             build_lmdb(encoded, path, codec="source", num_workers=0).close()
         return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
-    budget = SMALL_BUDGET if name == "part of both" else 1 << 24
-    return CachedDataset(dataset, transform, cache=cache, budget=budget, **options)
+    max_memory = SMALL_BUDGET if name == "part of both" else 1 << 24
+    return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
 
 
 def batches_of(dataset: Any, **options: Any) -> list[Any]:
@@ -262,9 +262,11 @@ def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path)
 
 def test_a_part_is_kept_decoded(photos: Path) -> None:
     """Files take about their own bytes; with a small budget some samples are decoded beside them."""
-    encoded = CachedDataset(ImageFolder(photos), cache="ram-encoded", budget=1 << 24).fill(0, progress=False)
+    encoded = CachedDataset(ImageFolder(photos), cache="ram-encoded", max_memory=1 << 24).fill(
+        0, progress=False
+    )
     file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
-    ds = CachedDataset(ImageFolder(photos), cache=["ram", "ram-encoded"], budget=SMALL_BUDGET)
+    ds = CachedDataset(ImageFolder(photos), cache=["ram", "ram-encoded"], max_memory=SMALL_BUDGET)
     info = ds.fill(0, progress=False)
     kinds = [type(ds.view(index)[0]) for index in range(NUM_IMAGES)]
 
@@ -272,8 +274,8 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     assert file_bytes <= encoded.nbytes < 1.2 * file_bytes + 4096 * NUM_IMAGES
     assert 0 < kinds.count(np.ndarray) < NUM_IMAGES
     assert info.layout.endswith("over encoded")
-    assert info.budget_bytes is not None
-    assert info.nbytes <= info.budget_bytes <= SMALL_BUDGET
+    assert info.max_bytes is not None
+    assert info.nbytes <= info.max_bytes <= SMALL_BUDGET
 
 
 def test_without_a_cache(tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
     path = f"lmdb:{tmp_path / 'cache'}"
     cache = {"lmdb": path, "ram, lmdb": ["ram", path]}.get(str(cache), cache)
 
-    dataset = CachedDataset(ImageFolder(tmp_path / "photos"), cache=cache, budget=1 << 20, progress=False)
+    dataset = CachedDataset(ImageFolder(tmp_path / "photos"), cache=cache, max_memory=1 << 20, progress=False)
     assert dataset[0][1] == 0
 
     assert len(asked) == times

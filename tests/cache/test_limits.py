@@ -58,21 +58,21 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
 
 @given(
     num_samples=st.integers(0, 10**7),
-    budget_bytes=st.integers(1, 1 << 42),
+    max_bytes=st.integers(1, 1 << 42),
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
     most_bytes=st.just(0) | st.integers(1, 1 << 42),
 )
 def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
-    num_samples: int, budget_bytes: int, sizes: list[int], most_bytes: int
+    num_samples: int, max_bytes: int, sizes: list[int], most_bytes: int
 ) -> None:
     """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
     examples = [np.zeros(size, np.uint8) for size in sizes]
-    plan = Layout.plan(num_samples, budget_bytes, examples, Origin(1, 0.0, None), most_bytes)
+    plan = Layout.plan(num_samples, max_bytes, examples, Origin(1, 0.0, None), most_bytes)
     table_bytes = -(-num_samples * 8 // 4096) * 4096
     record_bytes = max(sizes) + 1024  # at most, with frame, header and spec
-    granted = max(1, min(budget_bytes, most_bytes - TABLE_AT)) if most_bytes else budget_bytes
+    granted = max(1, min(max_bytes, most_bytes - TABLE_AT)) if most_bytes else max_bytes
 
-    assert plan.budget_bytes == granted
+    assert plan.max_bytes == granted
     if sizes[0] != sizes[-1] and granted > 256 * MB + table_bytes and not most_bytes:
         assert plan.ragged_bytes >= 256 * MB  # a few examples say little about the rest
     columns_at = TABLE_AT + table_bytes
@@ -99,7 +99,7 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
             return np.full(8 + index if small else 5000, index, np.uint8), index
 
     dataset = Growing(20)
-    ds = CachedDataset(dataset, budget="1GB")
+    ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
 
@@ -116,11 +116,11 @@ def test_a_limit_that_is_enough_for_the_samples_costs_nothing(kind: type[Images]
     """Under a limit on the size of files far below the budget the cache is shared, whole and small."""
     dataset = kind(30)
     with limited(resource.RLIMIT_FSIZE, 4 * MB), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, budget="100GB")
+        ds = CachedDataset(dataset, max_memory="100GB")
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, SharedMemoryCache)
-    assert os.fstat(CachedDataset(kind(8), budget="100GB").cache.fd).st_size < GB
+    assert os.fstat(CachedDataset(kind(8), max_memory="100GB").cache.fd).st_size < GB
     assert ds.cache_info().num_cached == 30
     assert kind is RaggedImages or caplog.text == ""
 
@@ -131,12 +131,12 @@ def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], cap
     options = {} if kind is RaggedImages else {"shape": (64, 64, 3)}
     dataset = kind(200, **options)
     with limited(resource.RLIMIT_FSIZE, TABLE_AT + 200_000), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, budget="100GB")
+        ds = CachedDataset(dataset, max_memory="100GB")
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, SharedMemoryCache)
     assert 0 < ds.cache_info().num_cached < 200
-    assert ds.cache_info().budget_bytes < TABLE_AT + 200_000
+    assert ds.cache_info().max_bytes < TABLE_AT + 200_000
     assert "RLIMIT_FSIZE is 1,248,576" in caplog.records[0].getMessage()
     assert "the cache has a segment of" in caplog.records[0].getMessage()
 
@@ -148,7 +148,7 @@ def test_a_limit_below_the_examples_makes_a_private_cache(
     """Where not even a few samples can be shared each process caches for itself: one warning, no error."""
     dataset = kind(30)
     with limited(resource.RLIMIT_FSIZE, 4096), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, budget="1GB", key=key)
+        ds = CachedDataset(dataset, max_memory="1GB", key=key)
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, PrivateCache)
@@ -163,7 +163,7 @@ def test_without_descriptors_left_the_cache_is_private(caplog: Any) -> None:
     """RLIMIT_NOFILE is named, and samples come from the process's own memory."""
     dataset = KnownImages(4)
     with limited(resource.RLIMIT_NOFILE, 3), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, budget=MB)
+        ds = CachedDataset(dataset, max_memory=MB)
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, PrivateCache)
@@ -187,7 +187,7 @@ def test_a_limit_on_address_space_makes_a_smaller_segment(kind: type[Images]) ->
 def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> None:
     """In a worker with another limit nothing is cached, and one line of its own says so; no error."""
     dataset = RaggedImages(20)
-    ds = CachedDataset(dataset, budget="10GB")
+    ds = CachedDataset(dataset, max_memory="10GB")
     assert os.fstat(ds.cache.fd).st_size > 200 * MB
     with (
         limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB),
@@ -211,7 +211,7 @@ def test_private_caches_leave_memory_free(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 10_000)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: 24 * MB)
     dataset = Images(20)
-    ds = CachedDataset(dataset, cache=PrivateCache(20, budget=100 * MB))
+    ds = CachedDataset(dataset, cache=PrivateCache(20, max_memory=100 * MB))
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
 
@@ -225,7 +225,7 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pyte
     """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 0)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
-    cache = PrivateCache(800, budget=MB)
+    cache = PrivateCache(800, max_memory=MB)
     begin = threading.Barrier(4)
 
     def fill(first: int) -> None:
@@ -251,7 +251,7 @@ def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "pwrite", refuse)
     with pytest.raises(SegmentError, match="cannot write to a new shared segment"):
-        SharedMemoryCache(4, [1], budget=MB)
+        SharedMemoryCache(4, [1], max_memory=MB)
 
 
 # --- locks ------------------------------------------------------------------------------------------------
@@ -267,11 +267,11 @@ def test_without_locks_samples_of_several_sizes_are_cached_privately(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     mixed, ragged = MixedImages(30), RaggedImages(30)
-    shared, private = CachedDataset(mixed, budget=MB), None
+    shared, private = CachedDataset(mixed, max_memory=MB), None
     assert_right(shared, mixed)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "fastload"):
-        private = CachedDataset(ragged, budget=MB)
+        private = CachedDataset(ragged, max_memory=MB)
         assert_right(private, ragged)
 
     odd = [index for index in range(30) if mixed.sample(index)[0].shape != (32, 24, 3)]
@@ -288,7 +288,7 @@ def test_a_lock_that_is_refused_later_leaves_samples_out(
 ) -> None:
     """A process without descriptors left serves samples uncached, and caches again when it has some."""
     dataset = RaggedImages(30)
-    ds = CachedDataset(dataset, budget=MB)
+    ds = CachedDataset(dataset, max_memory=MB)
     with caplog.at_level(logging.WARNING, "fastload"):
         with monkeypatch.context() as patch:
             patch.setattr(segment.Segment, "reopen", lambda _: os.open("/no/such", os.O_RDWR))

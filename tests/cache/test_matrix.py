@@ -165,7 +165,7 @@ def opened(
             "ram-encoded": "ram-encoded",
             "ram over ram-encoded": ["ram", "ram-encoded"],
         }.get(name, on_disk)
-        dataset = CachedDataset(source, cache=cache, budget=1 << 24, num_workers=0, progress=False)
+        dataset = CachedDataset(source, cache=cache, max_memory=1 << 24, num_workers=0, progress=False)
         reads.take()
         reads.announced.clear()
         return name, dataset, reads, samples
@@ -377,7 +377,7 @@ def odd_number(index: int) -> Any:
 def test_torch_is_not_given_read_only_arrays(make: Any, *, is_refused: bool, cached: bool) -> None:
     """It would warn that they are not writable, which the user cannot change; hits and misses alike."""
     dataset = Made(make)
-    ds = warmed(dataset) if cached else CachedDataset(dataset, budget=1)
+    ds = warmed(dataset) if cached else CachedDataset(dataset, max_memory=1)
     loader = fastload.DataLoader(ds, 5)
     torch.set_warn_always(True)
     try:

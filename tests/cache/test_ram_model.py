@@ -105,13 +105,13 @@ class RamMachine(RuleBasedStateMachine):
 
     @initialize(
         kind=st.sampled_from([Images, RaggedImages, MixedImages]),
-        budget=st.sampled_from([1 << 20, 8192, 20_000, 40_000, 60_000]),
+        max_memory=st.sampled_from([1 << 20, 8192, 20_000, 40_000, 60_000]),
     )
-    def make(self, kind: type[Images], budget: int) -> None:
+    def make(self, kind: type[Images], max_memory: int) -> None:
         self.dataset = kind(NUM_SAMPLES)
         examples = [self.dataset.sample(index) for index in (0, NUM_SAMPLES // 2, NUM_SAMPLES - 1)]
-        self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, budget=budget)]
-        self.budget = budget
+        self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, max_memory=max_memory)]
+        self.max_memory = max_memory
         self.retained = set(range(NUM_SAMPLES))
         self.stored: set[int] = set()
         self.held: list[tuple[int, Any]] = []
@@ -162,7 +162,7 @@ class RamMachine(RuleBasedStateMachine):
         """As many as fit; a budget that is enough takes all that are retained."""
         for index in range(NUM_SAMPLES):
             self.put(index, number)
-        if self.budget == 1 << 20:
+        if self.max_memory == 1 << 20:
             assert self.stored == self.retained
 
     @rule(index=INDICES)
@@ -252,7 +252,7 @@ class RamMachine(RuleBasedStateMachine):
             cache = self.handles[-1]
             assert cache.num_cached == len(self.stored)
             assert set(cache.missing().tolist()) <= self.retained - self.stored
-            assert cache.nbytes <= max(self.budget, 8192) + 6 * 4096
+            assert cache.nbytes <= max(self.max_memory, 8192) + 6 * 4096
 
     def teardown(self) -> None:
         """All samples that are left are right, and those that were handed out have not changed."""

@@ -43,16 +43,16 @@ TEN_ROWS = OVERHEAD + 10 * ROW_BYTES
 pytestmark = pytest.mark.usefixtures("registry")
 
 
-def make(dataset: Images, budget: int = 64 * MB, **options: Any) -> SharedMemoryCache:
+def make(dataset: Images, max_memory: int = 64 * MB, **options: Any) -> SharedMemoryCache:
     """An empty cache, its layout chosen as CachedDataset chooses it."""
     last = len(dataset) - 1
     examples = [dataset.sample(index) for index in (0, len(dataset) // 2, last)]
-    return SharedMemoryCache(len(dataset), examples, budget=budget, **options)
+    return SharedMemoryCache(len(dataset), examples, max_memory=max_memory, **options)
 
 
-def filled(dataset: Images, budget: int = 64 * MB, **options: Any) -> SharedMemoryCache:
+def filled(dataset: Images, max_memory: int = 64 * MB, **options: Any) -> SharedMemoryCache:
     """A cache of all samples that fit."""
-    cache = make(dataset, budget, **options)
+    cache = make(dataset, max_memory, **options)
     put_all(cache, dataset)
     return cache
 
@@ -466,8 +466,8 @@ def test_processes_that_store_at_once_stay_within_the_budget(
 ) -> None:
     """Before and after retain(), what they store together is right, and is no more than fits."""
     dataset = kind(80)
-    budget = OVERHEAD + 20 * ROW_BYTES
-    cache = make(dataset, budget)
+    max_memory = OVERHEAD + 20 * ROW_BYTES
+    cache = make(dataset, max_memory)
     children = [start(cache, dataset) for _ in range(3)]
     for part in (None, range(0, 80, 2), range(40, 80)):
         cache.retain(None if part is None else some(*part))
@@ -478,7 +478,7 @@ def test_processes_that_store_at_once_stay_within_the_budget(
         held = cached(cache)
 
         assert held
-        assert cache.nbytes <= budget + 3 * 4096
+        assert cache.nbytes <= max_memory + 3 * 4096
         assert part is None or set(held) <= set(part)
         assert kind is not Images or len(held) <= 20
         assert_right(cache, dataset)
@@ -489,7 +489,7 @@ def test_processes_that_store_at_once_stay_within_the_budget(
 
 def test_indices_come_in_many_forms() -> None:
     """Lists, tuples, ranges, arrays and tensors of ints, in any order; duplicates count once."""
-    ds = CachedDataset(Images(20), budget=MB)
+    ds = CachedDataset(Images(20), max_memory=MB)
     same = (3, 4, 5), range(3, 6), np.array([3, 4, 5], np.uint8), torch.tensor([3, 4, 5]), [np.int64(5), 4, 3]
     for indices in ([5, 3, 3, 4], *same):
         ds.retain(None)
@@ -501,7 +501,7 @@ def test_indices_come_in_many_forms() -> None:
 
 def test_what_is_no_list_of_indices_is_refused() -> None:
     """A TypeError, or an IndexError that names the index, and nothing changes."""
-    ds = CachedDataset(Images(20), budget=MB)
+    ds = CachedDataset(Images(20), max_memory=MB)
     ds.fill(num_workers=0)
     odd = (
         [0.5],
@@ -527,7 +527,7 @@ def test_what_is_no_list_of_indices_is_refused() -> None:
 def test_other_samples_are_read_from_the_source() -> None:
     """Each access reads them, and they are right; fill() stores the retained ones only."""
     dataset = Images(20)
-    ds = CachedDataset(dataset, budget=MB)
+    ds = CachedDataset(dataset, max_memory=MB)
     ds.retain(range(10))
     info = ds.fill(num_workers=0)
     before = list(dataset.reads)
@@ -547,7 +547,7 @@ def test_other_samples_are_read_from_the_source() -> None:
 def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Path) -> None:
     """They drop and store samples as the parts change, and all batches are right."""
     dataset = Images(40, log=tmp_path / "reads")
-    ds = CachedDataset(dataset, budget=OVERHEAD + 20 * ROW_BYTES)
+    ds = CachedDataset(dataset, max_memory=OVERHEAD + 20 * ROW_BYTES)
     loader = make_loader(
         ds,
         4,
@@ -575,7 +575,7 @@ def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Pa
 def test_a_private_cache_drops_its_own_samples() -> None:
     """Its pickle, which is empty, retains the same ones."""
     dataset = Images(20)
-    cache = PrivateCache(20, budget=MB)
+    cache = PrivateCache(20, max_memory=MB)
     for index in range(20):
         cache.put(index, dataset.sample(index))
     before = cache.nbytes
@@ -602,7 +602,7 @@ def test_without_ram_there_is_nothing_to_do(path: Path) -> None:
 def test_tiers_retain_in_ram(path: Path) -> None:
     """Samples that are not retained come from the file at every access, and stay out of RAM."""
     dataset = Images(20)
-    ds = CachedDataset(dataset, cache=["ram", LMDBCache(path)], budget=MB)
+    ds = CachedDataset(dataset, cache=["ram", LMDBCache(path)], max_memory=MB)
     ds.retain([1, 2])
     before = list(dataset.reads)
     for index in range(20):
@@ -617,7 +617,7 @@ def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
     paths = [tmp_path / f"{index:02}.png" for index in range(40)]
     for index, path in enumerate(paths):
         PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
-    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], budget=240_000)
+    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], max_memory=240_000)
     fast, slow = ds.cache.stores  # type: ignore[union-attr]
     for index in range(40):
         _ = ds[index]
@@ -655,7 +655,7 @@ class OtherCache(PrivateCache):
 
 def test_a_cache_without_the_method_is_refused() -> None:
     """The error names the class and the method that it needs."""
-    ds = CachedDataset(Images(20), cache=OtherCache(20, budget=MB))
+    ds = CachedDataset(Images(20), cache=OtherCache(20, max_memory=MB))
 
     with pytest.raises(TypeError, match=r"OtherCache has no method retain\(indices\)"):
         ds.retain([1])

@@ -167,7 +167,7 @@ def test_join_says_what_is_there(tmp_path: Path) -> None:
 
 
 def test_a_shard_above_the_budget_ends_early(tmp_path: Path) -> None:
-    """It is not finished; it is built again with a larger budget."""
+    """It is not finished; it is built again with a larger `max_errors`."""
     options: dict[str, Any] = {"on_error": "skip"}
     with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
         shard_of(BrokenImages(40, bad=[21, 23, 25]), tmp_path / "cache", 1, 2, max_errors=1, **options)

@@ -38,11 +38,11 @@ MB = 1 << 20
 OVERHEAD = 2 * 4096 + 2 * 4096 + 128
 
 
-def filled(dataset: Images, budget: int = 64 * MB) -> SharedMemoryCache:
+def filled(dataset: Images, max_memory: int = 64 * MB) -> SharedMemoryCache:
     """A cache of all samples that fit, its layout chosen as CachedDataset chooses it."""
     last = len(dataset) - 1
     examples = [dataset.sample(index) for index in (0, len(dataset) // 2, last)]
-    cache = SharedMemoryCache(len(dataset), examples, budget=budget)
+    cache = SharedMemoryCache(len(dataset), examples, max_memory=max_memory)
     for index in range(len(dataset)):
         cache.put(index, dataset.sample(index))
     return cache
@@ -59,7 +59,7 @@ class TestPrivateCache(CacheContract):
     """The contract, in a process's own memory."""
 
     def make(self, dataset: Images, tmp_path: Any) -> PrivateCache:
-        cache = PrivateCache(len(dataset), budget=MB)
+        cache = PrivateCache(len(dataset), max_memory=MB)
         for index in range(len(dataset)):
             assert cache.put(index, dataset.sample(index))
         return cache
@@ -93,7 +93,7 @@ def test_odd_samples_may_use_the_rows_they_leave_empty() -> None:
 def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
     """A text longer than its column and an int beyond 64 bits are cached all the same."""
     samples = [("a", 1), ("b" * 500, 1), ("c", 1 << 80), ("", -(1 << 63))]
-    cache = SharedMemoryCache(4, samples[:1], budget=MB)
+    cache = SharedMemoryCache(4, samples[:1], max_memory=MB)
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
 
@@ -109,7 +109,7 @@ TEN_ROWS = OVERHEAD + 10 * (32 * 24 * 3 + 8)
 def test_rows_hold_any_subset_that_fits() -> None:
     """Samples of any index are stored until the budget is used up; each is read and gathered right."""
     dataset = Images(30)
-    cache = SharedMemoryCache(30, [dataset.sample(0)], budget=TEN_ROWS)
+    cache = SharedMemoryCache(30, [dataset.sample(0)], max_memory=TEN_ROWS)
     order = random.Random(1).sample(range(30), 30)
     stored = [cache.put(index, dataset.sample(index)) for index in order]
     images, labels = cache.gather(np.array(order[:10]), np.empty)  # type: ignore[misc]
@@ -126,13 +126,13 @@ def test_rows_hold_any_subset_that_fits() -> None:
 
 def test_small_rows_of_a_random_subset_take_no_more_memory_than_the_budget() -> None:
     """Rows fill whole pages: a tenth of 20,000 numbers takes a tenth of the memory, wherever they lie."""
-    cache = SharedMemoryCache(20_000, [0], budget=OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000)
+    cache = SharedMemoryCache(20_000, [0], max_memory=OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000)
     order = random.Random(1).sample(range(20_000), 20_000)
     stored = [index for index in order if cache.put(index, index)]
 
     assert stored == order[: cache.capacity]
     assert len(stored) == 2000
-    assert cache.nbytes <= cache.budget_bytes
+    assert cache.nbytes <= cache.max_bytes
 
 
 class Tiny(Images):
@@ -160,11 +160,11 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(
     dataset = kind(size)
     samples = [dataset.sample(index) for index in range(size)]
     needed = OVERHEAD + sum(len(encode(sample)) for sample in samples)
-    cache = SharedMemoryCache(size, samples[:1], budget=8192 + int(share * needed))
+    cache = SharedMemoryCache(size, samples[:1], max_memory=8192 + int(share * needed))
     for index in random.Random(seed).sample(range(size), size):
         cache.put(index, samples[index])
 
-    assert cache.nbytes <= max(cache.budget_bytes, round_up(4096 + 8 * size, 4096))
+    assert cache.nbytes <= max(cache.max_bytes, round_up(4096 + 8 * size, 4096))
     for index in range(size):
         assert index not in cache or first_difference(cache.get(index), samples[index]) is None
 
@@ -182,7 +182,7 @@ def test_put_twice_is_safe() -> None:
 
 def test_refused_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """When the system has no more memory samples are not cached, and one line says so."""
-    cache = SharedMemoryCache(4, [1], budget=MB)
+    cache = SharedMemoryCache(4, [1], max_memory=MB)
     cache.put(0, 1)
 
     def refuse(*_: Any) -> int:
@@ -214,7 +214,7 @@ def test_half_seen_entry_is_empty() -> None:
 def test_stopped_lock_holder_delays_nobody(start: Callable[..., Job]) -> None:
     """While a stopped process holds the lock samples go uncached; once it is killed they are cached."""
     dataset = RaggedImages(4)
-    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], budget=MB)
+    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], max_memory=MB)
 
     def hold_the_lock() -> Any:
         fcntl.flock(cache._now.segment.reopen(), fcntl.LOCK_EX)
@@ -247,11 +247,11 @@ def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.num_cached == 3
 
 
-@pytest.mark.parametrize("budget", [9000, 16_500, 22_500])
-def test_every_ragged_sample_that_fits_is_cached_and_no_other(budget: int) -> None:
+@pytest.mark.parametrize("max_memory", [9000, 16_500, 22_500])
+def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     dataset = RaggedImages(30)
-    cache = filled(dataset, budget)
+    cache = filled(dataset, max_memory)
     left_bytes = cache._plan.room_bytes
     fitting = []
     for index in range(30):
@@ -269,7 +269,7 @@ def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room
 ) -> None:
     """Nothing is written behind the ragged area, where the description of the cache lies."""
     samples = [np.full(1000, n, np.uint8) for n in range(8)]
-    cache = SharedMemoryCache(8, [samples[0], np.zeros(5, np.uint8)], budget=MB)
+    cache = SharedMemoryCache(8, [samples[0], np.zeros(5, np.uint8)], max_memory=MB)
     record_bytes = round_up(FRAME_BYTES + record_parts(*flatten(samples[0]))[1], ALIGNMENT_BYTES)
     cache._now.plan = dataclasses.replace(cache._plan, ragged_bytes=num_fitting * record_bytes + 64)
     with caplog.at_level(logging.WARNING, "fastload"):
@@ -292,7 +292,7 @@ def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
         raise OSError(37, "No locks available")
 
     dataset = RaggedImages(4)
-    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], budget=MB)
+    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], max_memory=MB)
     if where == "open":
         monkeypatch.setattr(Segment, "reopen", refuse)
     else:
@@ -306,7 +306,7 @@ def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
 
 def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     """At least what was stored, in whole pages; none after close()."""
-    cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], budget=1000 * MB)
+    cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], max_memory=1000 * MB)
     cache.put(500, np.ones(MB, np.uint8))
     nbytes = cache.nbytes
     cache.close()
@@ -319,11 +319,11 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
 def test_missing_samples_are_those_that_are_not_stored_and_have_room() -> None:
     """In a uniform cache as many as rows are left, the first ones; in a closed one, none."""
     images = Images(30)
-    small = SharedMemoryCache(30, [images.sample(0)], budget=TEN_ROWS)
+    small = SharedMemoryCache(30, [images.sample(0)], max_memory=TEN_ROWS)
     for index in (0, 3, 20):
         small.put(index, images.sample(index))
     ragged = RaggedImages(5)
-    large = SharedMemoryCache(5, [ragged.sample(0), ragged.sample(1)], budget=MB)
+    large = SharedMemoryCache(5, [ragged.sample(0), ragged.sample(1)], max_memory=MB)
     large.put(2, ragged.sample(2))
     found = small.missing().tolist(), large.missing().tolist()
     small.close()
@@ -344,7 +344,7 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
 
     monkeypatch.setattr(os, "pwrite", cut)
     samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]
-    cache = SharedMemoryCache(2, samples, budget=10 * MB)
+    cache = SharedMemoryCache(2, samples, max_memory=10 * MB)
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
 

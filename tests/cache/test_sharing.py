@@ -47,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("registry")
 
 def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open and fill; gives who made the cache."""
-    ds = CachedDataset(dataset, key=key, budget=64 * MB)
+    ds = CachedDataset(dataset, key=key, max_memory=64 * MB)
     ds.fill(num_workers=0)
     return ds, ds.cache.origin.pid
 
 
 def look(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open; gives who made the cache and how many samples are there."""
-    ds = CachedDataset(dataset, key=key, budget=64 * MB)
+    ds = CachedDataset(dataset, key=key, max_memory=64 * MB)
     return ds, (ds.cache.origin.pid, ds.cache_info().num_cached)
 
 
@@ -85,7 +85,7 @@ def test_a_second_job_finds_what_the_first_decoded(
 
 def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], registry: Path) -> None:
     """What one job stores is there for all; another follows a killed maker; the last takes it along."""
-    mine = CachedDataset(KnownImages(30), budget=64 * MB)
+    mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
     before = mine.cache_info().num_cached
     first = start(fill, KnownImages(30))
     assert first.answer() == os.getpid()
@@ -220,7 +220,7 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
     dataset = KnownImages(3)
     fingerprint = fingerprint_of(dataset)
     assert fingerprint is not None
-    cache = SharedMemoryCache(3, [dataset.sample(0)], budget=MB, fingerprint=fingerprint)
+    cache = SharedMemoryCache(3, [dataset.sample(0)], max_memory=MB, fingerprint=fingerprint)
     name = fingerprint.name
     segment = cache._now.segment
     if fault == "foreign":
@@ -259,7 +259,7 @@ def hold_something_else(dataset: Images, kind: str) -> tuple[Any, Any]:
 def test_a_number_that_stands_for_something_else_is_passed_over(kind: str, start: Callable[..., Job]) -> None:
     """A process whose entry leads elsewhere is no error: the next owner is asked, else a cache is made."""
     start(hold_something_else, KnownImages(30), kind).answer()
-    mine = CachedDataset(KnownImages(30), budget=64 * MB)
+    mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
     first = mine.cache.origin.pid
     other = start(look, KnownImages(30)).answer()
 
@@ -273,7 +273,7 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner may close its cache between the moment of the listing and that of the opening."""
-    first = CachedDataset(KnownImages(3), budget=MB)
+    first = CachedDataset(KnownImages(3), max_memory=MB)
     real = owners.entries
 
     def list_and_close(name: str | None = None) -> list[owners.Entry]:
@@ -290,7 +290,7 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
 
     numbers: list[int] = []
     monkeypatch.setattr(owners, "entries", list_and_close)
-    second = CachedDataset(KnownImages(3), budget=MB)
+    second = CachedDataset(KnownImages(3), max_memory=MB)
     for fd in numbers:
         os.close(fd)
 
@@ -326,7 +326,7 @@ def test_a_closed_cache_is_not_found() -> None:
 
 def test_live_caches_are_listed(start: Callable[..., Job]) -> None:
     """Each cache is listed once, with all who opened it by name, its key, parts and size."""
-    ds = CachedDataset(Images(30), key="photos", budget=64 * MB)
+    ds = CachedDataset(Images(30), key="photos", max_memory=64 * MB)
     other = start(fill, Images(30), "photos")
     other.answer()
     (live,) = registry.live_caches()
@@ -335,7 +335,7 @@ def test_live_caches_are_listed(start: Callable[..., Job]) -> None:
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
     assert live.parts["num_samples"] == "30"
     assert live.nbytes == ds.cache.nbytes
-    assert live.budget_bytes == 64 * MB
+    assert live.max_bytes == 64 * MB
 
 
 def open_and_stop(dataset: Images) -> tuple[Any, Any]:

@@ -53,7 +53,7 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     """
     most_again = 10 if num_workers and kind is not Images else 0
     dataset = kind(200, log=tmp_path / "reads")
-    ds = CachedDataset(dataset, budget=64 << 20)
+    ds = CachedDataset(dataset, max_memory=64 << 20)
     info = ds.fill(num_workers, progress=False)
     reads = sum(dataset.reads)
     for index in range(200):
@@ -71,7 +71,7 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         locks, "try_lock", lambda fd, *, wait_s: next(calls) % 3 == 0 and real(fd, wait_s=wait_s)
     )
-    ds = CachedDataset(RaggedImages(100), budget=1 << 20)
+    ds = CachedDataset(RaggedImages(100), max_memory=1 << 20)
 
     assert ds.fill(0, progress=False).num_cached == 100
 
@@ -97,14 +97,14 @@ def test_a_budget_that_is_too_small_is_one_warning(
     handler.setLevel(logging.WARNING)
     try:
         tiers = ["ram", f"lmdb:{tmp_path / 'x'}"] if cache == "lmdb" else "ram"
-        ds = CachedDataset(kind(480), cache=tiers, budget=80_000, num_workers=0, progress=False)
+        ds = CachedDataset(kind(480), cache=tiers, max_memory=80_000, num_workers=0, progress=False)
         for _ in range(3):
             for _ in fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len):
                 pass
     finally:
         logging.getLogger("fastload").removeHandler(handler)
         handler.close()
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "budget of 80.0 kB" in line]
+    lines = [line for line in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in line]
 
     assert len(lines) == 1
     assert re.search(r"holds only \d+ of 480 samples \(\d+%\)", lines[0])
@@ -113,7 +113,7 @@ def test_a_budget_that_is_too_small_is_one_warning(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
     """A sample that cannot be read stops fill() with the dataset's own error; what was stored stays."""
-    ds = CachedDataset(Failing(20), budget=1 << 20)
+    ds = CachedDataset(Failing(20), max_memory=1 << 20)
 
     with pytest.raises(ZeroDivisionError, match="no such picture"):
         ds.fill(num_workers, progress=False)
@@ -123,7 +123,7 @@ def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
 def test_a_second_fill_draws_nothing(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """When nothing is missing nothing is read, there is no bar, and the log says that the cache is full."""
     dataset = Images(30)
-    ds = CachedDataset(dataset, budget=1 << 20)
+    ds = CachedDataset(dataset, max_memory=1 << 20)
     terminal = io.StringIO()
     console = rich.console.Console(file=terminal, force_terminal=True)
     monkeypatch.setattr(rich.console, "Console", lambda **_: console)
@@ -146,7 +146,7 @@ def test_a_second_fill_draws_nothing(monkeypatch: pytest.MonkeyPatch, caplog: An
 def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
     """It does not read all that is left to the source to find out, and a second one reads nothing."""
     dataset = kind(2000)
-    ds = CachedDataset(dataset, budget=100_000)
+    ds = CachedDataset(dataset, max_memory=100_000)
     ds.fill(0, progress=False)
     before = sum(dataset.reads)
     with caplog.at_level(logging.INFO, "fastload"):
@@ -173,9 +173,9 @@ def test_fill_of_a_finished_file_has_nothing_to_do(tmp_path: Path, caplog: Any) 
 def test_fill_of_a_private_cache_stays_here() -> None:
     """Workers fill a cache that they share; one that they could not share is filled in this process."""
     images = Images(100)
-    private = CachedDataset(images, cache=PrivateCache(100, budget=1 << 20))
+    private = CachedDataset(images, cache=PrivateCache(100, max_memory=1 << 20))
     shared_reads = Images(100)
-    CachedDataset(shared_reads, budget=1 << 20).fill(2, progress=False)
+    CachedDataset(shared_reads, max_memory=1 << 20).fill(2, progress=False)
 
     assert private.fill(2, progress=False).num_cached == 100
     assert sum(map(bool, images.reads)) == 100
@@ -189,11 +189,11 @@ def tiered(dataset: Images, path: Path, **options: Any) -> CachedDataset:
     return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], num_workers=0, progress=False, **options)
 
 
-@pytest.mark.parametrize(("kind", "budget"), [(Everything, 1 << 20), (RaggedImages, 8192)])
-def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], budget: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "max_memory"), [(Everything, 1 << 20), (RaggedImages, 8192)])
+def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], max_memory: int, tmp_path: Path) -> None:
     """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
     dataset = kind(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", budget=budget)
+    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=max_memory)
     reads = sum(dataset.reads)
     first = ds.cache_info().num_cached
     for _ in range(2):
@@ -201,14 +201,14 @@ def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], budget: int, t
             assert_same_samples(ds.view(index), dataset.sample(index))
 
     assert first <= 3
-    assert (ds.cache_info().num_cached == 40) == (budget > 8192)
+    assert (ds.cache_info().num_cached == 40) == (max_memory > 8192)
     assert sum(dataset.reads) == reads == 42
 
 
 def test_fill_moves_the_file_to_ram(tmp_path: Path) -> None:
     """fill() of two tiers reads the file, not the source."""
     dataset = Images(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", budget=1 << 20)
+    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=1 << 20)
     reads = sum(dataset.reads)
 
     assert ds.fill(2, progress=False).num_cached == 40
@@ -251,7 +251,7 @@ def test_a_file_alone_is_a_dataset(tmp_path: Path, *, ram: bool) -> None:
     """from_cache() gives every sample and the classes, batches included, and reads no source."""
     path = tmp_path / "x"
     build_lmdb(Known(40), path, num_workers=0, progress=False, shards=3 if ram else 1)
-    ds = CachedDataset.from_cache(path, ram=ram, budget=1 << 20)
+    ds = CachedDataset.from_cache(path, ram=ram, max_memory=1 << 20)
     loader = fastload.DataLoader(ds, batch_size=8, num_workers=1)
     for _ in range(2):
         for number, (images, _) in enumerate(loader):
@@ -271,7 +271,7 @@ def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
     path = tmp_path / "x"
     build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip")
     cache: Any = f"lmdb:{path}" if tier == "lmdb" else ["ram", f"lmdb:{path}"]
-    ds = CachedDataset(Unreadable(40), cache=cache, budget=1 << 20)
+    ds = CachedDataset(Unreadable(40), cache=cache, max_memory=1 << 20)
 
     with pytest.raises(OSError, match="no such picture") as caught:
         list(fastload.DataLoader(ds, batch_size=4, num_workers=num_workers))

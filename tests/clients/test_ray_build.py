@@ -217,7 +217,9 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     told = (tmp_path / "raise").read_text()
     assert told.startswith("CacheError: 3 of 4 shards were not built: shard 1/4 on ")
     assert told.count("ImageReadError: cannot read the image") == 3
-    assert (tmp_path / "budget").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
+    assert (
+        (tmp_path / "max_memory").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
+    )
     assert files_at(tmp_path / "cache") == files_at(twin)
     reports = [(tmp_path / f"{name}.errors.jsonl").read_text() for name in ("cache", "twin")]
     assert reports[0] == reports[1]

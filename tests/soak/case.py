@@ -34,7 +34,7 @@ class Case:
     num_samples: int = 12
     source: str = "plain"
     is_filled: bool = False  # CachedDataset.fill() runs before the first epoch
-    budget: str = "auto"  # of a cache in RAM; "half" is room for half of the samples
+    max_memory: str = "auto"  # of a cache in RAM; "half" is room for half of the samples
     transform: str = "none"
     raises: bool = False  # some samples raise ValueError
     delay_ms: int = 0  # added to every third sample
@@ -173,7 +173,7 @@ def draw(seed: int) -> Case:
         num_samples=pick({0: 1, 1: 3, 2: 2, 7: 3, 13: 4, 20: 4, 24: 4, 31: 4, 40: 3, 64: 3, 100: 3}),
         source=pick(SOURCES),
         is_filled=rng.random() < 0.3,
-        budget=pick({"auto": 4, "half": 1}),
+        max_memory=pick({"auto": 4, "half": 1}),
         transform=rng.choice(KINDS[kind].transforms),
         raises=rng.random() < 0.15,
         delay_ms=pick({0: 4, 1: 2, 4: 1}),
@@ -255,7 +255,7 @@ def _settle_samples(case: Case) -> dict[str, Any]:
     if source not in PLAIN:
         changes |= {"raises": False}
     if source not in CACHED:
-        changes |= {"is_filled": False, "budget": "auto"}
+        changes |= {"is_filled": False, "max_memory": "auto"}
     if case.is_stream:
         changes |= {"order": "in order", "rng": "worker"}
         if case.method == "thread":
@@ -267,7 +267,7 @@ def _settle_samples(case: Case) -> dict[str, Any]:
     elif source == "bulk":
         changes |= {"rng": "worker"}
     if not case.num_samples:  # torch's random samplers refuse an empty dataset
-        changes |= {"order": "in order", "budget": "auto"}
+        changes |= {"order": "in order", "max_memory": "auto"}
     if KINDS[kind].is_big:
         changes |= {"num_samples": min(case.num_samples, 13)}
     return changes

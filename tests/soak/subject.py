@@ -71,11 +71,11 @@ class Subject:
     def _cached(self, samples: Any) -> fastload.CachedDataset:
         case = self.case
         transform = datasets.TRANSFORMS[case.transform].make(case)
-        budget: Any = case.budget
-        if budget == "half":
+        max_memory: Any = case.max_memory
+        if max_memory == "half":
             sizes = [leaf.nbytes for leaf in leaves(samples[0]) if hasattr(leaf, "nbytes")]
-            budget = max(1, (sum(sizes) + 64) * len(samples) // 2)
-        options = {"budget": budget, "progress": False, "num_workers": 0}
+            max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
+        options = {"max_memory": max_memory, "progress": False, "num_workers": 0}
         if case.source in ("ram", "subset of ram"):
             return fastload.CachedDataset(samples, transform, **options)
         if case.source == "keyed ram":
@@ -90,7 +90,7 @@ class Subject:
             return fastload.CachedDataset(samples, transform, cache=["ram", f"lmdb:{path}"], **options)
         if case.source.startswith("from_cache"):
             in_ram = case.source == "from_cache in ram"
-            return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, budget=budget)
+            return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, max_memory=max_memory)
         return fastload.CachedDataset(samples, transform, cache=f"lmdb:{path}", **options)
 
     # --- loaders ------------------------------------------------------------------------------------------

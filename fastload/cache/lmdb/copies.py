@@ -47,7 +47,7 @@ from fastload.cache.locks import held, try_lock
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError, may_pass
-from fastload.system.budget import parse_budget
+from fastload.system.budget import parse_memory
 from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
 from fastload.system.logs import log
 from fastload.system.refusals import writing_refused
@@ -349,7 +349,7 @@ def allowed_bytes(taken: int) -> int:
     text = os.environ.get(BYTES_VARIABLE, "").strip() or "auto"
     available = shutil.disk_usage(copies_directory()).free + taken
     try:
-        return parse_budget(int(text) if text.isdecimal() else text, available=available)
+        return parse_memory(int(text) if text.isdecimal() else text, available=available)
     except ValueError:
         raise ValueError(
             f"{BYTES_VARIABLE}={text!r} is not a size above zero: give bytes, or a size such as 200GB or "

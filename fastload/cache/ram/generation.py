@@ -248,7 +248,7 @@ class Generation:
             after = self._after(cursor, nbytes, rows, ragged_bytes)
             self._set(after or cursor._replace(is_short=1))
         if after is None and not cursor.is_short:
-            log_short(self.plan.budget_bytes, self.num_cached, self.plan.num_samples)
+            log_short(self.plan.max_bytes, self.num_cached, self.plan.num_samples)
         return None if after is None else cursor
 
     def _after(self, cursor: Cursor, nbytes: int, rows: int, ragged_bytes: int) -> Cursor | None:
@@ -367,11 +367,11 @@ def _lock_refused(error: OSError) -> None:
     )
 
 
-def log_short(budget_bytes: int, num_held: int, num_samples: int, needed: str = "of several sizes") -> None:
+def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of several sizes") -> None:
     """Warn that the cache holds a part of the samples only."""
     log.warning(
-        "cache: the budget of %s holds only %s of %s samples (%.0f%%), %s: the others are read again at each "
-        "access. Give a larger budget=, or let prepare= make the samples smaller",
-        *(readable_size(budget_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
+        "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again at each "
+        "access. Give a larger max_memory=, or let prepare= make the samples smaller",
+        *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
         needed,
     )

@@ -61,7 +61,7 @@ _STAMP = struct.Struct("<QQ16s")
 _MAGIC = b"FLcache\0"
 _VERSION = 4
 _PLAIN_FIELDS = (
-    *("num_samples", "budget_bytes", "rows", "is_packed"),
+    *("num_samples", "max_bytes", "rows", "is_packed"),
     *("ragged_at", "ragged_bytes", "room_bytes"),
 )
 
@@ -128,7 +128,7 @@ class Layout:
     """The places of all parts of the segment; the same in every process."""
 
     num_samples: int
-    budget_bytes: int
+    max_bytes: int
     spec: Spec | None  # of uniform samples; None if the layout is ragged
     columns: tuple[Column, ...]
     rows: int
@@ -140,7 +140,7 @@ class Layout:
 
     @classmethod
     def plan(
-        cls, num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin, most_bytes: int = 0
+        cls, num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin, most_bytes: int = 0
     ) -> Layout:
         """Plan columns if the examples all have the same spec, else ragged records only.
 
@@ -152,14 +152,14 @@ class Layout:
 
         Args:
             num_samples: Number of samples of the dataset.
-            budget_bytes: The most memory that the cache may take.
+            max_bytes: The most memory that the cache may take.
             examples: Samples that are typical of the dataset; without any, the area is the budget.
             origin: The process that makes the cache, and the fingerprint of the samples.
             most_bytes: The largest segment that the system may grant; 0 to plan without such a limit. Columns
                 come first, and the ragged area gets the rest.
         """
         if most_bytes:
-            budget_bytes = max(1, min(budget_bytes, most_bytes - TABLE_AT))
+            max_bytes = max(1, min(max_bytes, most_bytes - TABLE_AT))
         flat = [flatten(example) for example in examples]
         specs = {spec.node: spec for spec, _ in flat}
         spec = next(iter(specs.values())) if len(specs) == 1 else None
@@ -172,7 +172,7 @@ class Layout:
         described_bytes = round_up(DESCRIPTION_AT + 512 + described_bytes, PAGE_BYTES)
         # Two more are for pages that are used in part.
         taken_bytes = described_bytes + columns_at - TABLE_AT + 2 * PAGE_BYTES
-        room = max(0, budget_bytes - taken_bytes)
+        room = max(0, max_bytes - taken_bytes)
         columns: tuple[Column, ...] = ()
         rows, end, ragged_bytes = 0, columns_at, room
         if spec is not None:
@@ -186,7 +186,7 @@ class Layout:
             ragged_bytes = max(0, min(ragged_bytes, most_bytes - ragged_at))
         return cls(
             num_samples=num_samples,
-            budget_bytes=budget_bytes,
+            max_bytes=max_bytes,
             spec=spec,
             columns=columns,
             rows=rows,
@@ -278,13 +278,13 @@ class Layout:
 
 
 def create(
-    num_samples: int, budget_bytes: int, examples: Sequence[Any], origin: Origin
+    num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Layout, Segment, mmap.mmap]:
     """Make the layout, segment and mapping of a new cache; if the system refuses, with less of the budget.
 
     Args:
         num_samples: As for `Layout.plan`.
-        budget_bytes: As for `Layout.plan`.
+        max_bytes: As for `Layout.plan`.
         examples: As for `Layout.plan`.
         origin: As for `Layout.plan`.
 
@@ -294,7 +294,7 @@ def create(
     """
     stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
     least_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
-    layout, refusal = Layout.plan(num_samples, budget_bytes, examples, origin), ""
+    layout, refusal = Layout.plan(num_samples, max_bytes, examples, origin), ""
     while True:
         try:
             segment, mapping = layout.create_segment(stamp)
@@ -302,7 +302,7 @@ def create(
         except SegmentError as error:
             refusal = refusal or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
-            layout = Layout.plan(num_samples, budget_bytes, examples, origin, half_bytes)
+            layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
             if layout.room_bytes + layout.rows * layout.row_bytes < least_bytes:
                 raise
     if layout.spec is None or layout.is_packed:

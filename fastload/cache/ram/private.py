@@ -15,7 +15,7 @@ import numpy as np
 
 from fastload.cache.record import decode, encode
 from fastload.cache.sample_cache import BaseCache
-from fastload.system.budget import available_bytes, parse_budget
+from fastload.system.budget import available_bytes, parse_memory
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -31,20 +31,20 @@ class PrivateCache(BaseCache):
 
     Args:
         num_samples: Number of samples of the dataset.
-        budget: The most memory that one process may take, as in `parse_budget`.
+        budget: The most memory that one process may take, as in `parse_memory`.
         reason: The reason why the cache is not shared, as a readable clause.
     """
 
     layout = "private"
     is_shared = False
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
-    num_samples, nbytes, budget_bytes = 0, 0, 0
+    num_samples, nbytes, max_bytes = 0, 0, 0
 
     def __init__(
-        self, num_samples: int, *, budget: str | float = "auto", reason: str = "it was made so"
+        self, num_samples: int, *, max_memory: str | float = "auto", reason: str = "it was made so"
     ) -> None:
         self.num_samples = num_samples
-        self.budget_bytes = parse_budget(budget)
+        self.max_bytes = parse_memory(max_memory)
         self.reason = reason
         self.nbytes = 0
         self.generation = 1
@@ -55,7 +55,7 @@ class PrivateCache(BaseCache):
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.num_samples, self.budget_bytes, self.reason, self._retained)
+        return _empty, (self.num_samples, self.max_bytes, self.reason, self._retained)
 
     @property
     def num_cached(self) -> int:
@@ -96,18 +96,18 @@ class PrivateCache(BaseCache):
         # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
         with self._lock():
             nbytes = self.nbytes + len(record)
-            if index in self._records or nbytes > self.budget_bytes or not self.is_retained(index):
+            if index in self._records or nbytes > self.max_bytes or not self.is_retained(index):
                 return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
                 # Every worker has a cache with this budget; together they may need more than there is.
                 self._checked_bytes, free_bytes = nbytes, available_bytes()
-                self._is_full = free_bytes < _FREE_SHARE * self.budget_bytes
+                self._is_full = free_bytes < _FREE_SHARE * self.max_bytes
                 if self._is_full:
                     log.warning(
                         "the cache of process %d stops growing at %s of %s, the rest comes from the dataset: "
                         "%s of memory are free",
                         os.getpid(),
-                        *map(readable_size, (self.nbytes, self.budget_bytes, free_bytes)),
+                        *map(readable_size, (self.nbytes, self.max_bytes, free_bytes)),
                     )
                     return False
             self._records[index] = record
@@ -137,10 +137,10 @@ class PrivateCache(BaseCache):
     def close(self) -> None:
         """Forget all samples; samples that were handed out stay valid."""
         self._records.clear()
-        self.nbytes = self.budget_bytes = 0
+        self.nbytes = self.max_bytes = 0
 
 
-def _empty(num_samples: int, budget_bytes: int, reason: str, retained: npt.NDArray[np.bool_]) -> PrivateCache:
-    cache = PrivateCache(num_samples, budget=max(1, budget_bytes), reason=reason)
+def _empty(num_samples: int, max_bytes: int, reason: str, retained: npt.NDArray[np.bool_]) -> PrivateCache:
+    cache = PrivateCache(num_samples, max_memory=max(1, max_bytes), reason=reason)
     cache._retained = retained
     return cache

@@ -42,7 +42,7 @@ class LiveCache:
         num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
         nbytes: Memory in use now, by all processes together.
-        budget_bytes: The most memory it takes.
+        max_bytes: The most memory it takes.
         created_s: When it was made, in seconds since 1970.
     """
 
@@ -53,7 +53,7 @@ class LiveCache:
     num_samples: int
     num_cached: int
     nbytes: int
-    budget_bytes: int
+    max_bytes: int
     created_s: float
 
 
@@ -87,7 +87,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 
 def create(
-    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], budget_bytes: int
+    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
 ) -> SharedMemoryCache:
     """The cache of this name: a new one, or the one that another process has just made.
 
@@ -98,7 +98,7 @@ def create(
     with owners.creating() as is_alone:
         if is_alone and (cache := find(fingerprint, num_samples)) is not None:
             return cache
-        cache = SharedMemoryCache(num_samples, examples, budget=budget_bytes, fingerprint=fingerprint)
+        cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
         if not is_alone:
             cache.reason = "the registry of shared caches could not be used, so this one is private"
             log.info("cache: %s", cache.reason)
@@ -129,7 +129,7 @@ def live_caches() -> list[LiveCache]:
                 num_samples=cache.num_samples,
                 num_cached=cache.num_cached,
                 nbytes=cache.nbytes,
-                budget_bytes=cache.budget_bytes,
+                max_bytes=cache.max_bytes,
                 created_s=origin.created_s,
             ),
         )

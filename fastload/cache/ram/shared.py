@@ -35,7 +35,7 @@ from fastload.cache.sample_cache import BaseCache
 from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.spec import flatten
-from fastload.system.budget import parse_budget
+from fastload.system.budget import parse_memory
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -55,7 +55,7 @@ class SharedMemoryCache(BaseCache):
     Args:
         num_samples: Number of samples of the dataset.
         examples: A few samples that are typical of the dataset, or none; they are not stored.
-        budget: The most memory it may take, as in `parse_budget`.
+        budget: The most memory it may take, as in `parse_memory`.
         fingerprint: Of the samples, if other processes shall find the cache.
 
     Attributes:
@@ -66,11 +66,11 @@ class SharedMemoryCache(BaseCache):
     Raises:
         SegmentError: The system refused the memory, or the lock that ragged samples need.
         UnsupportedSampleError: A value in an example cannot be cached.
-        ValueError: `parse_budget` does not accept the budget.
+        ValueError: `parse_memory` does not accept the budget.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
-    num_samples, budget_bytes, layout = 0, 0, "ragged"
+    num_samples, max_bytes, layout = 0, 0, "ragged"
     capacity: int | None
     _now: Generation
 
@@ -79,11 +79,11 @@ class SharedMemoryCache(BaseCache):
         num_samples: int,
         examples: Sequence[Any] = (),
         *,
-        budget: str | float = "auto",
+        max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
     ) -> None:
         origin = Origin(os.getpid(), time.time(), fingerprint)
-        layout, segment, mapping = create(num_samples, parse_budget(budget), examples, origin)
+        layout, segment, mapping = create(num_samples, parse_memory(max_memory), examples, origin)
         self._hold(Generation(segment, layout, mapping))
 
     @classmethod
@@ -98,7 +98,7 @@ class SharedMemoryCache(BaseCache):
     def _hold(self, first: Generation) -> None:
         self._now = first
         self._plan = layout = first.plan
-        self.num_samples, self.budget_bytes = layout.num_samples, layout.budget_bytes
+        self.num_samples, self.max_bytes = layout.num_samples, layout.max_bytes
         is_ragged = layout.spec is None
         self.layout, self.capacity = ("ragged", None) if is_ragged else ("uniform", layout.rows)
         self.origin = layout.origin
@@ -166,7 +166,7 @@ class SharedMemoryCache(BaseCache):
         The cache starts empty and fills again: the samples that stay are read from the dataset once more. The
         old memory is freed when all processes have followed, each at its next access, and nobody holds a
         sample of it. Until then, the cache takes the old memory and that of samples stored meanwhile: at most
-        `nbytes + budget_bytes`.
+        `nbytes + max_bytes`.
 
         Each process that shares the cache can call this: the first call does the work. If the indices are
         those of the last call, nothing changes.
@@ -286,7 +286,7 @@ class SharedMemoryCache(BaseCache):
             log.warning(
                 "the cache stops growing at %s of %s, the rest is read from the dataset: %s",
                 readable_size(self.nbytes),
-                readable_size(self.budget_bytes),
+                readable_size(self.max_bytes),
                 str(error),  # the error itself would keep this frame alive in a log handler
             )
             return False
