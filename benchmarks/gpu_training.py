@@ -182,7 +182,7 @@ def compare(
 ) -> dict[str, Any]:
     """All sources in turn, `runs` times; medians of what they cost, and ratios of these."""
     dataset = Images(num_images, side)
-    cached = fastload.CachedDataset(dataset, cache="ram", key=f"gpu training {num_images} {side}")
+    cached = fastload.CachedDataset(dataset, cache="ram", cache_key=f"gpu training {num_images} {side}")
     cached.fill(num_workers=0, progress=False)
     options: dict[str, Any] = {
         "batch_size": batch_size,

@@ -58,7 +58,7 @@ def batch_us(loader: Any) -> float:
 
 def one() -> dict[str, float]:
     """Each case in this process."""
-    dataset = fastload.CachedDataset(Blank(), cache="ram", key=f"benchmark-{os.getpid()}")
+    dataset = fastload.CachedDataset(Blank(), cache="ram", cache_key=f"benchmark-{os.getpid()}")
     dataset.fill(0, progress=False)
     figures = {}
     for name, (batch_size, arguments) in CASES.items():

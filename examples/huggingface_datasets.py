@@ -53,7 +53,7 @@ def make_dataset(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
         prepare=A.Resize(*SIZE),  # the deterministic part: runs once per image, before the cache
         transform=A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)]),  # runs at each access
         cache="ram",
-        key=key,
+        cache_key=key,
     )
 
 
@@ -86,7 +86,7 @@ def train(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
 def main() -> None:
     with photo_folder() as folder:
         rows = load(folder)
-        info = train(rows, key=f"{folder.resolve()}, 90 x 120").cache_info()
+        info = train(rows, cache_key=f"{folder.resolve()}, 90 x 120").cache_info()
         print(f"datasets {datasets.__version__}: {info.num_cached} of {len(rows)} rows are cached")
 
 

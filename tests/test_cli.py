@@ -116,7 +116,9 @@ def test_file_urls_are_paths(tmp_path: Path) -> None:
 def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
     one, two = built(tmp_path / "a", "--codec", "png"), built(tmp_path / "b")
-    cached = fastload.CachedDataset([(torch.arange(9), 0)], key="listed without torch", max_memory="1MB")
+    cached = fastload.CachedDataset(
+        [(torch.arange(9), 0)], cache_key="listed without torch", max_memory="1MB"
+    )
     assert cached[0][0].tolist() == list(range(9))
     commands = {
         "HELP": [["--help"], ["--version"], ["cache", "build", "--help"]],
@@ -577,7 +579,7 @@ class TestLs:
     def test_without_a_directory_it_lists_what_processes_share(self, tmp_path: Path) -> None:
         """A cache in memory is listed with its key and those that hold it."""
         key = f"cli-{os.getpid()}"
-        dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), key=key)
+        dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), cache_key=key)
 
         listed = json.loads(run("ls", "--json").stdout)["caches"]
         text = run("ls").stdout

@@ -146,7 +146,7 @@ def measure(
     elif contender.cache == "ram":
         # A key of this run: it must not find the cache of another process, which is filled already.
         key = f"fastload bench, process {os.getpid()}"
-        dataset = CachedDataset(dataset, transform, cache="ram", key=key)
+        dataset = CachedDataset(dataset, transform, cache="ram", cache_key=key)
     else:
         dataset = with_transform(dataset, transform)
     loader_class: Any = torch.utils.data.DataLoader if contender.is_torch else DataLoader

@@ -67,7 +67,7 @@ class CacheInfo:
         num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
         nbytes: Bytes that they take.
-        max_bytes: The most bytes that they may take; None for a finished file.
+        max_bytes: The limit for `nbytes`; None for a finished file.
         layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
     """
 
@@ -102,18 +102,18 @@ class CachedDataset(Dataset[Any]):
             (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
             (samples that are not in RAM are read from the file, and kept in RAM), or a cache object.
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them at each access; `["ram", "ram-encoded"]` keeps as many samples decoded as
-            the budget allows beside the files of the others. None stores nothing, and reads the dataset at
-            each access.
+            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded as
+            `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
+            every time.
         prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
             way as `transform`.
-        key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that give
-            the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
+        cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that
+            give the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
             torch's Subset of one) is shared without a key. Any other dataset is shared by the ranks of one
             job on a host, if their datasets are equal.
-        budget: The most memory that a cache in RAM may take: `"auto"` (80% of free memory), bytes, `"40GB"`,
-            or a share of free memory. Samples that do not fit are read from the dataset at every access. The
-            process that creates a shared cache sets its budget.
+        max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share of
+            free memory. Samples that do not fit are read from the dataset every time. The process that
+            creates a shared cache sets its limit.
         num_workers: Processes that build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. Undecoded images
@@ -127,7 +127,7 @@ class CachedDataset(Dataset[Any]):
         dataset: As given.
         transform: As given; may be set. Set a new pipeline instead of modifying this one in place.
         prepare: As given.
-        key: As given.
+        cache_key: As given.
         cache: The cache in use; `cache.explain()` gives the reason why it is in use.
         decode: As given.
 
@@ -137,7 +137,7 @@ class CachedDataset(Dataset[Any]):
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
-        ValueError: `cache`, `key`, `budget` or `decode` has none of the forms above.
+        ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CachedDataset(Dataset[Any]):
         *,
         cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
         prepare: Callable[..., Any] | None = None,
-        key: str | None = None,
+        cache_key: str | None = None,
         max_memory: str | float = "auto",
         num_workers: int | None = None,
         progress: bool = True,
@@ -161,13 +161,13 @@ class CachedDataset(Dataset[Any]):
         self.dataset = dataset
         self.transform = transform
         self.prepare = prepare
-        self.key = key
+        self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._rate_limit = RateLimit()
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, prepare, key, max_memory, num_workers, progress)
+        opener = Opener(dataset, prepare, cache_key, max_memory, num_workers, progress)
         self.cache = opener.open(cache)
         self._stores = cache is not None
         self._source = opener.source
@@ -196,7 +196,7 @@ class CachedDataset(Dataset[Any]):
             transform: The random part, run at every access.
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
-            budget: The most memory that the cache in RAM may take.
+            max_memory: The limit for the cache in RAM.
             decode: How the images of a cache that was built with codec "source" are decoded; as above.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
@@ -300,7 +300,7 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def _read(self, index: int) -> Any:
-        """Read the sample from its source, and store it if the budget and the rate limit allow it."""
+        """Read the sample from its source, and store it if `max_memory` and the rate limit allow it."""
         counts.misses += 1
         restore = mark() if self._stores else None
         started_s = time.perf_counter()
@@ -368,7 +368,7 @@ class CachedDataset(Dataset[Any]):
         return batch
 
     def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
-        """Cache all missing samples that fit into the budget now, instead of in the first epoch.
+        """Cache all missing samples that fit into `max_memory` now, instead of in the first epoch.
 
         Args:
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
@@ -394,7 +394,7 @@ class CachedDataset(Dataset[Any]):
 
         The cache starts empty and fills again: samples that stay are read from their source once more. The
         old memory is freed when all processes have followed and nobody holds a sample of it, so a sample that
-        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + budget`: the memory
+        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the memory
         that it took before, and the new memory. The same indices again change nothing.
 
         If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,

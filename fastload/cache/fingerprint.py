@@ -4,7 +4,7 @@ A wrong match would put wrong images into a training, so a fingerprint exists on
 
 1. The dataset has a method `fingerprint()`, which returns a str, or a dict of str with named parts. None
    means that the dataset cannot say what its samples are.
-2. The user passes `key=`, which promises that this key always means these samples.
+2. The user passes `cache_key=`, which promises that this key always means these samples.
 
 torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and only ranks that were
 started together share its cache (see `launch`).
@@ -88,9 +88,11 @@ def check_key(key: object) -> None:
         ValueError: It is empty.
     """
     if key is not None and not isinstance(key, str):
-        raise TypeError(f"key should be a str, but got {key!r}")
+        raise TypeError(f"cache_key should be a str, but got {key!r}")
     if key == "":
-        raise ValueError("key is empty: give a name that always means these samples, such as 'photos-v1'")
+        raise ValueError(
+            "cache_key is empty: give a name that always means these samples, such as 'photos-v1'"
+        )
 
 
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
@@ -100,8 +102,8 @@ def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
         named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
         prepared = " and to prepare"
     return (
-        f"{named} has neither a fingerprint() nor a key: add a fingerprint() to the dataset{prepared}, or "
-        "pass key='...'"
+        f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to the dataset{prepared}, or "
+        "pass cache_key='...'"
     )
 
 

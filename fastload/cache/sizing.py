@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MOST_SAMPLES = 32
 _CROP_SIDE = 224
-_RAM_SHARE = 0.8  # of the free memory, as the budget "auto" of a CachedDataset
+_RAM_SHARE = 0.8  # of the free memory, as max_memory="auto"
 
 
 @dataclass(frozen=True)

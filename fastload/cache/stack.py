@@ -1,7 +1,7 @@
 """Stack: stores in front of a dataset; the first one that holds a sample returns it.
 
 - `cache=["ram", "lmdb:PATH"]`: a store in RAM, with a finished file behind it. A sample of the file is kept
-  in RAM, if it fits into the budget.
+  in RAM, if it fits.
 - `cache=["ram", "ram-encoded"]`: two stores in RAM. A sample is decoded and stored in the first one while
   that has room; afterwards its files are stored in the second one. `split_budget` divides the memory so that
   all samples fit into one of the two, if they can.

@@ -349,7 +349,7 @@ def test_what_is_true_of_the_dataset_inside_alone_is_not_found() -> None:
 
 def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
     """A second cache holds samples after prepare, of which the fingerprint of the source says nothing."""
-    inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), key="inner")
+    inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner")
     outer = CachedDataset(inner, max_memory="1MB")
     plain = CachedDataset(Labelled(20), max_memory="1MB")
 

@@ -247,11 +247,11 @@ def test_a_cache_of_a_cache(photos: Path) -> None:
 def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path) -> None:
     """Decoded and undecoded caches of one dataset are found by equal caches, and only by them."""
     folder = ImageFolder(photos)
-    decoded, encoded = (CachedDataset(folder, key=key, cache=cache) for cache in ("ram", "ram-encoded"))
+    decoded, encoded = (CachedDataset(folder, cache_key=key, cache=cache) for cache in ("ram", "ram-encoded"))
     decoded.fill(0, progress=False), encoded.fill(0, progress=False)
-    again = CachedDataset(folder, key=key, cache="ram-encoded")
-    decoded_again = CachedDataset(folder, key=key, cache="ram")
-    both = CachedDataset(folder, key=key, cache=["ram", "ram-encoded"])
+    again = CachedDataset(folder, cache_key=key, cache="ram-encoded")
+    decoded_again = CachedDataset(folder, cache_key=key, cache="ram")
+    both = CachedDataset(folder, cache_key=key, cache=["ram", "ram-encoded"])
 
     assert again.cache_info().num_cached == decoded_again.cache_info().num_cached == NUM_IMAGES
     for ds in (decoded, encoded, again, decoded_again, both):

@@ -209,8 +209,8 @@ def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, caplog: 
 def test_each_process_that_joins_a_cache_is_silent(registry: Any, caplog: Any) -> None:
     """Only the one that makes the cache says it."""
     with caplog.at_level(logging.WARNING, "fastload"):
-        first = CachedDataset(Rows(pixels()), key="in memory")
-        second = CachedDataset(Rows(pixels()), key="in memory")
+        first = CachedDataset(Rows(pixels()), cache_key="in memory")
+        second = CachedDataset(Rows(pixels()), cache_key="in memory")
 
     assert len(warnings_of(caplog)) == 1
     assert len(first) == len(second)
@@ -340,7 +340,7 @@ def test_a_function_needs_a_key() -> None:
 def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
     """A key is a text that says something; a mistake does not wait for the day on which a cache is used."""
     with pytest.raises(error, match=r"^key (should be a str, but got|is empty: give)"):
-        CachedDataset(Images(8), cache=None, key=given_key)
+        CachedDataset(Images(8), cache=None, cache_key=given_key)
 
 
 @pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
@@ -356,7 +356,7 @@ def test_a_dataset_may_not_know_its_fingerprint() -> None:
 
     assert fingerprint_of(dataset) is None
     assert fingerprint_of(Subset(dataset, [1, 2])) is None
-    assert "KnownImages has neither a fingerprint() nor a key" in CachedDataset(dataset).cache.explain()
+    assert "KnownImages has neither a fingerprint() nor a cache_key" in CachedDataset(dataset).cache.explain()
 
 
 @given(TEXTS, TEXTS)

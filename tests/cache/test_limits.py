@@ -148,7 +148,7 @@ def test_a_limit_below_the_examples_makes_a_private_cache(
     """Where not even a few samples can be shared each process caches for itself: one warning, no error."""
     dataset = kind(30)
     with limited(resource.RLIMIT_FSIZE, 4096), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, max_memory="1GB", key=key)
+        ds = CachedDataset(dataset, max_memory="1GB", cache_key=key)
         assert_right(ds, dataset)
 
     assert isinstance(ds.cache, PrivateCache)
@@ -320,7 +320,7 @@ PREPARE
 found = {}
 for dataset in (Images(8), RaggedImages(8)):
     for key in (None, type(dataset).__name__):
-        cached = fastload.CachedDataset(dataset, key=key)
+        cached = fastload.CachedDataset(dataset, cache_key=key)
         for _ in range(2):
             for index in range(8):
                 assert_same_samples(cached[index], dataset.sample(index))

@@ -47,14 +47,14 @@ pytestmark = pytest.mark.usefixtures("registry")
 
 def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open and fill; gives who made the cache."""
-    ds = CachedDataset(dataset, key=key, max_memory=64 * MB)
+    ds = CachedDataset(dataset, cache_key=key, max_memory=64 * MB)
     ds.fill(num_workers=0)
     return ds, ds.cache.origin.pid
 
 
 def look(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
     """Open; gives who made the cache and how many samples are there."""
-    ds = CachedDataset(dataset, key=key, max_memory=64 * MB)
+    ds = CachedDataset(dataset, cache_key=key, max_memory=64 * MB)
     return ds, (ds.cache.origin.pid, ds.cache_info().num_cached)
 
 
@@ -114,7 +114,7 @@ def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> N
 
 
 def test_a_key_shares_any_dataset(start: Callable[..., Job]) -> None:
-    """With key= a dataset that says nothing of itself is shared by that name, and by no other."""
+    """With cache_key= a dataset that says nothing of itself is shared by that name, and by no other."""
     maker = start(fill, Images(30), "photos").answer()
 
     assert start(look, Images(30), "photos").answer() == (maker, 30)
@@ -163,7 +163,7 @@ def test_ranks_are_warned_of_private_caches(
     assert ["private to this process and its workers" in text for text in caplog.messages] == (
         [] if is_alone else [True]
     )
-    assert "pass key=" in made[0].cache.explain()
+    assert "pass cache_key=" in made[0].cache.explain()
     if world_size == 1 and variables in LAUNCHERS:  # that others should find it and cannot is worth one, too
         monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
         CachedDataset(KnownImages(30))
@@ -196,9 +196,9 @@ def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> N
     with pytest.raises(
         CacheMismatchError, match=rf'process {maker}, .* num_samples is "31" here and "30" there'
     ):
-        CachedDataset(Images(31), key="photos")
+        CachedDataset(Images(31), cache_key="photos")
     with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*another key"):
-        CachedDataset(Images(30), key="photos", prepare=A.Resize(8, 8))
+        CachedDataset(Images(30), cache_key="photos", prepare=A.Resize(8, 8))
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))
 
@@ -326,7 +326,7 @@ def test_a_closed_cache_is_not_found() -> None:
 
 def test_live_caches_are_listed(start: Callable[..., Job]) -> None:
     """Each cache is listed once, with all who opened it by name, its key, parts and size."""
-    ds = CachedDataset(Images(30), key="photos", max_memory=64 * MB)
+    ds = CachedDataset(Images(30), cache_key="photos", max_memory=64 * MB)
     other = start(fill, Images(30), "photos")
     other.answer()
     (live,) = registry.live_caches()

@@ -63,11 +63,11 @@ def to_arrays(row):
     return np.asarray(row["image"].convert("RGB")), row["label"]
 
 
-check(rows, [to_arrays(row) for row in rows], prepare=to_arrays, key="rows")
+check(rows, [to_arrays(row) for row in rows], prepare=to_arrays, cache_key="rows")
 encoded = rows.cast_column("image", datasets.Image(decode=False))
-check(encoded, list(encoded), key="bytes")
+check(encoded, list(encoded), cache_key="bytes")
 arrays = rows.select(range(5)).with_format("numpy")
-check(arrays, list(arrays), key="arrays")
+check(arrays, list(arrays), cache_key="arrays")
 """
 TORCHVISION = """
 from torchvision.datasets import ImageFolder
@@ -82,7 +82,7 @@ def to_arrays(sample):
 
 
 images = ImageFolder(folder)
-check(images, [to_arrays(sample) for sample in images], prepare=to_arrays, key="pil")
+check(images, [to_arrays(sample) for sample in images], prepare=to_arrays, cache_key="pil")
 tensors = ImageFolder(folder, transform=v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]))
 refused(tensors, "tv_tensors")
 
@@ -91,7 +91,7 @@ def plain(sample):
     return sample[0].as_subclass(torch.Tensor), sample[1]
 
 
-check(tensors, [plain(sample) for sample in tensors], prepare=plain, key="tensors")
+check(tensors, [plain(sample) for sample in tensors], prepare=plain, cache_key="tensors")
 """
 MONAI = """
 from monai.data import Dataset, MetaTensor
@@ -103,7 +103,7 @@ scans = Dataset(files, Compose([LoadImaged(keys), EnsureChannelFirstd(keys), Sca
 assert isinstance(scans[0]["image"], MetaTensor)
 refused(scans, "MetaTensor")
 without_meta = EnsureTyped(keys, track_meta=False)
-check(scans, [without_meta(sample) for sample in scans], prepare=without_meta, key="scans")
+check(scans, [without_meta(sample) for sample in scans], prepare=without_meta, cache_key="scans")
 """
 GRAPHS = """
 from torch_geometric.data import Batch, Data

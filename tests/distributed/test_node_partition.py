@@ -387,7 +387,7 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
     monkeypatch.setattr(generation, "_LOCK_WAIT_S", 60.0)
     caches = [
-        CachedDataset(Images(), key=f"node {node} of {os.getpid()}", max_memory=40 * IMAGE_BYTES)
+        CachedDataset(Images(), cache_key=f"node {node} of {os.getpid()}", max_memory=40 * IMAGE_BYTES)
         for node in range(2)
     ]
     samplers = [

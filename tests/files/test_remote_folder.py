@@ -205,7 +205,7 @@ def test_datasets_around_it_read_ahead(url: str, faulty: type[FaultyFileSystem],
         "subset": lambda: Subset(folder, list(range(SIZE))[::-1]),
         "concat": lambda: ConcatDataset([Subset(folder, range(7)), Subset(folder, range(7, SIZE))]),
         "cached": lambda: fastload.CachedDataset(folder),
-        "prepared": lambda: fastload.CachedDataset(folder, prepare=twice, key="twice"),
+        "prepared": lambda: fastload.CachedDataset(folder, prepare=twice, cache_key="twice"),
         "none": lambda: fastload.CachedDataset(folder, cache=None),
         "encoded": lambda: fastload.CachedDataset(folder, cache="ram-encoded"),
     }[wrap]()
@@ -463,10 +463,10 @@ def test_it_has_the_classes_and_the_images(web: str, num_workers: int) -> None:
 def test_it_has_no_fingerprint(web: str) -> None:
     """A web server's page states neither lengths nor versions, so a cache is private without a key."""
     folder = fastload.ImageFolder(web)
-    shared = fastload.CachedDataset(folder, key=f"photos of {web}")
+    shared = fastload.CachedDataset(folder, cache_key=f"photos of {web}")
 
     assert folder.fingerprint() is None
-    assert "neither a fingerprint() nor a key" in fastload.CachedDataset(folder).cache.explain()
+    assert "neither a fingerprint() nor a cache_key" in fastload.CachedDataset(folder).cache.explain()
     assert "every process that opens it shares it" in shared.cache.explain()
 
 

@@ -322,7 +322,7 @@ def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     dataset = [(torch.arange(3), number) for number in range(4)]
 
     built = fastload.CachedDataset(
-        dataset, cache=f"lmdb:{tmp_path / 'cache'}", key="built", num_workers=1, progress=False
+        dataset, cache=f"lmdb:{tmp_path / 'cache'}", cache_key="built", num_workers=1, progress=False
     )
 
     assert built[3][1] == 3

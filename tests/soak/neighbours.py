@@ -78,7 +78,7 @@ def read_again_and_again(case: Case, key: str, rounds: int | None, pipe: Any) ->
     """The neighbour's process: open the cache, and compare all samples in random order, round by round."""
     try:
         samples = datasets.Samples(case, case.num_samples, with_transform=False)
-        dataset = fastload.CachedDataset(samples, key=key, progress=False)
+        dataset = fastload.CachedDataset(samples, cache_key=key, progress=False)
         pipe.send("open")
         rng = random.Random(time.monotonic_ns())
         watch = select.poll()

@@ -79,7 +79,7 @@ class Subject:
         if case.source in ("ram", "subset of ram"):
             return fastload.CachedDataset(samples, transform, **options)
         if case.source == "keyed ram":
-            return fastload.CachedDataset(samples, transform, key=self.key, **options)
+            return fastload.CachedDataset(samples, transform, cache_key=self.key, **options)
         path = self._folder / "samples.lmdb"
         codec = "png" if case.source == "png lmdb" else None
         shards = 3 if case.source == "shards" else 1

@@ -10,7 +10,7 @@ Rules:
 2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
    bytes. All other space is claimed by increasing a number under a try-lock: ragged space, and rows of a
    cache that cannot hold all samples. A process that does not get the lock returns the sample uncached.
-3. The claims together never exceed the budget.
+3. The claims together never exceed `max_bytes`.
 4. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
    share an inherited one.
 5. The descriptor is closed with the object, so a thread that still writes to an old generation never writes
@@ -240,7 +240,7 @@ class Generation:
     def _claim(self, index: int, nbytes: int, *, rows: int = 0, ragged_bytes: int = 0) -> Cursor | None:
         """The cursor before this claim of space that only this caller may write; None if there is none."""
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
-            return None  # usually the budget is too small, and somebody has said so
+            return None  # usually `max_memory` is too small, and somebody has said so
         with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, refused=_lock_refused) as has_lock:
             if not has_lock or self.entries[index] != EMPTY:
                 return None

@@ -145,15 +145,15 @@ class Layout:
         """Plan columns if the examples all have the same spec, else ragged records only.
 
         The ragged area is address space: pages are allocated when they are written. A segment as large as the
-        budget would cost nothing, but RLIMIT_AS and RLIMIT_FSIZE also count untouched pages. So the area has
+        maximum would cost nothing, but RLIMIT_AS and RLIMIT_FSIZE also count untouched pages. So the area has
         eight times the size of `num_samples` records of the largest example, at least 256 MiB (because a few
-        examples tell little about a small dataset), and at most the budget. If samples are larger than that
+        examples tell little about a small dataset), and at most `max_bytes`. If samples are larger than that
         on average, the rest is read from the dataset, and a log line says so.
 
         Args:
             num_samples: Number of samples of the dataset.
             max_bytes: The most memory that the cache may take.
-            examples: Samples that are typical of the dataset; without any, the area is the budget.
+            examples: Samples that are typical of the dataset; without any, the area has `max_bytes`.
             origin: The process that makes the cache, and the fingerprint of the samples.
             most_bytes: The largest segment that the system may grant; 0 to plan without such a limit. Columns
                 come first, and the ragged area gets the rest.
@@ -280,7 +280,7 @@ class Layout:
 def create(
     num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Layout, Segment, mmap.mmap]:
-    """Make the layout, segment and mapping of a new cache; if the system refuses, with less of the budget.
+    """Make the layout, segment and mapping of a new cache; if the system refuses, with less than `max_bytes`.
 
     Args:
         num_samples: As for `Layout.plan`.

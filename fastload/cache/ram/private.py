@@ -1,7 +1,7 @@
 """PrivateCache: a cache in RAM for systems without anonymous shared memory: a dict in each process.
 
 `open_cache` makes it if memfd is missing (macOS, Windows) or refused (by a system call filter or a resource
-limit). It pickles as an empty cache of the same budget, so each worker fills its own. This costs memory and
+limit). It pickles as an empty cache of the same size limit, so each worker fills its own. This costs memory and
 decoding in every worker; a warning says so.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _CHECK_EVERY_BYTES = 64 << 20
-_FREE_SHARE = 0.25  # of the budget: "auto" is 80% of free memory, and the other 20% are for everything else
+_FREE_SHARE = 0.25  # of `max_bytes`: "auto" is 80% of free memory, and the other 20% are for everything else
 
 
 class PrivateCache(BaseCache):
@@ -31,7 +31,7 @@ class PrivateCache(BaseCache):
 
     Args:
         num_samples: Number of samples of the dataset.
-        budget: The most memory that one process may take, as in `parse_memory`.
+        max_memory: The limit for one process, as in `parse_memory`.
         reason: The reason why the cache is not shared, as a readable clause.
     """
 
@@ -99,7 +99,7 @@ class PrivateCache(BaseCache):
             if index in self._records or nbytes > self.max_bytes or not self.is_retained(index):
                 return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
-                # Every worker has a cache with this budget; together they may need more than there is.
+                # Every worker has a cache of this size; together they may need more than there is.
                 self._checked_bytes, free_bytes = nbytes, available_bytes()
                 self._is_full = free_bytes < _FREE_SHARE * self.max_bytes
                 if self._is_full:

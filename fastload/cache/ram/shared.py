@@ -55,7 +55,7 @@ class SharedMemoryCache(BaseCache):
     Args:
         num_samples: Number of samples of the dataset.
         examples: A few samples that are typical of the dataset, or none; they are not stored.
-        budget: The most memory it may take, as in `parse_memory`.
+        max_memory: The limit, as in `parse_memory`.
         fingerprint: Of the samples, if other processes shall find the cache.
 
     Attributes:
@@ -66,7 +66,7 @@ class SharedMemoryCache(BaseCache):
     Raises:
         SegmentError: The system refused the memory, or the lock that ragged samples need.
         UnsupportedSampleError: A value in an example cannot be cached.
-        ValueError: `parse_memory` does not accept the budget.
+        ValueError: `parse_memory` does not accept `max_memory`.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
