@@ -9,8 +9,8 @@ bytes over the network, and the resource that limits the rate.
 The designs:
 
 * no cache: in each epoch every node reads its share from the object store, and decodes the crops.
-* decoded, RAM: every node trains on its own part for `epochs_per_deal` epochs, and keeps the decoded images
-  of this part in RAM. Then the parts are dealt anew, and the cache starts empty.
+* decoded, RAM: every node trains on its own part for `epochs_per_partition` epochs, and keeps the decoded images
+  of this part in RAM. Then the dataset is repartitioned, and the cache starts empty.
 * decoded, LMDB: every node first builds an LMDB file of the whole set on its own disk, and trains from it.
 * encoded, RAM, whole set: every node first reads all files into RAM, and decodes the crops in each epoch.
 * encoded, RAM: as "decoded, RAM", with files instead of decoded images.
@@ -69,7 +69,7 @@ class Constants:
         requests_in_flight: Of a node at one time.
         images_per_request: 1 if each image is a file; more if requests read shards.
         consumer_images_per_s: That the GPUs of a node train on.
-        epochs_per_deal: Epochs between two deals of the parts.
+        epochs_per_partition: Epochs until the dataset is repartitioned.
         epochs: Of a training run.
     """
 
@@ -95,7 +95,7 @@ class Constants:
     requests_in_flight: float = 4 * 96
     images_per_request: float = 1
     consumer_images_per_s: float = 16_621
-    epochs_per_deal: int = 5
+    epochs_per_partition: int = 5
     epochs: int = 90
 
 
@@ -116,7 +116,7 @@ ASSUMED = {
         "images/s a node",
         "NVIDIA DeepLearningExamples, ResNet-50 v1.5 for PyTorch: eight A100, mixed precision",
     ),
-    "epochs_per_deal": ("epochs", "assumed"),
+    "epochs_per_partition": ("epochs", "assumed"),
     "epochs": ("epochs", "the same recipe of NVIDIA"),
 }
 
@@ -216,9 +216,9 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
         ram_bytes = stored_bytes * share
         first = epoch(fetched=share, cpu_s=share * miss_s)
         others = later = epoch(cpu_s=share * read_s, cpu=cpu)
-        if num_nodes > 1:  # with every deal the cache starts empty
-            later_fetched = share / c.epochs_per_deal
-            later = mean(first, others, c.epochs_per_deal)
+        if num_nodes > 1:  # with every partition the cache starts empty
+            later_fetched = share / c.epochs_per_partition
+            later = mean(first, others, c.epochs_per_partition)
     elif design == LMDB:
         first_fetched = images
         disk_bytes = images * c.decoded_bytes
@@ -248,10 +248,10 @@ def simulate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> Ou
     return Outcome(*first, *later, *network_bytes, ram_bytes, disk_bytes)
 
 
-def mean(deal: tuple[float, str], others: tuple[float, str], epochs: int) -> tuple[float, str]:
-    """The mean of the epochs from one deal up to the next, and the resource that takes most of this time."""
-    deal_s, others_s = deal[0], (epochs - 1) * others[0]
-    return (deal_s + others_s) / epochs, deal[1] if deal_s > others_s else others[1]
+def mean(partition: tuple[float, str], others: tuple[float, str], epochs: int) -> tuple[float, str]:
+    """The mean of the epochs of one partition, and the resource that takes most of this time."""
+    deal_s, others_s = partition[0], (epochs - 1) * others[0]
+    return (deal_s + others_s) / epochs, partition[1] if deal_s > others_s else others[1]
 
 
 # --- which design is best --------------------------------------------------------------------------------
@@ -534,7 +534,7 @@ def draw_chart(kinds: dict[str, Constants], path: Path) -> None:
         f"A node has {c.cores:g} CPUs, {c.ram_bytes / 2**30:,.0f} GiB of RAM, {c.disk_bytes / 1e12:g} TB of "
         "disk, "
         f"{c.network_bytes_per_s * 8 / 1e9:g} Gbit/s; {c.latency_s * 1e3:g} ms a request, "
-        f"{c.requests_in_flight:g} in flight; parts change every {c.epochs_per_deal} epochs."
+        f"{c.requests_in_flight:g} in flight; parts change every {c.epochs_per_partition} epochs."
     )
     figure.supxlabel(note, fontsize="small", color="#555555")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -564,7 +564,7 @@ def overrides(words: list[str]) -> dict[str, float]:
         if name not in ASSUMED:
             raise SystemExit(f"--set {word}: expected NAME=VALUE with one of {', '.join(ASSUMED)}")
         try:
-            found[name] = int(value) if name in ("epochs", "epochs_per_deal") else float(value)
+            found[name] = int(value) if name in ("epochs", "epochs_per_partition") else float(value)
         except ValueError:
             raise SystemExit(f"--set {word}: expected a number, got {value!r}") from None
         if not (found[name] > 0 or (found[name] == 0 and name == "latency_s")):

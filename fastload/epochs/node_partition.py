@@ -2,11 +2,11 @@
 
 Every rank computes its indices from its arguments and the epoch alone; the ranks do not communicate. Rules:
 
-1. A deal is a number of consecutive epochs in which the parts stay the same: ``deal = epoch //
-   epochs_per_deal``. A permutation of all indices follows from (seed, deal); node k has every num_nodes-th
-   index of it, from the k-th on.
-2. In each epoch, each node shuffles its part. The order follows from (seed, deal, epoch, node). The ranks of
-   the node take turns over it.
+1. A partition of the indices stays the same for some consecutive epochs: ``partition = epoch //
+   epochs_per_partition``. A permutation of all indices depends on (seed, partition); node k has every
+   num_nodes-th index of it, from the k-th on.
+2. In each epoch, each node shuffles its part. The order depends on (seed, partition, epoch, node). The ranks
+   of the node take turns over it.
 3. Every rank gets as many indices as from torch's DistributedSampler. To get there, a node repeats indices of
    its own part, or drops the last indices of its shuffled part.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 class NodePartitionSampler(DistributedSampler[int]):
     """A `DistributedSampler` for which each node caches only its own part of the dataset.
 
-    The dataset is dealt to the nodes in parts of equal size (plus or minus one sample). For `epochs_per_deal`
-    epochs, the ranks of a node read samples of their node's part only; then all parts are dealt anew. The
-    parts follow from the seed and the epoch, without communication. Over all ranks, each epoch has every
+    The dataset is partitioned into one part per node, of equal size (plus or minus one sample). For
+    `epochs_per_partition` epochs, the ranks of a node read samples of their node's part only; then the
+    dataset is repartitioned. The parts depend on the seed and the epoch, without communication. Over all ranks, each epoch has every
     sample at least once, and no sample twice except for the padding that makes all ranks equally long. With
     `drop_last`, up to ``num_replicas - 1`` samples are left out instead, others in each epoch.
 
     As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
     rank.
 
-    When the first epoch of a deal begins, the sampler calls ``dataset.retain(part)`` if the dataset has that
+    When the first epoch of a partition begins, the sampler calls ``dataset.retain(part)`` if the dataset has that
     method, so that a cache drops the samples that left the part. For a `Subset`, it calls the method of the
     dataset inside, with the indices of that dataset. The cache then drops samples outside the part even if
     another loader uses them: give a validation set a cache of its own. With one node nothing is dropped.
@@ -53,21 +53,21 @@ class NodePartitionSampler(DistributedSampler[int]):
         rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
             ``rank = node * ranks_per_node + local_rank``.
         shuffle: False gives a fixed order: node k always has the indices k, k + num_nodes, ... in this order,
-            and no part is dealt anew. All ranks together then read the dataset from its beginning to its end,
+            and the parts never change. All ranks together then read the dataset from its beginning to its end,
             and `drop_last` always drops its last samples.
         seed: The same on every rank.
         drop_last: Drop samples, instead of repeating some, so that all ranks are equally long.
         num_nodes: The number of nodes; default: the number of ranks divided by LOCAL_WORLD_SIZE, which
             torchrun sets (or the variables of mpirun).
-        epochs_per_deal: For how many epochs a node keeps its part. At 1, each epoch reads other samples, and
-            a cache in RAM is of no use.
+        epochs_per_partition: For how many epochs a node keeps its part. At 1, each epoch reads different
+            samples, and a cache in RAM is of no use.
         retain: False: never call ``dataset.retain()``.
 
     Attributes:
         epoch: The number that `set_epoch` was given; 0 at first.
         num_samples: How many indices each rank gets in an epoch; also the length of the sampler.
         num_nodes, ranks_per_node, node, local_rank: The place of this rank.
-        epochs_per_deal: As given.
+        epochs_per_partition: As given.
 
     Raises:
         RuntimeError: A number was not given, and neither the process group nor the environment has it.
@@ -86,7 +86,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         drop_last: bool = False,
         *,
         num_nodes: int | None = None,
-        epochs_per_deal: int = 1,
+        epochs_per_partition: int = 1,
         retain: bool = True,
     ) -> None:
         num_replicas = _place("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
@@ -95,13 +95,17 @@ class NodePartitionSampler(DistributedSampler[int]):
             raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
-        if _integer("epochs_per_deal", epochs_per_deal) < 1 or isinstance(epochs_per_deal, bool):
-            raise ValueError(f"epochs_per_deal should be an int of at least 1, but got {epochs_per_deal!r}")
+        if _integer("epochs_per_partition", epochs_per_partition) < 1 or isinstance(
+            epochs_per_partition, bool
+        ):
+            raise ValueError(
+                f"epochs_per_partition should be an int of at least 1, but got {epochs_per_partition!r}"
+            )
         self.num_nodes = _num_nodes(num_nodes, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, _integer("seed", seed), drop_last)
         self.ranks_per_node = num_replicas // self.num_nodes
         self.node, self.local_rank = divmod(rank, self.ranks_per_node)
-        self.epochs_per_deal = operator.index(epochs_per_deal)
+        self.epochs_per_partition = operator.index(epochs_per_partition)
         self.retain = retain
         self._length = len(dataset)
         if self.num_samples and self._length < self.num_nodes:
@@ -109,30 +113,30 @@ class NodePartitionSampler(DistributedSampler[int]):
                 f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so that "
                 "some nodes would have none: use torch's DistributedSampler, or drop_last=True"
             )
-        self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its deal
-        self._retained_deal: int | None = None
+        self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its partition
+        self._retained_partition: int | None = None
         self._loaded: dict[str, int] | None = None  # a state
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_part": None, "_retained_deal": None}
+        return self.__dict__ | {"_part": None, "_retained_partition": None}
 
     @property
-    def deal(self) -> int:
-        """The number of the deal that the current epoch belongs to."""
-        return self.epoch // self.epochs_per_deal
+    def partition(self) -> int:
+        """The number of the current epoch's partition."""
+        return self.epoch // self.epochs_per_partition
 
     @property
     def part(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices of this node's part in the current deal, read-only, int64, in no particular order."""
-        deal = self.deal if self.shuffle else 0
-        if self._part is None or self._part[0] != deal:
+        """The indices of this node's part in the current partition, read-only, int64, in no particular order."""
+        partition = self.partition if self.shuffle else 0
+        if self._part is None or self._part[0] != partition:
             if self.shuffle:
-                everything = _permutation(self._length, "deal", self.seed, deal)
+                everything = _permutation(self._length, "partition", self.seed, partition)
             else:
                 everything = np.arange(self._length, dtype=np.int64)
             part = everything[self.node :: self.num_nodes].copy()
             part.flags.writeable = False
-            self._part = deal, part
+            self._part = partition, part
         return self._part[1]
 
     def set_epoch(self, epoch: int) -> None:
@@ -147,19 +151,19 @@ class NodePartitionSampler(DistributedSampler[int]):
         """This rank's indices of the epoch, as Python ints.
 
         Raises:
-            ResumeError: A state was loaded that belongs to this deal, and was saved with other arguments.
+            ResumeError: The loaded state belongs to this partition, and was saved with different arguments.
         """
         self._check_state()
         part = self.part
-        if self.retain and self.num_nodes > 1 and self._retained_deal != self.deal:
+        if self.retain and self.num_nodes > 1 and self._retained_partition != self.partition:
             _retain(self.dataset, part)
-            self._retained_deal = self.deal
+            self._retained_partition = self.partition
         positions = np.arange(self.local_rank, self.num_samples * self.ranks_per_node, self.ranks_per_node)
         if not self.num_samples:
             return iter(())
         positions %= len(part)  # the padding begins again at the start of the part
         if self.shuffle:
-            shuffled = _permutation(len(part), "epoch", self.seed, self.deal, self.epoch, self.node)
+            shuffled = _permutation(len(part), "epoch", self.seed, self.partition, self.epoch, self.node)
             positions = shuffled[positions]
         return iter(part[positions].tolist())
 
@@ -177,7 +181,7 @@ class NodePartitionSampler(DistributedSampler[int]):
             "num_samples": self._length,
             "num_nodes": self.num_nodes,
             "num_replicas": self.num_replicas,
-            "epochs_per_deal": self.epochs_per_deal,
+            "epochs_per_partition": self.epochs_per_partition,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
@@ -186,15 +190,15 @@ class NodePartitionSampler(DistributedSampler[int]):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from the epoch of a state, which any rank may have saved.
 
-        A sampler with other arguments (another number of nodes or ranks, for example) can only begin a new
-        deal: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises ResumeError.
+        A sampler with different arguments (a different number of nodes or ranks, for example) can only begin
+        a new partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises ResumeError.
 
         Raises:
             ResumeError: This is not a state of a NodePartitionSampler.
         """
         known = self.state_dict()
         is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in known)
-        if not is_state or state_dict["epochs_per_deal"] < 1:
+        if not is_state or state_dict["epochs_per_partition"] < 1:
             raise ResumeError(
                 f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(known)}, "
                 f"but got {state_dict!r:.200}"
@@ -203,21 +207,21 @@ class NodePartitionSampler(DistributedSampler[int]):
         self.epoch = self._loaded["epoch"]
 
     def _check_state(self) -> None:
-        """Refuse to go on in the deal of a loaded state with other arguments: its parts would be others."""
+        """Refuse to continue the partition of a loaded state with different arguments: its parts would differ."""
         theirs, ours = self._loaded, self.state_dict()
         if theirs is None:
             return
-        per_deal = theirs["epochs_per_deal"]
-        deal = theirs["epoch"] // per_deal
+        per_partition = theirs["epochs_per_partition"]
+        partition = theirs["epoch"] // per_partition
         names = [name for name in ours if name != "epoch" and theirs[name] != ours[name]]
-        if not names or self.epoch // per_deal != deal:
+        if not names or self.epoch // per_partition != partition:
             return
-        end = (deal + 1) * per_deal
+        end = (partition + 1) * per_partition
         saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (theirs, ours))
         raise ResumeError(
-            f"epoch {self.epoch} cannot be resumed: the state was saved within deal {deal} (epochs "
-            f"{deal * per_deal} to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train "
-            f"with {saved} until epoch {end - 1} has ended, or begin a new deal: load a state that was saved "
+            f"epoch {self.epoch} cannot be resumed: the state was saved within partition {partition} (epochs "
+            f"{partition * per_partition} to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train "
+            f"with {saved} until epoch {end - 1} has ended, or begin a new partition: load a state that was saved "
             f"between two epochs, and then call loader.set_epoch({end})"
         )
 

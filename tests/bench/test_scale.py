@@ -44,7 +44,7 @@ def ideal(**changed: Any) -> Any:
     An image has 100 kB, and 1 MB when it is decoded.
     """
     kept = {"images": "made up", "encoded_bytes": 1e5, "decoded_bytes": 1e6, "cores": 10.0}
-    rooms = {"ram_bytes": math.inf, "disk_bytes": math.inf, "epochs_per_deal": 5, "epochs": 11}
+    rooms = {"ram_bytes": math.inf, "disk_bytes": math.inf, "epochs_per_partition": 5, "epochs": 11}
     return scale.Constants(**(kept | NO_COST | FAST | rooms | changed))
 
 
@@ -77,7 +77,7 @@ clusters = st.builds(
     requests_in_flight=st.floats(1, 1e4),
     images_per_request=st.floats(1, 1e3),
     consumer_images_per_s=st.floats(1, 1e6),
-    epochs_per_deal=st.integers(1, 20),
+    epochs_per_partition=st.integers(1, 20),
     epochs=st.integers(1, 200),
 )
 
@@ -133,7 +133,7 @@ def test_an_lmdb_file_is_built_before_the_first_epoch() -> None:
 
 
 def test_a_deal_brings_a_part_to_each_node() -> None:
-    """4 nodes, 5 epochs a deal: 25 GB come anew every fifth epoch, as in the first."""
+    """4 nodes, 5 epochs a partition: 25 GB come anew every fifth epoch, as in the first."""
     outcome = scale.simulate(ideal(network_bytes_per_s=1e9), scale.DECODED, 1e11, 4)
     assert outcome.first_network_bytes == 25e9
     assert outcome.later_network_bytes == pytest.approx(25e9 / 5)
@@ -145,7 +145,7 @@ def test_a_deal_brings_a_part_to_each_node() -> None:
     ("design", "first", "later"),
     [
         (scale.NO_CACHE, (75, "decoding"), (75, "decoding")),  # 3 ms an image: regions
-        # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a deal.
+        # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a partition.
         (scale.DECODED, (125, "decoding"), ((125 + 3 * 25) / 4, "decoding")),
         # 4 + 2 ms for each of all images, then 1 + 1 ms.
         (scale.LMDB, (600 + 50, "decoding"), (50, "cropping")),
@@ -165,7 +165,7 @@ def test_work_of_the_cores(design: str, first: tuple[float, str], later: tuple[f
         ram_store_s_per_byte=1e-9,
         lmdb_store_s_per_byte=2e-9,
         lmdb_read_s_per_byte=1e-9,
-        epochs_per_deal=4,
+        epochs_per_partition=4,
     )
     outcome = scale.simulate(c, design, 1e11, 4)
     assert (outcome.first_s, outcome.later_s) == (pytest.approx(first[0]), pytest.approx(later[0]))
@@ -231,7 +231,7 @@ def test_more_of_a_resource_is_never_slower(
 
 @given(clusters, designs, sizes, nodes)
 def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes: int) -> None:
-    """Without a cache, the set in each epoch; with parts, in each deal; whole sets, once to each node."""
+    """Without a cache, the set in each epoch; with parts, in each partition; whole sets, once to each node."""
     outcome = scale.simulate(c, design, size, num_nodes)
     first, later = outcome.first_network_bytes, outcome.later_network_bytes
     if design in (scale.LMDB, scale.ENCODED_WHOLE):
@@ -239,7 +239,7 @@ def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes
         return
     expected = size
     if design in scale.PARTITIONED:
-        expected = size / c.epochs_per_deal if num_nodes > 1 else 0
+        expected = size / c.epochs_per_partition if num_nodes > 1 else 0
     assert num_nodes * first == pytest.approx(size)
     assert num_nodes * later == pytest.approx(expected, rel=1e-9, abs=1e-3)
     assert outcome.total_network_bytes(7, num_nodes) == pytest.approx(num_nodes * (first + 6 * later))
@@ -252,7 +252,7 @@ def test_crossing_points_by_hand() -> None:
     """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
 
     A node keeps a fourth of the set: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB of files
-    whose images are decoded, and they are never dealt anew. LMDB fits up to 200 GB, and brings the whole set
+    whose images are decoded, and they are never repartitioned. LMDB fits up to 200 GB, and brings the whole set
     to each node. Above 400 GB all designs decode in each epoch, ten times as long as the network takes: so
     encoded parts are as fast as no cache, and move less.
     """
@@ -262,7 +262,7 @@ def test_crossing_points_by_hand() -> None:
         "disk_bytes": 2e12,
         "network_bytes_per_s": 1e9,
     }
-    c = ideal(**kept, region_s=0.01, region_from_ram_s=0.01, epochs_per_deal=1_000_000, epochs=11)
+    c = ideal(**kept, region_s=0.01, region_from_ram_s=0.01, epochs_per_partition=1_000_000, epochs=11)
     found = scale.ranges(c, 4)
     assert [design for _, design in found] == [scale.DECODED, scale.ENCODED, scale.NO_CACHE]
     assert [limit for limit, _ in found] == pytest.approx([400e9, 4e12, 1e14], rel=1e-3)

@@ -36,7 +36,7 @@ class Numbers:
 
 
 def partitioned(dataset: Any, num_workers: int) -> fastload.DataLoader:
-    sampler = fastload.NodePartitionSampler(dataset, seed=7, epochs_per_deal=2)
+    sampler = fastload.NodePartitionSampler(dataset, seed=7, epochs_per_partition=2)
     return fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler, num_workers=num_workers)
 
 
@@ -45,7 +45,7 @@ def indices(batch: Any) -> list[int]:
 
 
 def epochs(folder: Path) -> None:
-    """Two epochs of one deal over a cache in RAM; says what came, and what the cache of the node holds."""
+    """Two epochs of one partition over a cache in RAM; says what came, and what the cache of the node holds."""
     dataset = fastload.CachedDataset(Numbers(), cache="ram")
     loader = partitioned(dataset, num_workers=1)
     seen = []

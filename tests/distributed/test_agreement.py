@@ -80,11 +80,19 @@ def run(ranks: Ranks, program: Callable[[int], Iterable[DataLoader]], order: Ite
             r"num_nodes of the sampler is 2 on rank 1",
         ),
         (
-            lambda rank: [partitioned(40, rank, epochs_per_deal=3 - rank)],
-            r"epochs_per_deal .* is 2 on rank 1",
+            lambda rank: [partitioned(40, rank, epochs_per_partition=3 - rank)],
+            r"epochs_per_partition .* is 2 on rank 1",
         ),
     ],
-    ids=["length", "the second loader", "seed", "drop_last", "length of parts", "nodes", "epochs_per_deal"],
+    ids=[
+        "length",
+        "the second loader",
+        "seed",
+        "drop_last",
+        "length of parts",
+        "nodes",
+        "epochs_per_partition",
+    ],
 )
 def test_ranks_that_split_in_different_ways_are_an_error(
     program: Callable[[int], list[DataLoader]], text: str, ranks: Ranks

@@ -64,13 +64,13 @@ def every_rank(length: int, num_nodes: int, per_node: int, **options: Any) -> li
 
 def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
     """The description of the sampler in plain lists."""
-    deal = sampler.epoch // sampler.epochs_per_deal
+    partition = sampler.epoch // sampler.epochs_per_partition
     everything = list(range(length))
     if sampler.shuffle:
-        everything = node_partition._permutation(length, "deal", sampler.seed, deal).tolist()
+        everything = node_partition._permutation(length, "partition", sampler.seed, partition).tolist()
     part = everything[sampler.node :: sampler.num_nodes]
     if sampler.shuffle:
-        key = ("epoch", sampler.seed, deal, sampler.epoch, sampler.node)
+        key = ("epoch", sampler.seed, partition, sampler.epoch, sampler.node)
         part = [part[place] for place in node_partition._permutation(len(part), *key)]
     num_ranks = sampler.num_nodes * sampler.ranks_per_node
     count = length // num_ranks if sampler.drop_last else math.ceil(length / num_ranks)
@@ -89,7 +89,7 @@ def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
     epoch=st.integers(0, 12),
     drop_last=st.booleans(),
     options=st.fixed_dictionaries(
-        {"shuffle": st.booleans(), "seed": st.integers(0, 2**40), "epochs_per_deal": st.integers(1, 4)}
+        {"shuffle": st.booleans(), "seed": st.integers(0, 2**40), "epochs_per_partition": st.integers(1, 4)}
     ),
 )
 def test_an_epoch_has_every_sample_once_in_disjoint_parts(
@@ -123,11 +123,11 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
 
 
 def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
-    """With epochs_per_deal=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part.
+    """With epochs_per_partition=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part.
 
     Other seeds give other parts; the array of the part is the sampler's own.
     """
-    sampler, other = (every_rank(100, 2, 1, epochs_per_deal=3, seed=seed)[1] for seed in (0, 1))
+    sampler, other = (every_rank(100, 2, 1, epochs_per_partition=3, seed=seed)[1] for seed in (0, 1))
     assert set(sampler.part.tolist()) != set(other.part.tolist())
     with pytest.raises(ValueError, match="read-only"):
         sampler.part[0] = 1
@@ -139,12 +139,12 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
 
     assert parts[0] == parts[1] == parts[2] != parts[3]
     assert len({tuple(order) for order in orders}) == 4
-    assert sampler.deal == 2
+    assert sampler.partition == 2
 
 
 def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
-    """Over the epochs of one deal, no sample is left out each time."""
-    samplers = every_rank(23, 2, 2, drop_last=True, epochs_per_deal=20)
+    """Over the epochs of one partition, no sample is left out each time."""
+    samplers = every_rank(23, 2, 2, drop_last=True, epochs_per_partition=20)
     left_out = []
     for epoch in range(20):
         for sampler in samplers:
@@ -157,7 +157,7 @@ def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
 
 def test_without_shuffle_a_global_step_reads_the_dataset_in_order() -> None:
     """The n-th indices of all ranks together are the n-th piece of the dataset, as with torch's sampler."""
-    steps = zip(*every_rank(24, 2, 2, shuffle=False, epochs_per_deal=1), strict=True)
+    steps = zip(*every_rank(24, 2, 2, shuffle=False, epochs_per_partition=1), strict=True)
 
     assert [sorted(step) for step in steps] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
 
@@ -166,9 +166,9 @@ def test_without_shuffle_a_global_step_reads_the_dataset_in_order() -> None:
 
 
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
-    """`retain` gets the part at the first epoch of each deal, however often iter() is called."""
+    """`retain` gets the part at the first epoch of each partition, however often iter() is called."""
     dataset = Recording(40)
-    sampler = NodePartitionSampler(dataset, 2, 1, num_nodes=2, epochs_per_deal=2)
+    sampler = NodePartitionSampler(dataset, 2, 1, num_nodes=2, epochs_per_partition=2)
     expected = []
     for epoch in range(4):
         sampler.set_epoch(epoch)
@@ -200,7 +200,7 @@ def test_the_dataset_inside_of_subsets_gets_its_own_indices_where_there_is_need(
 def loader_of(
     num_nodes: int, per_node: int, rank: int, batch_size: int = 3, length: int = 60, **options: Any
 ) -> DataLoader:
-    options = {"epochs_per_deal": 2, "seed": 5} | options
+    options = {"epochs_per_partition": 2, "seed": 5} | options
     sampler = NodePartitionSampler(range(length), num_nodes * per_node, rank, num_nodes=num_nodes, **options)
     return DataLoader(Recording(length), batch_size, sampler=sampler)
 
@@ -247,7 +247,7 @@ def state_after_epoch(epoch: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("num_nodes", "per_node"), [(3, 2), (4, 1), (1, 2)])
 def test_a_new_deal_begins_with_another_number_of_nodes(num_nodes: int, per_node: int) -> None:
-    """After the last epoch of a deal, the state loads anywhere, and the next epoch has every sample."""
+    """After the last epoch of a partition, the state loads anywhere, and the next epoch has every sample."""
     state = state_after_epoch(1)
     found = []
     for rank in range(num_nodes * per_node):
@@ -261,7 +261,7 @@ def test_a_new_deal_begins_with_another_number_of_nodes(num_nodes: int, per_node
 
 @pytest.mark.parametrize(("num_nodes", "per_node"), [(4, 1), (2, 1)])
 def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_node: int) -> None:
-    """The error has both numbers, and the epoch at which a new deal begins; that epoch works."""
+    """The error has both numbers, and the epoch at which a new partition begins; that epoch works."""
     resumed = loader_of(num_nodes, per_node, 0)
     resumed.load_state_dict(state_after_epoch(2))
     resumed.set_epoch(3)
@@ -269,18 +269,18 @@ def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_n
 
     with pytest.raises(
         ResumeError,
-        match=rf"deal 1 \(epochs 2 to 3\) with {name}={theirs}, .* has {name}={ours}\..*set_epoch\(4\)",
+        match=rf"partition 1 \(epochs 2 to 3\) with {name}={theirs}, .* has {name}={ours}\..*set_epoch\(4\)",
     ):
         numbers(resumed)
     resumed.set_epoch(4)
     assert len(numbers(resumed)) == 60 // (num_nodes * per_node)
 
 
-@pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_deal": 0}])
+@pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_partition": 0}])
 def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     """The epoch stays."""
     sampler = loader_of(2, 2, 0).sampler
-    if state == {"epochs_per_deal": 0}:
+    if state == {"epochs_per_partition": 0}:
         state = sampler.state_dict() | state
 
     with pytest.raises(ResumeError, match="NodePartitionSampler"):
@@ -349,7 +349,11 @@ def test_nodes_that_cannot_share_equally_are_an_error(
         ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
         ({"num_replicas": 4, "rank": 0, "num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
         ({"num_replicas": 4, "rank": 0, "num_nodes": 0}, ValueError, "num_nodes should be"),
-        ({"num_replicas": 1, "rank": 0, "epochs_per_deal": 0}, ValueError, "epochs_per_deal should be"),
+        (
+            {"num_replicas": 1, "rank": 0, "epochs_per_partition": 0},
+            ValueError,
+            "epochs_per_partition should be",
+        ),
         ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
     ],
 )
@@ -391,7 +395,7 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
         for node in range(2)
     ]
     samplers = [
-        NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_deal=2) for node in range(2)
+        NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_partition=2) for node in range(2)
     ]
     loaders = [
         DataLoader(cache, 8, sampler=sampler, **options)

@@ -120,7 +120,9 @@ def test_ranks_go_on_with_the_same_samples_after_one_was_killed(
     assert done.returncode == 0, done.stderr
     assert "exitcode: -9" in done.stderr
     for number, rank in enumerate(read(tmp_path, 2)):
-        sampler = NodePartitionSampler(rank_zoo.Numbers(), 2, number, num_nodes=1, seed=7, epochs_per_deal=2)
+        sampler = NodePartitionSampler(
+            rank_zoo.Numbers(), 2, number, num_nodes=1, seed=7, epochs_per_partition=2
+        )
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)

@@ -22,7 +22,7 @@ the new one can be reached: a descriptor of its own, as an entry of the registry
 1. A generation is complete before any other process can find it. If the maker dies before that, nothing has
    changed for the others.
 2. The entry is written before the number that announces it. Whoever follows it checks what it leads to.
-3. Every access of a process compares the announced number with the number that it has dealt with. If they
+3. Every access of a process compares the announced number with the number that it has handled. If they
    differ, the process attaches to the new generation and gives up the old one.
 4. The entry names the maker's anchor (see `shared`), which always refers to the newest generation that the
    maker holds. So one step is enough for a process that missed several generations.
@@ -106,7 +106,7 @@ class Generation:
         plan: As given.
         stamp: Which generation it is; its number is 0 without a mapping.
         successor: A view of one item: the number of the next generation, or 0 before there is one.
-        followed: The successor's number that this process has dealt with.
+        followed: The successor's number that this process has handled.
         entries: The table of all samples, of Python numbers.
         table: The same, `(num_samples,) intp`.
         columns: Reads uniform samples; None if there are none.
