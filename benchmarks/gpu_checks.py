@@ -28,7 +28,7 @@ import torch
 from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
 from harness import RESULTS
 
-from fastload.device.prefetch import CUDAPrefetcher
+from fastload.device.prefetch import DevicePrefetcher
 from fastload.training.backends import tune_backends
 from fastload.training.oom import find_batch_size, retry_on_oom
 from fastload.training.report import memory_report
@@ -115,8 +115,8 @@ def prefetcher_against_plain_loops() -> dict[str, Any]:
             "resident": (repeated(resident), lambda batch: batch),
             "plain, pageable": (repeated(pageable), lambda batch: batch.to("cuda")),
             "plain, pinned": (repeated(pinned), lambda batch: batch.to("cuda", non_blocking=True)),
-            "prefetcher, pageable": (CUDAPrefetcher(repeated(pageable)), lambda batch: batch),
-            "prefetcher, pinned": (CUDAPrefetcher(repeated(pinned)), lambda batch: batch),
+            "prefetcher, pageable": (DevicePrefetcher(repeated(pageable)), lambda batch: batch),
+            "prefetcher, pinned": (DevicePrefetcher(repeated(pinned)), lambda batch: batch),
         }
         found[f"step of {step_target_ms} ms"] = {
             name: wall_ms(lambda way=way: epoch(*way)) / num_batches for name, way in ways.items()
@@ -134,7 +134,7 @@ def every_batch_is_what_was_sent() -> dict[str, Any]:
     found = {}
     for cycles in (0, 200_000):
         wrong, held, aliases = [], [], []
-        for number, batch in enumerate(CUDAPrefetcher(map(numbered, range(300)))):
+        for number, batch in enumerate(DevicePrefetcher(map(numbered, range(300)))):
             torch.cuda._sleep(cycles)
             wrong.append((batch != numbered(number).cuda(non_blocking=True)).sum())
             if number % 10 == 0:
@@ -153,7 +153,7 @@ def every_batch_is_what_was_sent() -> dict[str, Any]:
 @check
 def memory_is_flat_and_the_host_never_waits() -> dict[str, Any]:
     batches = [torch.ones(64, 224, 224, 3, dtype=torch.uint8).pin_memory() for _ in range(4)]
-    prefetcher = CUDAPrefetcher([batches[n % 4] for n in range(50)])
+    prefetcher = DevicePrefetcher([batches[n % 4] for n in range(50)])
     reserved = []
     for _ in range(6):
         for batch in prefetcher:

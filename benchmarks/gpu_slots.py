@@ -28,7 +28,7 @@ from gpu_tools import (
     unregister,
 )
 
-from fastload import CUDAPrefetcher, DataLoader
+from fastload import DevicePrefetcher, DataLoader
 from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def loaders_to_the_device() -> dict[str, Any]:
         return DataLoader(dataset, batch_size, num_workers=8, persistent_workers=True, **options)
 
     loaders = [loader(device="cuda"), loader(), loader(pin_memory=True)]
-    prefetcher = CUDAPrefetcher(loaders[1])
+    prefetcher = DevicePrefetcher(loaders[1])
     ways: dict[str, Callable[[], Any]] = {
         "device=": lambda: loaders[0],
         "prefetcher": lambda: prefetcher,

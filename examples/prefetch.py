@@ -50,15 +50,15 @@ def train(folder: Path) -> None:
             print(f"epoch {epoch}: loss {loss.item():.3f}")  # .item() waits for the device: once an epoch
 
 
-# --- The template ends here. The rest runs it, and compares its batches with those of CUDAPrefetcher. -------
+# --- The template ends here. The rest runs it, and compares its batches with those of DevicePrefetcher. -------
 
 
 def main() -> None:
     with photo_folder() as folder:
         train(folder)
 
-        # CUDAPrefetcher does the same for any iterable of batches, torch's own loader included.
-        prefetcher = fastload.CUDAPrefetcher(make_loader(folder, device=None), device="auto", depth=3)
+        # DevicePrefetcher does the same for any iterable of batches, torch's own loader included.
+        prefetcher = fastload.DevicePrefetcher(make_loader(folder, device=None), device="auto", depth=3)
         normalize = fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
         pairs = zip(make_loader(folder), prefetcher, strict=True)
         equal = [

@@ -102,7 +102,7 @@ class Data:
                 # torch's loader repeats albumentations' crops in each worker without this.
                 loader = DataLoader(dataset, worker_init_fn=fastload.seed_worker, **arguments)
             if on_cuda and options.prefetcher:
-                yield fastload.CUDAPrefetcher(loader, self.device, depth=2)
+                yield fastload.DevicePrefetcher(loader, self.device, depth=2)
             else:
                 yield Moved(loader, self.device)
 

@@ -67,7 +67,7 @@ HABITS = (
     ),
     Habit(
         "prefetcher",
-        "fastload.CUDAPrefetcher copies the next two batches on its own stream, beside the model's work.\n"
+        "fastload.DevicePrefetcher copies the next two batches on its own stream, beside the model's work.\n"
         "Does not pay where copies are short against the step; the batches ahead take device memory.",
         default=CUDA,
         needs_cuda=True,

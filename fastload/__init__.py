@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         find_batch_size as find_batch_size,
         retry_on_oom as retry_on_oom,
     )
-    from fastload.device.prefetch import CUDAPrefetcher as CUDAPrefetcher
+    from fastload.device.prefetch import DevicePrefetcher as DevicePrefetcher
     from fastload.training.report import (
         DeviceMemory as DeviceMemory,
         MemoryReport as MemoryReport,
@@ -77,7 +77,7 @@ _NAMES = {
     "epochs.stats": ("LoaderStats",),
     "training.backends": ("tune_backends",),
     "training.oom": ("find_batch_size", "retry_on_oom"),
-    "device.prefetch": ("CUDAPrefetcher",),
+    "device.prefetch": ("DevicePrefetcher",),
     "training.report": ("DeviceMemory", "MemoryReport", "memory_report"),
     "errors": (
         "BatchLostError",

@@ -1,6 +1,6 @@
 """Copy batches to a device ahead of the caller: fetch, copy and transform them while it uses earlier batches.
 
-Runs in the consumer's process and threads, for `CUDAPrefetcher` and for a DataLoader with `device=`; no
+Runs in the consumer's process and threads, for `DevicePrefetcher` and for a DataLoader with `device=`; no
 worker calls this code. NOTE [ Copies ahead ]:
 
 1. Each prefetcher or loader has one side stream for life. Copies and transforms run on it in order.

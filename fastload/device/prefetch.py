@@ -1,4 +1,4 @@
-"""CUDAPrefetcher: copies the batches of any iterable to the device before the training loop asks for them."""
+"""DevicePrefetcher: copies the batches of any iterable to the device before the training loop asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class CUDAPrefetcher(Generic[T]):
+class DevicePrefetcher(Generic[T]):
     """Iterates over the batches of ``loader``, copied to a CUDA device ahead of their use.
 
     Batches may nest dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
@@ -60,7 +60,7 @@ class CUDAPrefetcher(Generic[T]):
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
         self.depth = depth
-        self._backend: Backend | StreamlessDevice | None = choose_backend(device, "CUDAPrefetcher")
+        self._backend: Backend | StreamlessDevice | None = choose_backend(device, "DevicePrefetcher")
         self._stream: Any = None
 
     @property

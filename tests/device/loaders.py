@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.prefetch import CUDAPrefetcher
+from fastload.device.prefetch import DevicePrefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,8 @@ def batch(number: int) -> torch.Tensor:
     return torch.full((2, 3), number, dtype=torch.int32)
 
 
-def on(fake: Backend, loader: Iterable[Any], depth: int = 2) -> CUDAPrefetcher[Any]:
-    prefetcher = CUDAPrefetcher(loader, device="cpu", depth=depth)
+def on(fake: Backend, loader: Iterable[Any], depth: int = 2) -> DevicePrefetcher[Any]:
+    prefetcher = DevicePrefetcher(loader, device="cpu", depth=depth)
     prefetcher._backend = fake
     return prefetcher
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload import CUDAPrefetcher, DataLoader
+from fastload import DevicePrefetcher, DataLoader
 from fastload.device import cuda as cuda_module
 from fastload.device import streamless
 from fastload.errors import DeviceUnavailableError
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def test_the_loader_stays_reachable() -> None:
     """len(), set_epoch and attributes are the loader's; what it lacks is missing here too."""
     loader = Loader(5)
-    prefetcher = CUDAPrefetcher(loader, device="cpu")
+    prefetcher = DevicePrefetcher(loader, device="cpu")
     prefetcher.set_epoch(3)
 
     assert len(prefetcher) == 5
@@ -38,7 +38,7 @@ def test_the_loader_stays_reachable() -> None:
     assert not hasattr(prefetcher, "sampler")
     assert copy.copy(prefetcher).loader is loader
     with pytest.raises(TypeError, match="generator"):
-        len(CUDAPrefetcher((number for number in range(3)), device="cpu"))
+        len(DevicePrefetcher((number for number in range(3)), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_the_loader_stays_reachable() -> None:
 def test_depth_is_checked(depth: Any, error: type[Exception]) -> None:
     """A depth that is no whole number of batches is refused, with the value."""
     with pytest.raises(error, match=f"^depth should be .*, but got (depth=)?{depth}$"):
-        CUDAPrefetcher([], device="cpu", depth=depth)
+        DevicePrefetcher([], device="cpu", depth=depth)
 
 
 # --- without a device -------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_what_is_no_iterable_is_refused(loader: Any) -> None:
     """A loader that cannot be iterated is named when the prefetcher is made."""
     with pytest.raises(TypeError, match="loader should be an iterable of batches, but got"):
-        CUDAPrefetcher(loader, device="cpu")
+        DevicePrefetcher(loader, device="cpu")
 
 
 def test_a_prefetcher_that_was_used_can_be_copied() -> None:
@@ -87,7 +87,7 @@ def test_auto_says_once_why_it_uses_the_cpu(cuda: Any, caplog: pytest.LogCapture
     """Without CUDA, device="auto" passes batches through and logs the reason, once for all prefetchers."""
     cuda(is_built=False)
     with caplog.at_level(logging.WARNING, "fastload"):
-        prefetchers = [CUDAPrefetcher([1, 2], device="auto") for _ in range(3)]
+        prefetchers = [DevicePrefetcher([1, 2], device="auto") for _ in range(3)]
 
     assert [list(p) for p in prefetchers] == [[1, 2]] * 3
     assert [str(p.device) for p in prefetchers] == ["cpu"] * 3
@@ -99,8 +99,8 @@ def test_auto_uses_cuda_where_there_is_one(cuda: Any, caplog: pytest.LogCaptureF
     """With a device, "auto" means "cuda" and nothing is said; an index stays."""
     cuda(num_devices=2)
 
-    assert CUDAPrefetcher([], device="auto").device == torch.device("cuda")
-    assert CUDAPrefetcher([], device="cuda:1").device == torch.device("cuda:1")
+    assert DevicePrefetcher([], device="auto").device == torch.device("cuda")
+    assert DevicePrefetcher([], device="cuda:1").device == torch.device("cuda:1")
     assert caplog.records == []
 
 
@@ -110,10 +110,10 @@ def test_cuda_by_name_without_a_visible_device_raises(cuda: Any, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
 
     with pytest.raises(DeviceUnavailableError, match="CUDA_VISIBLE_DEVICES='-1'"):
-        CUDAPrefetcher([], device="cuda")
+        DevicePrefetcher([], device="cuda")
     cuda(is_built=False)
     with pytest.raises(DeviceUnavailableError, match="built without CUDA"):
-        CUDAPrefetcher([], device="cuda")
+        DevicePrefetcher([], device="cuda")
 
 
 @pytest.mark.parametrize("device", ["cuda:3", 3, torch.device("cuda", 3)])
@@ -122,7 +122,7 @@ def test_an_index_that_is_not_there_raises(cuda: Any, device: Any) -> None:
     cuda(num_devices=2)
 
     with pytest.raises(DeviceUnavailableError, match="'cuda:3': torch sees CUDA devices up to cuda:1;"):
-        CUDAPrefetcher([], device=device)
+        DevicePrefetcher([], device=device)
 
 
 def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_other_devices_are_refused(device: Any) -> None:
         "'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got " + repr(device)
     )
     with pytest.raises(ValueError, match=message):
-        CUDAPrefetcher([], device=device)
+        DevicePrefetcher([], device=device)
 
 
 def test_importing_touches_no_cuda(interpreter: Interpreter) -> None:
@@ -214,9 +214,9 @@ def test_each_batch_is_moved_when_it_is_asked_for(num_workers: int, moves: list[
 
 
 def test_the_prefetcher_moves_the_batches_of_any_iterable(moves: list[Any]) -> None:
-    """CUDAPrefetcher takes the device, too, and begins anew at each iter()."""
+    """DevicePrefetcher takes the device, too, and begins anew at each iter()."""
     batches = [{"image": torch.ones(2, 3), "name": "a"}]
-    prefetcher = CUDAPrefetcher(batches, device="xpu")
+    prefetcher = DevicePrefetcher(batches, device="xpu")
 
     for _ in range(2):
         (batch,) = prefetcher

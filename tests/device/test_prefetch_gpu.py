@@ -14,7 +14,7 @@ import torch
 
 from fastload import DataLoader
 from fastload.device.cuda import choose_backend
-from fastload.device.prefetch import CUDAPrefetcher
+from fastload.device.prefetch import DevicePrefetcher
 from fastload.memory.lease import Memory
 from fastload.memory.ring import Ring, SlotState
 from fastload.memory.segment import Segment, populate
@@ -76,7 +76,7 @@ def test_values_types_and_strides_arrive() -> None:
         "gradient": torch.ones(2, requires_grad=True),
     }
 
-    (result,) = CUDAPrefetcher([batch])
+    (result,) = DevicePrefetcher([batch])
 
     assert result["image"].stride() == image.stride()
     assert torch.equal(result["image"].cpu(), image)
@@ -93,7 +93,7 @@ def test_values_types_and_strides_arrive() -> None:
 def test_copies_run_while_the_consumer_computes() -> None:
     """The copy of the last batch that was pulled ends while the consumer's stream is busy with this one."""
     batches = [pinned(number) for number in range(8)]
-    prefetcher = CUDAPrefetcher(batches, depth=2)
+    prefetcher = DevicePrefetcher(batches, depth=2)
     list(prefetcher)  # allocations, which may wait for the device, are made here
     torch.cuda.synchronize()
 
@@ -111,7 +111,7 @@ def test_copies_run_while_the_consumer_computes() -> None:
 
 def test_the_consumer_waits_for_a_late_copy() -> None:
     """A kernel launched right after next() reads the whole batch, even if the side stream is held up."""
-    prefetcher = CUDAPrefetcher(Loader(3, pinned), depth=1)
+    prefetcher = DevicePrefetcher(Loader(3, pinned), depth=1)
     iterator = iter(prefetcher)
     next(iterator)
     with torch.cuda.stream(prefetcher._stream):
@@ -124,7 +124,7 @@ def test_the_consumer_waits_for_a_late_copy() -> None:
 def test_held_batches_and_aliases_stay_valid() -> None:
     """Batches, and views of batches that are gone, keep their content through the rest of the epoch."""
     held, aliases = [], []
-    for number, batch in enumerate(CUDAPrefetcher(Loader(50, pinned))):
+    for number, batch in enumerate(DevicePrefetcher(Loader(50, pinned))):
         if number % 5 == 0:
             held.append((number, batch))
         aliases.append(batch[3:5])
@@ -136,7 +136,7 @@ def test_held_batches_and_aliases_stay_valid() -> None:
 
 def test_one_stream_and_flat_memory_over_epochs() -> None:
     """Each epoch uses the same stream, and reserved memory stops growing after the first."""
-    prefetcher = CUDAPrefetcher(Loader(20, pinned))
+    prefetcher = DevicePrefetcher(Loader(20, pinned))
     streams, reserved = set(), []
     for _ in range(20):
         for batch in prefetcher:
@@ -242,7 +242,7 @@ def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:
     """After a prefetched epoch over persistent workers, plain batches are pageable memory again."""
     with DataLoader(datasets.Made(datasets.image, 40), 4, num_workers=2, persistent_workers=True) as loader:
-        list(CUDAPrefetcher(loader))
+        list(DevicePrefetcher(loader))
 
         assert not any(images.is_pinned() for images, _ in loader)
 
