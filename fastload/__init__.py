@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fastload.images.decode import read_image as read_image
     from fastload.images.encoded import EncodedImage as EncodedImage
     from fastload.images.folder import ImageFolder as ImageFolder
-    from fastload.integrations.install import install as install, uninstall as uninstall
+    from fastload.integrations.patch import patch_torch as patch_torch, unpatch_torch as unpatch_torch
     from fastload.loader import DataLoader as DataLoader
     from fastload.memory.shared_list import SharedList as SharedList
     from fastload.profiling.report import (
@@ -103,7 +103,7 @@ _NAMES = {
     "images.decode": ("read_image",),
     "images.encoded": ("EncodedImage",),
     "images.folder": ("ImageFolder",),
-    "integrations.install": ("install", "uninstall"),
+    "integrations.patch": ("patch_torch", "unpatch_torch"),
     "loader": ("DataLoader",),
     "memory.shared_list": ("SharedList",),
     "profiling.report": ("LoaderReport", "ProfileReport"),

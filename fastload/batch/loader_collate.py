@@ -120,6 +120,6 @@ def _warn(lost: tuple[str, ...]) -> None:
         f"prepare a loader, and these arguments have no effect on its batches: {', '.join(lost)}. Iterate "
         "over the fastload.DataLoader itself, without preparing it; or prepare it with "
         "fastload.integrations.accelerate.prepare() or fastload.integrations.ray.prepare(); or call "
-        "fastload.install() before the loader is prepared.",
+        "fastload.patch_torch() before the loader is prepared.",
         stacklevel=3,
     )

@@ -117,7 +117,7 @@ def run(
     and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
     from fastload.cli.script import run_script
-    from fastload.integrations import install
+    from fastload.integrations import patch
 
     given: dict[str, Any] = {
         "rng": rng and rng.value,
@@ -125,7 +125,7 @@ def run(
         "worker_type": worker_type and worker_type.value,
         "seed_albumentations": seed_albumentations,
     }
-    install.watch(
+    patch.watch(
         cache=None if cache is None else cache.value,
         defaults={name: value for name, value in given.items() if value is not None},
         is_verbose=not quiet,

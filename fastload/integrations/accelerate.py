@@ -1,4 +1,4 @@
-"""`prepare` of Hugging Face Accelerate for fastload's loaders, without `fastload.install()`.
+"""`prepare` of Hugging Face Accelerate for fastload's loaders, without `fastload.patch_torch()`.
 
 Accelerate prepares the loader, and this file then exchanges the torch loader inside the prepared one for
 fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, the synchronisation of

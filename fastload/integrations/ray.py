@@ -1,4 +1,4 @@
-"""`prepare_data_loader` of Ray Train for fastload's loaders, without `fastload.install()`.
+"""`prepare_data_loader` of Ray Train for fastload's loaders, without `fastload.patch_torch()`.
 
 Importing this file imports Ray Train.
 """

@@ -1,4 +1,4 @@
-"""The loader that `torch.utils.data.DataLoader` builds after `install`."""
+"""The loader that `torch.utils.data.DataLoader` builds after `patch_torch`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class DataLoader(fastload.loader.DataLoader):
     """fastload's loader, for a call that was written for torch's loader.
 
     Arguments of fastload that the call does not give come from the loader that a framework builds again, or
-    else from `install`. A class of its own, because frameworks build a loader again by its type. Classes that
-    are derived from torch's class after `install` are derived from this one.
+    else from `patch_torch`. A class of its own, because frameworks build a loader again by its type. Classes that
+    are derived from torch's class after `patch_torch` are derived from this one.
 
     Args:
         args: As `fastload.DataLoader`.
@@ -35,7 +35,7 @@ class DataLoader(fastload.loader.DataLoader):
     @functools.wraps(fastload.loader.DataLoader.__init__)  # type: ignore[misc]  # for inspect.signature
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         added: dict[str, Any] = {}
-        if state.is_installed:
+        if state.is_patched:
             collate_fn = args[_COLLATE_FN] if len(args) > _COLLATE_FN else kwargs.get("collate_fn")
             carried = carried_settings(collate_fn, args[0] if args else kwargs.get("dataset"))
             added = {name: value for name, value in state.defaults.items() if name not in {*carried, *kwargs}}
@@ -47,9 +47,9 @@ class DataLoader(fastload.loader.DataLoader):
         except (TypeError, ValueError) as error:
             if added:
                 given = ", ".join(f"{name}={value!r}" for name, value in added.items())
-                add_note(error, f"fastload.install() or `fastload run` added these arguments: {given}")
+                add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {given}")
             raise
-        state.num_replaced += state.is_installed
+        state.num_replaced += state.is_patched
 
     def _get_iterator(self) -> Any:
         iterator = super()._get_iterator()

@@ -1,4 +1,4 @@
-"""What `install` was asked for in this process, and what came of it."""
+"""What `patch_torch` was asked for in this process, and what came of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class State:
     """The state of this process.
 
     Attributes:
-        is_installed: Whether `torch.utils.data.DataLoader` builds fastload's loader.
+        is_patched: Whether `torch.utils.data.DataLoader` builds fastload's loader.
         defaults: Arguments of fastload's loader, for calls that do not give them.
         cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
         is_verbose: Whether `fastload run` asked for lines on standard error.
@@ -22,7 +22,7 @@ class State:
         has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
     """
 
-    is_installed: bool = False
+    is_patched: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
     cache: str | None = None
     is_verbose: bool = False

@@ -4,7 +4,7 @@ A script is a program for torch's loader. The three ways to run it are:
 
 - `torch`: the script as it is;
 - `fastload`: the script with the import of fastload's loader in the place of torch's;
-- `install`: the script as it is, below `fastload.install()`.
+- `patch_torch`: the script as it is, below `fastload.patch_torch()`.
 
 Each run must end by itself, without a process or a file in /dev/shm that it leaves behind.
 """
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clients"
-WAYS = ("torch", "fastload", "install")
-OURS = ("fastload", "install")
+WAYS = ("torch", "fastload", "patch_torch")
+OURS = ("fastload", "patch_torch")
 IMPORT_OF_TORCH = "from torch.utils.data import DataLoader\n"
 IMPORT_OF_FASTLOAD = "from fastload import DataLoader\n"
 _FIRST_LINES = {
     "torch": "import tests.clients.in_rank\n",
     "fastload": "import tests.clients.in_rank\n",
-    "install": "import tests.clients.in_rank\nimport fastload\nfastload.install()\n",
+    "patch_torch": "import tests.clients.in_rank\nimport fastload\nfastload.patch_torch()\n",
 }
 _MARK = "CLIENT_RUN"  # the variable by which the processes of a run are found
 _LEAVES_S = 20.0  # how long processes may take to go after the ranks have ended

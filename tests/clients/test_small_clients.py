@@ -75,7 +75,7 @@ for epoch in range(2):
 
 class TestMonai(contract.Batches):
     script = MONAI
-    ways = ("install",)
+    ways = ("patch_torch",)
 
 
 class TestMonaiWithALoaderOfFastload(contract.Batches):
@@ -241,7 +241,7 @@ for use_prefetcher, use_multi_epochs_loader in ((False, False), (True, False), (
 
 class TestTimm(contract.Batches):
     script = TIMM
-    ways = ("install",)
+    ways = ("patch_torch",)
 
 
 PYG = """

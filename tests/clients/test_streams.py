@@ -69,12 +69,12 @@ class TestWebDataset(contract.Batches, contract.Ranks):
 
 
 class TestWebLoader(contract.Batches):
-    """`wds.WebLoader` builds torch's loader by itself; `install()` exchanges it."""
+    """`wds.WebLoader` builds torch's loader by itself; `patch_torch()` exchanges it."""
 
     script = WEBDATASET.replace(
         "from torch.utils.data import DataLoader", "from webdataset import WebLoader as DataLoader"
     )
-    ways = ("install",)
+    ways = ("patch_torch",)
 
 
 LITDATA = """
@@ -123,10 +123,10 @@ OF_FASTLOAD = "from litdata import StreamingDataset\nfrom fastload import DataLo
 
 
 class TestLitData(contract.Batches):
-    """LitData's loader, which derives from fastload's after `install()`, and keeps its own iterators."""
+    """LitData's loader, which derives from fastload's after `patch_torch()`, and keeps its own iterators."""
 
     script = LITDATA
-    ways = ("install",)
+    ways = ("patch_torch",)
 
 
 class TestLitDataInAnotherLoader(contract.Batches):

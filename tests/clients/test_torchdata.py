@@ -1,4 +1,4 @@
-"""torchdata: fastload's loader in the place of `StatefulDataLoader`, and torchdata's beside `install()`."""
+"""torchdata: fastload's loader in the place of `StatefulDataLoader`, and torchdata's beside `patch_torch()`."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class TestInThePlaceOfStatefulDataLoader(contract.Batches, contract.Ranks, contr
 
 
 class TestStatefulDataLoaderItself(contract.Batches, contract.Resume):
-    """It derives from fastload's loader after `install()`, and keeps its own iterators and states."""
+    """It derives from fastload's loader after `patch_torch()`, and keeps its own iterators and states."""
 
     script = SCRIPT
-    ways = ("install",)
+    ways = ("patch_torch",)
     num_ranks = (1,)

@@ -50,4 +50,4 @@ if torch.distributed.is_initialized():
 
 class TestTrainer(contract.Batches, contract.Ranks, contract.Resume):
     script = SCRIPT
-    ways = ("install",)
+    ways = ("patch_torch",)

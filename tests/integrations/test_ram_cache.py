@@ -30,7 +30,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     decoded.clear()
     ram_cache._say_once.cache_clear()
     yield
-    fastload.uninstall()
+    fastload.unpatch_torch()
     for cached in list(ram_cache._caches.values()):
         cached.cache.close()
     ram_cache._caches.clear()
@@ -88,9 +88,9 @@ def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: i
     """What a random transform sees and draws, in the epoch that fills the cache and in the next one."""
     folder = torchvision_zoo.ImageFolder(str(root), Examine(), target_transform=str)
     if rng == "sample":
-        fastload.install(rng="sample")
+        fastload.patch_torch(rng="sample")
     expected = epoch(folder, num_workers=num_workers)
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
 
     for _ in range(2):
         assert epoch(folder, num_workers=num_workers) == expected
@@ -100,7 +100,7 @@ def test_each_image_is_decoded_once(root: Path, monkeypatch: pytest.MonkeyPatch)
     """In all epochs and loaders of one dataset; samples() that were examined ahead count, too."""
     monkeypatch.setattr(torchvision_zoo, "default_loader", counting_loader)
     folder = torchvision_zoo.ImageFolder(str(root), Examine(), loader=counting_loader)
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     epoch(folder)
     num_decoded = len(decoded)
     epoch(folder)
@@ -113,7 +113,7 @@ def test_each_image_is_decoded_once(root: Path, monkeypatch: pytest.MonkeyPatch)
 def test_the_loader_s_dataset_is_the_program_s_folder(root: Path) -> None:
     """What the program changes later holds, and the folder pickles, with its cache."""
     folder = torchvision_zoo.ImageFolder(str(root))
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     loaders = [tud.DataLoader(folder) for _ in range(2)]
     folder.target_transform = str
     twin = pickle.loads(pickle.dumps(folder))
@@ -129,7 +129,7 @@ def test_subsets_are_cached(root: Path) -> None:
     folder = torchvision_zoo.ImageFolder(str(root), Examine())
     parts = [*tud.random_split(folder, [4, 2]), tud.Subset(tud.Subset(folder, [5, 1, 3]), [2, 0])]
     expected = [epoch(part) for part in parts]
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
 
     for _ in range(2):
         assert [epoch(part) for part in parts] == expected
@@ -139,7 +139,7 @@ def test_subsets_are_cached(root: Path) -> None:
 def test_a_list_of_samples_that_is_changed_later(root: Path) -> None:
     """A sample that moved is still itself, and a new one is decoded."""
     folder = torchvision_zoo.ImageFolder(str(root))
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     tud.DataLoader(folder)
     images = [folder[index][0].tobytes() for index in range(6)]
     new = root / "new"
@@ -162,7 +162,7 @@ def test_an_image_that_cannot_be_made_again_is_decoded_each_time(
 
     monkeypatch.setattr(torchvision_zoo, "default_loader", marked)
     folder = torchvision_zoo.ImageFolder(str(root), loader=marked)
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     dataset: Any = tud.DataLoader(folder).dataset
     decoded.clear()
 
@@ -183,7 +183,7 @@ def test_a_subclass_reads_the_cached_images(root: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torchvision_zoo, "default_loader", counting_loader)
     folder = Paths(str(root), loader=counting_loader)
     expected = epoch(folder)
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     epoch(folder)
     decoded.clear()
 
@@ -195,7 +195,7 @@ def test_fastload_s_folder_is_cached(root: Path) -> None:
     """Its batches are the same, and CachedDataset holds them."""
     photos = fastload.ImageFolder(root, size=(8, 8), extensions=("",))
     expected = [*tud.DataLoader(photos, 4)]
-    fastload.install(cache="ram")
+    fastload.patch_torch(cache="ram")
     loader: Any = tud.DataLoader(photos, 4)
 
     for _ in range(2):
@@ -217,7 +217,7 @@ def other_loader(path: str) -> Any:
 class TestWhyNot:
     def said_of(self, dataset: Any, caplog: pytest.LogCaptureFixture) -> str:
         """The one line about a dataset, which is not wrapped."""
-        fastload.install(cache="ram")
+        fastload.patch_torch(cache="ram")
         with caplog.at_level(logging.INFO, "fastload"):
             loaders = [tud.DataLoader(dataset) for _ in range(2)]
         assert all(loader.dataset is dataset for loader in loaders)

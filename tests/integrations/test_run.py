@@ -175,12 +175,12 @@ def test_without_torch_nothing_is_imported(folder: Path) -> None:
 
 
 def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path, run: Run) -> None:
-    """`--rng sample` is the default of every loader, and install() in the script changes nothing of it."""
+    """`--rng sample` is the default of every loader, and patch_torch() in the script changes nothing of it."""
     (folder / "show.py").write_text(
         "import subprocess, sys\n"
         "from torch.utils.data import DataLoader\n"
         "import fastload\n"
-        "fastload.install(max_errors=2)\n"
+        "fastload.patch_torch(max_errors=2)\n"
         "loader = DataLoader([0])\n"
         "print(loader.rng, loader.max_errors, flush=True)\n"
         "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).rng)'\n"

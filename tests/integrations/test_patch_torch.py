@@ -1,4 +1,4 @@
-"""`install()`: calls that were written for torch's loader build ours, and `uninstall()` ends it."""
+"""`patch_torch()`: calls that were written for torch's loader build ours, and `unpatch_torch()` ends it."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ WAYS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _uninstalled() -> Iterator[None]:
+def _unpatched() -> Iterator[None]:
     yield
-    fastload.uninstall()
+    fastload.unpatch_torch()
     assert vars(ImportedBefore)["__init__"] is TORCH_INIT
     assert "__init_subclass__" not in vars(ImportedBefore)
 
@@ -59,9 +59,9 @@ def _uninstalled() -> Iterator[None]:
 def test_every_name_of_torch_s_class_builds_ours(way: str) -> None:
     """Also names that a module imported before, default arguments and closures."""
     before = WAYS[way](IMAGES, 4)
-    fastload.install()
+    fastload.patch_torch()
     loader = WAYS[way](IMAGES, 4, drop_last=True)
-    fastload.uninstall()
+    fastload.unpatch_torch()
     after = WAYS[way](IMAGES, 4)
 
     assert [isinstance(one, fastload.DataLoader) for one in (before, loader, after)] == [False, True, False]
@@ -75,9 +75,9 @@ def test_every_name_of_torch_s_class_builds_ours(way: str) -> None:
 def test_batches_are_torch_s(num_workers: int) -> None:
     """In values and order, with the same draws from the seed."""
     batches = []
-    for is_installed in (False, True):
-        if is_installed:
-            fastload.install()
+    for is_patched in (False, True):
+        if is_patched:
+            fastload.patch_torch()
         generator = torch.Generator().manual_seed(5)
         loader = tud.DataLoader(IMAGES, 4, shuffle=True, num_workers=num_workers, generator=generator)
         batches.append([*loader, *loader])
@@ -89,23 +89,23 @@ def test_batches_are_torch_s(num_workers: int) -> None:
 
 class TestDefaults:
     def test_they_apply_where_a_call_written_for_torch_does_not_give_them(self) -> None:
-        """The call's own value wins; a further install() adds to the defaults, until uninstall().
+        """The call's own value wins; a further patch_torch() adds to the defaults, until unpatch_torch().
 
         Loaders that were built in the place of torch's are counted.
         """
-        fastload.uninstall()  # without install() it does nothing
+        fastload.unpatch_torch()  # without patch_torch() it does nothing
         before = state.num_replaced
-        fastload.install(rng="sample")
-        fastload.install(max_errors=3)
+        fastload.patch_torch(rng="sample")
+        fastload.patch_torch(max_errors=3)
 
         loader: Any = tud.DataLoader(IMAGES)
         other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
         assert (loader.rng, loader.max_errors) == ("sample", 3)
         assert (other.rng, other.max_errors) == ("worker", 3)
         assert fastload.DataLoader(IMAGES).rng == "worker"
-        fastload.uninstall()
+        fastload.unpatch_torch()
         assert type(tud.DataLoader(IMAGES)) is ImportedBefore
-        fastload.install()
+        fastload.patch_torch()
         assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
         assert state.num_replaced - before == 3
 
@@ -113,27 +113,27 @@ class TestDefaults:
     def test_other_names_are_refused(self, name: str) -> None:
         """Those that torch's loader has, too: the code that is not changed gives them."""
         with pytest.raises(TypeError, match=f"unexpected argument '{name}'"):
-            fastload.install(**{name: 1})
+            fastload.patch_torch(**{name: 1})
 
         assert type(tud.DataLoader(IMAGES)) is ImportedBefore
 
     def test_values_are_checked_at_once(self) -> None:
-        """With the loader's own message, and nothing is installed."""
+        """With the loader's own message, and nothing is patched."""
         with pytest.raises(ValueError, match='rng should be "worker" or "sample"'):
-            fastload.install(rng="samples")
+            fastload.patch_torch(rng="samples")
         with pytest.raises(ValueError, match='cache should be "ram" or None'):
-            fastload.install(cache="disk")  # type: ignore[arg-type]
+            fastload.patch_torch(cache="disk")  # type: ignore[arg-type]
 
         assert type(tud.DataLoader(IMAGES)) is ImportedBefore
 
     def test_a_loader_that_does_not_support_one_says_where_it_comes_from(self) -> None:
-        """The error has a note that names install()."""
+        """The error has a note that names patch_torch()."""
 
         class Stream(tud.IterableDataset[int]):
             def __iter__(self) -> Any:
                 return iter(range(3))
 
-        fastload.install(rng="sample")
+        fastload.patch_torch(rng="sample")
 
         with pytest.raises(ValueError, match="sample") as caught:
             tud.DataLoader(Stream())
@@ -144,7 +144,7 @@ class TestSubclasses:
     def test_one_defined_before_stays_torch_s(self) -> None:
         """Its constructor and its batches are what they were."""
         before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
-        fastload.install(rng="sample")
+        fastload.patch_torch(rng="sample")
         loader = DefinedBefore(IMAGES, 5, extra="x")
 
         assert not isinstance(loader, fastload.DataLoader)
@@ -152,8 +152,8 @@ class TestSubclasses:
         assert loader.extra == "x"
 
     def test_one_defined_after_is_ours(self) -> None:
-        """With a constructor and an iterator of its own; it stays ours after uninstall()."""
-        fastload.install(rng="sample")
+        """With a constructor and an iterator of its own; it stays ours after unpatch_torch()."""
+        fastload.patch_torch(rng="sample")
 
         class Late(tud.DataLoader[Any]):
             def __init__(self, dataset: Any, *args: Any, extra: str = "", **options: Any) -> None:
@@ -164,7 +164,7 @@ class TestSubclasses:
                 return ((self.extra, batch) for batch in super().__iter__())
 
         loader: Any = Late(IMAGES, 5, extra="x")
-        fastload.uninstall()
+        fastload.unpatch_torch()
 
         assert isinstance(loader, fastload.DataLoader)
         assert issubclass(Late, tud.DataLoader)
@@ -174,7 +174,7 @@ class TestSubclasses:
 
     def test_generic_abstract_and_mixed_ones(self) -> None:
         """A class that is ours already does not change, and one that is torch's indirectly stays torch's."""
-        fastload.install()
+        fastload.patch_torch()
 
         class Typed(tud.DataLoader[T], Generic[T], metaclass=abc.ABCMeta):
             @abc.abstractmethod
@@ -203,10 +203,10 @@ class TestSubclasses:
         assert len(list(Both(IMAGES, 4))) == len(list(Early(IMAGES, 4))) == 3
 
     def test_signatures_are_kept(self) -> None:
-        """Frameworks read them; they are those of the classes without install()."""
+        """Frameworks read them; they are those of the classes without patch_torch()."""
         kinds = (ImportedBefore, DefinedBefore)
         before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
-        fastload.install()
+        fastload.patch_torch()
 
         assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
         ours = inspect.signature(type(tud.DataLoader(IMAGES)))
@@ -216,7 +216,7 @@ class TestSubclasses:
 class TestRebuilt:
     @pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
     def test_arguments_of_ours_are_kept(self, prepare: Any) -> None:
-        """Those that are lost without install(), with a warning (rng, device) or without one (on_error)."""
+        """Those that are lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
         options: dict[str, Any] = {
             "rng": "sample",
             "device": "cpu",
@@ -225,7 +225,7 @@ class TestRebuilt:
             "memory_format": torch.channels_last,
         }
         loader = fastload.DataLoader(IMAGES, 4, **options)
-        fastload.install(rng="worker", max_worker_restarts=1)
+        fastload.patch_torch(rng="worker", max_worker_restarts=1)
         prepared: Any = prepare(loader)
         batches, texts = warned(prepared)
 
@@ -249,7 +249,7 @@ class TestRebuilt:
 
         stream = Part(None)
         loader = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
-        fastload.install()
+        fastload.patch_torch()
 
         prepared: Any = tud.DataLoader(Part(stream), collate_fn=loader.collate_fn)
 
@@ -257,7 +257,7 @@ class TestRebuilt:
 
     def test_by_the_public_attributes(self) -> None:
         """As ignite does."""
-        fastload.install(rng="sample")
+        fastload.patch_torch(rng="sample")
         loader = tud.DataLoader(IMAGES, 4)
         public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
         for name in ("batch_size", "sampler", "drop_last"):
@@ -272,12 +272,12 @@ class TestRebuilt:
 
 class TestPickles:
     def test_loaders_are_pickled_and_copied(self) -> None:
-        """A copy works while installed and after uninstall(), as in a process where nothing was installed."""
-        fastload.install(rng="sample")
+        """A copy works while installed and after unpatch_torch(), as in a process where nothing was installed."""
+        fastload.patch_torch(rng="sample")
         loader = tud.DataLoader(IMAGES, 4)
         stored = pickle.dumps(loader)
         twins: list[Any] = [pickle.loads(stored), copy.copy(loader), copy.deepcopy(loader)]
-        fastload.uninstall()
+        fastload.unpatch_torch()
         twins += [pickle.loads(stored), loader]
 
         for twin in twins:
@@ -292,8 +292,8 @@ def _doubled(batch: Any) -> Any:
 
 class TestUninstall:
     def test_a_method_that_another_library_wrapped_is_left(self) -> None:
-        """It builds torch's loader again, and ours after another install()."""
-        fastload.install()
+        """It builds torch's loader again, and ours after another patch_torch()."""
+        fastload.patch_torch()
         inner = vars(ImportedBefore)["__init__"]
         calls = []
 
@@ -304,9 +304,9 @@ class TestUninstall:
 
         ImportedBefore.__init__ = wrapper  # type: ignore[method-assign]
         try:
-            fastload.uninstall()
+            fastload.unpatch_torch()
             first = tud.DataLoader(IMAGES)
-            fastload.install()
+            fastload.patch_torch()
             second = tud.DataLoader(IMAGES)
         finally:
             ImportedBefore.__init__ = inner  # type: ignore[method-assign]
@@ -318,7 +318,7 @@ class TestUninstall:
 
 def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
-    fastload.install(rng="sample")
+    fastload.patch_torch(rng="sample")
     dataset = [(torch.arange(3), number) for number in range(4)]
 
     built = fastload.CachedDataset(

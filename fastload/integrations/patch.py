@@ -1,4 +1,4 @@
-"""install() and uninstall(): `torch.utils.data.DataLoader` builds fastload's loader in this process.
+"""patch_torch() and unpatch_torch(): `torch.utils.data.DataLoader` builds fastload's loader in this process.
 
 torch's class stays the class that it is, and two of its methods change:
 
@@ -26,7 +26,7 @@ from fastload.integrations.state import state
 _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fastload run`, as JSON
 
 
-def install(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
+def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
     """Let `torch.utils.data.DataLoader` build `fastload.DataLoader`, without a change of the calls.
 
     Works for any name of torch's class, in modules imported before and later, and in frameworks. When a
@@ -37,7 +37,7 @@ def install(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
     from fastload's loader. `isinstance(loader, torch.utils.data.DataLoader)` is True for all of them.
 
     The call is for this process and the processes that it forks. A spawned process imports the main module
-    again, and so repeats an `install()` at the top of a script, but not one under
+    again, and so repeats a `patch_torch()` at the top of a script, but not one under
     ``if __name__ == "__main__":``. Worker processes of a loader need none. `fastload run` reaches all child
     processes. A further call adds to the defaults, and replaces those of the same name.
 
@@ -60,22 +60,22 @@ def install(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
     for name in defaults:
         if name not in OPTION_NAMES:
             raise TypeError(
-                f"install() got an unexpected argument {name!r}; it takes the arguments that torch's loader "
+                f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's loader "
                 f"does not have: {', '.join(sorted(OPTION_NAMES))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
-    _install(cache, defaults)
+    _patch(cache, defaults)
 
 
-def uninstall() -> None:
-    """Let `torch.utils.data.DataLoader` build torch's loader again; undoes all calls of `install`.
+def unpatch_torch() -> None:
+    """Let `torch.utils.data.DataLoader` build torch's loader again; undoes all calls of `patch_torch`.
 
     Loaders that were built, and subclasses that were defined, in the meantime stay fastload's, and work.
-    Without an `install` before, the call has no effect.
+    Without a `patch_torch` before, the call has no effect.
     """
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
-    state.is_installed = False
+    state.is_patched = False
     state.defaults, state.cache = {}, None
     # Another library may have wrapped our method in the meantime: it keeps ours, which has no effect now.
     if vars(TorchLoader)["__init__"] is _our_init():
@@ -88,8 +88,8 @@ def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> N
     """Install in this process and its child processes as soon as they import torch's loader.
 
     Args:
-        cache: As for `install`.
-        defaults: As for `install`; checked when the first loader is made.
+        cache: As for `patch_torch`.
+        defaults: As for `patch_torch`; checked when the first loader is made.
         is_verbose: Write the lines of `State.say` to standard error, and at the end the number of loaders.
     """
     settings = {"cache": cache, "defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
@@ -105,7 +105,7 @@ def from_environment() -> None:
     if _is_child():
         state.is_verbose = settings["is_verbose"]
         atexit.register(_report, os.getpid())
-    _install(settings["cache"], settings["defaults"])
+    _patch(settings["cache"], settings["defaults"])
 
 
 def _report(pid: int) -> None:
@@ -127,12 +127,12 @@ def _is_child() -> bool:
     return bool(settings.get("pid") != os.getpid())
 
 
-def _install(cache: str | None, defaults: dict[str, Any]) -> None:
+def _patch(cache: str | None, defaults: dict[str, Any]) -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     state.cache = cache or state.cache
     state.defaults = {**state.defaults, **defaults}
-    state.is_installed = True
+    state.is_patched = True
     found: Any = vars(TorchLoader)["__init__"]
     while found is not None and found is not _our_init():
         found = getattr(found, "__wrapped__", None)
@@ -155,7 +155,7 @@ def _our_init() -> Any:
 
     @functools.wraps(torch_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is not TorchLoader or not state.is_installed:
+        if type(self) is not TorchLoader or not state.is_patched:
             torch_init(self, *args, **kwargs)
             return
         from fastload.integrations.replaced import DataLoader
@@ -172,7 +172,7 @@ def _our_init_subclass(cls: Any, /, **kwargs: Any) -> None:
 
     super(TorchLoader, cls).__init_subclass__(**kwargs)
     is_ours = cls.__module__.partition(".")[0] == "fastload"
-    if not state.is_installed or is_ours or TorchLoader not in cls.__bases__:
+    if not state.is_patched or is_ours or TorchLoader not in cls.__bases__:
         return
     from fastload.integrations.replaced import DataLoader
     from fastload.loader import DataLoader as FastloadLoader
