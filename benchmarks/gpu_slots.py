@@ -28,7 +28,7 @@ from gpu_tools import (
     unregister,
 )
 
-from fastload import DevicePrefetcher, DataLoader
+from fastload import DataLoader, DevicePrefetcher
 from fastload.memory.segment import Segment
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ def reading(directory: Path, runs: int) -> dict[str, Any]:
     source = InMemory(NUM_IMAGES, SIDE)
     in_ram = fastload.CachedDataset(source, cache="ram")
     for index in range(NUM_IMAGES):
-        in_ram.view(index)
+        in_ram._view(index)
     on_disk = fastload.CachedDataset(source, cache=f"lmdb:{directory / 'read'}", progress=False)
     rows = []
     for w in WORKERS:

@@ -9,8 +9,8 @@ bytes over the network, and the resource that limits the rate.
 The designs:
 
 * no cache: in each epoch every node reads its share from the object store, and decodes the crops.
-* decoded, RAM: every node trains on its own part for `epochs_per_partition` epochs, and keeps the decoded images
-  of this part in RAM. Then the dataset is repartitioned, and the cache starts empty.
+* decoded, RAM: every node trains on its own part for `epochs_per_partition` epochs, and keeps the decoded
+  images of this part in RAM. Then the dataset is repartitioned, and the cache starts empty.
 * decoded, LMDB: every node first builds an LMDB file of the whole set on its own disk, and trains from it.
 * encoded, RAM, whole set: every node first reads all files into RAM, and decodes the crops in each epoch.
 * encoded, RAM: as "decoded, RAM", with files instead of decoded images.

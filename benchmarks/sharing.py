@@ -89,7 +89,7 @@ def rank(dataset: Noise, max_memory: str | int, done: Any, go_on: Any) -> None:
     """A rank: read everything, say so, and stay."""
     cached = fastload.CachedDataset(dataset, max_memory=max_memory)
     for index in range(len(cached)):
-        int(np.asarray(cached.view(index)[0]).max())
+        int(np.asarray(cached._view(index)[0]).max())
     done.release()
     go_on.wait()
 

@@ -78,7 +78,7 @@ def filled(dataset: Any, transform: Any = None) -> fastload.CachedDataset:
     """The dataset behind a RAM cache in which every sample is present."""
     cached = fastload.CachedDataset(dataset, transform=None, cache="ram")
     for index in range(len(cached)):
-        cached.view(index)
+        cached._view(index)
     cached.transform = transform
     return cached
 

@@ -71,7 +71,7 @@ def filled(dataset: Any) -> fastload.CachedDataset:
     """The dataset behind a RAM cache in which every sample is present."""
     cached = fastload.CachedDataset(dataset, cache="ram")
     for index in range(len(cached)):
-        cached.view(index)
+        cached._view(index)
     return cached
 
 

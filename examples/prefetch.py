@@ -50,7 +50,7 @@ def train(folder: Path) -> None:
             print(f"epoch {epoch}: loss {loss.item():.3f}")  # .item() waits for the device: once an epoch
 
 
-# --- The template ends here. The rest runs it, and compares its batches with those of DevicePrefetcher. -------
+# --- The template ends here. The rest runs it, and compares its batches with DevicePrefetcher's. ------
 
 
 def main() -> None:

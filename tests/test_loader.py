@@ -99,7 +99,7 @@ def test_it_can_be_pickled_and_copied_while_it_is_iterated() -> None:
 
 
 class _OwnIterators(fastload.DataLoader[Any]):
-    """Makes its iterators by itself, as LitData's loader does, which derives from ours after `patch_torch()`."""
+    """Makes its iterators by itself, as LitData's loader, which derives from ours after `patch_torch()`."""
 
     def _get_iterator(self) -> Any:
         return (_MultiProcessingDataLoaderIter if self.num_workers else _SingleProcessDataLoaderIter)(self)

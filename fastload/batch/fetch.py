@@ -336,12 +336,12 @@ class Fetcher:
     def _fetch_cached(self, dataset: Any, indices: list[Any], origin: StreamOrigin | None) -> Any:
         _, positions = inside_subsets(self._dataset, indices)
         self.num_samples = len(positions)
-        batch = dataset.gather(positions, self._allocate)
+        batch = dataset._gather(positions, self._allocate)
         if batch is not None:
             return batch
         self.gathered_bytes = 0
         is_lent = dataset.transform is None
-        get = dataset.lend if is_lent else dataset.__getitem__
+        get = dataset._lend if is_lent else dataset.__getitem__
         self._read(
             self._getter(get, indices, None if is_lent else origin), indices, positions, is_lent=is_lent
         )
@@ -442,4 +442,4 @@ def _find_cache(dataset: Any) -> Any | None:
     return None if any(replaced) or _READING.intersection(vars(dataset)) else dataset
 
 
-_READING = frozenset(("__getitem__", "view", "lend", "_read", "gather"))  # the methods that read batches
+_READING = frozenset(("__getitem__", "_view", "_lend", "_read", "_gather"))  # the methods that read batches

@@ -1,9 +1,9 @@
 """Tells a dataset which samples will be read next, so that it can begin to read their files.
 
 A dataset that wants to know has a method ``read_ahead(indices)``, as ImageFolder and CachedDataset have; if
-it also has an attribute ``reads_ahead`` that is False, the method is not called. The method must be one of
+it also has an attribute ``_reads_ahead`` that is False, the method is not called. The method must be one of
 the dataset's class: an attribute that a wrapper takes over from the dataset inside is ignored, because the
-wrapper may number its samples in another way. The samples of such a dataset are then read one by one.
+wrapper may number its samples differently. The samples of such a dataset are then read one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reads_ahead(dataset: Any) -> bool:
 
 def _has_method(dataset: Any) -> bool:
     is_there = callable(getattr(type(dataset), "read_ahead", None))
-    return is_there and bool(getattr(dataset, "reads_ahead", True))
+    return is_there and bool(getattr(dataset, "_reads_ahead", True))
 
 
 def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:

@@ -102,8 +102,8 @@ class CachedDataset(Dataset[Any]):
             (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
             (samples that are not in RAM are read from the file, and kept in RAM), or a cache object.
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded as
-            `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
+            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
+            as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
             every time.
         prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
             way as `transform`.
@@ -111,8 +111,8 @@ class CachedDataset(Dataset[Any]):
             give the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
             torch's Subset of one) is shared without a key. Any other dataset is shared by the ranks of one
             job on a host, if their datasets are equal.
-        max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share of
-            free memory. Samples that do not fit are read from the dataset every time. The process that
+        max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
+            of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit.
         num_workers: Processes that build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
@@ -240,8 +240,8 @@ class CachedDataset(Dataset[Any]):
         """
         transform = self.transform  # read once: another thread may set it
         if transform is None:
-            return private_copy(self.lend(index))
-        return self._caller_of(transform)(self.view, index)
+            return private_copy(self._lend(index))
+        return self._caller_of(transform)(self._view, index)
 
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
@@ -251,12 +251,12 @@ class CachedDataset(Dataset[Any]):
                 parts.append(f"{role}={getattr(function, '__name__', type(function).__name__)}")
         return f"{type(self).__name__}({', '.join(parts)})"
 
-    def lend(self, index: int) -> Any:
+    def _lend(self, index: int) -> Any:
         """The sample with decoded images, before the transform, for a caller that only reads it.
 
         Arrays that come from the cache are read-only views of its memory.
         """
-        sample = self.view(index)
+        sample = self._view(index)
         return decode_images(sample) if self._holds_images else sample
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
@@ -275,7 +275,7 @@ class CachedDataset(Dataset[Any]):
             return f"{text}\nwhole images are decoded: there is no transform"
         return f"{text}\n{self._caller_of(self.transform).explain_decoding()}"
 
-    def view(self, index: int) -> Any:
+    def _view(self, index: int) -> Any:
         """The sample before the transform, without a copy if it is cached.
 
         Arrays are read-only, and valid for as long as they are referenced; tensors are private copies. Images
@@ -338,11 +338,11 @@ class CachedDataset(Dataset[Any]):
         read_ahead(self._source, wanted)
 
     @property
-    def reads_ahead(self) -> bool:
+    def _reads_ahead(self) -> bool:
         """Whether the dataset inside wants to know which samples are read next."""
         return reads_ahead(self._source)
 
-    def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
+    def _gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
         """A whole batch, equal to `default_collate([self[i] for i in indices])`, if it can be gathered.
 
         Args:
@@ -394,8 +394,8 @@ class CachedDataset(Dataset[Any]):
 
         The cache starts empty and fills again: samples that stay are read from their source once more. The
         old memory is freed when all processes have followed and nobody holds a sample of it, so a sample that
-        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the memory
-        that it took before, and the new memory. The same indices again change nothing.
+        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the
+        memory that it took before, and the new memory. The same indices again change nothing.
 
         If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
         and the log gives the reason. On a system without shared memory, each process has its own cache, and

@@ -41,7 +41,7 @@ class DerivedSamples(Dataset[Any]):
         read_ahead(self.dataset, indices)
 
     @property
-    def reads_ahead(self) -> bool:
+    def _reads_ahead(self) -> bool:
         """Whether the other dataset wants to know."""
         return reads_ahead(self.dataset)
 

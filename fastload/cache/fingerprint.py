@@ -102,8 +102,8 @@ def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
         named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
         prepared = " and to prepare"
     return (
-        f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to the dataset{prepared}, or "
-        "pass cache_key='...'"
+        f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to the dataset{prepared}, "
+        "or pass cache_key='...'"
     )
 
 

@@ -112,9 +112,9 @@ def run(
     """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-albumentations apply
-    to every loader of the script. At the end, a line on standard error says how many loaders were replaced,
-    and a second one whether albumentations pipelines were seeded, which changes their draws.
+    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-albumentations
+    apply to every loader of the script. At the end, a line on standard error says how many loaders were
+    replaced, and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
     from fastload.cli.script import run_script
     from fastload.integrations import patch

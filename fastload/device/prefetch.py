@@ -1,4 +1,4 @@
-"""DevicePrefetcher: copies the batches of any iterable to the device before the training loop asks for them."""
+"""DevicePrefetcher: copies the batches of any iterable to the device ahead of the training loop."""
 
 from __future__ import annotations
 

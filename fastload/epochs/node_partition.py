@@ -35,17 +35,18 @@ class NodePartitionSampler(DistributedSampler[int]):
 
     The dataset is partitioned into one part per node, of equal size (plus or minus one sample). For
     `epochs_per_partition` epochs, the ranks of a node read samples of their node's part only; then the
-    dataset is repartitioned. The parts depend on the seed and the epoch, without communication. Over all ranks, each epoch has every
-    sample at least once, and no sample twice except for the padding that makes all ranks equally long. With
-    `drop_last`, up to ``num_replicas - 1`` samples are left out instead, others in each epoch.
+    dataset is repartitioned. The parts depend on the seed and the epoch, without communication. Over all
+    ranks, each epoch has every sample at least once, and no sample twice except for the padding that makes
+    all ranks equally long. With `drop_last`, up to ``num_replicas - 1`` samples are left out instead, others
+    in each epoch.
 
     As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
     rank.
 
-    When the first epoch of a partition begins, the sampler calls ``dataset.retain(part)`` if the dataset has that
-    method, so that a cache drops the samples that left the part. For a `Subset`, it calls the method of the
-    dataset inside, with the indices of that dataset. The cache then drops samples outside the part even if
-    another loader uses them: give a validation set a cache of its own. With one node nothing is dropped.
+    When the first epoch of a partition begins, the sampler calls ``dataset.retain(part)`` if the dataset has
+    that method, so that a cache drops the samples that left the part. For a `Subset`, it calls the method of
+    the dataset inside, with the indices of that dataset. The cache then drops samples outside the part even
+    if another loader uses them: give a validation set a cache of its own. With one node nothing is dropped.
 
     Args:
         dataset: As for torch's sampler: its length is read once.
@@ -53,8 +54,8 @@ class NodePartitionSampler(DistributedSampler[int]):
         rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
             ``rank = node * ranks_per_node + local_rank``.
         shuffle: False gives a fixed order: node k always has the indices k, k + num_nodes, ... in this order,
-            and the parts never change. All ranks together then read the dataset from its beginning to its end,
-            and `drop_last` always drops its last samples.
+            and the parts never change. All ranks together then read the dataset from its beginning to its
+            end, and `drop_last` always drops its last samples.
         seed: The same on every rank.
         drop_last: Drop samples, instead of repeating some, so that all ranks are equally long.
         num_nodes: The number of nodes; default: the number of ranks divided by LOCAL_WORLD_SIZE, which
@@ -127,7 +128,7 @@ class NodePartitionSampler(DistributedSampler[int]):
 
     @property
     def part(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices of this node's part in the current partition, read-only, int64, in no particular order."""
+        """The indices of this node's part of the current partition: `(N,)` int64, read-only, unordered."""
         partition = self.partition if self.shuffle else 0
         if self._part is None or self._part[0] != partition:
             if self.shuffle:
@@ -191,7 +192,8 @@ class NodePartitionSampler(DistributedSampler[int]):
         """Continue from the epoch of a state, which any rank may have saved.
 
         A sampler with different arguments (a different number of nodes or ranks, for example) can only begin
-        a new partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises ResumeError.
+        a new partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises
+        ResumeError.
 
         Raises:
             ResumeError: This is not a state of a NodePartitionSampler.
@@ -207,7 +209,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         self.epoch = self._loaded["epoch"]
 
     def _check_state(self) -> None:
-        """Refuse to continue the partition of a loaded state with different arguments: its parts would differ."""
+        """Refuse to continue a loaded state's partition with different arguments: the parts would differ."""
         theirs, ours = self._loaded, self.state_dict()
         if theirs is None:
             return
@@ -220,9 +222,9 @@ class NodePartitionSampler(DistributedSampler[int]):
         saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (theirs, ours))
         raise ResumeError(
             f"epoch {self.epoch} cannot be resumed: the state was saved within partition {partition} (epochs "
-            f"{partition * per_partition} to {end - 1}) with {saved}, but this NodePartitionSampler has {own}. Train "
-            f"with {saved} until epoch {end - 1} has ended, or begin a new partition: load a state that was saved "
-            f"between two epochs, and then call loader.set_epoch({end})"
+            f"{partition * per_partition} to {end - 1}) with {saved}, but this NodePartitionSampler has "
+            f"{own}. Train with {saved} until epoch {end - 1} has ended, or begin a new partition: load a state "
+            f"that was saved between two epochs, and then call loader.set_epoch({end})"
         )
 
 

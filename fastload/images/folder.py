@@ -182,7 +182,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             self._reader().announce(_resolved(indices, len(self)))
 
     @property
-    def reads_ahead(self) -> bool:
+    def _reads_ahead(self) -> bool:
         """Whether `read_ahead` has an effect: whether the folder is remote."""
         return self._remote is not None
 

@@ -60,8 +60,8 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
     for name in defaults:
         if name not in OPTION_NAMES:
             raise TypeError(
-                f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's loader "
-                f"does not have: {', '.join(sorted(OPTION_NAMES))}"
+                f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's "
+                f"loader does not have: {', '.join(sorted(OPTION_NAMES))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
     _patch(cache, defaults)

@@ -66,7 +66,8 @@ def build(
         ConnectionError: There is no Ray cluster at ``address``.
         CacheError: Shards could not be built; the message names them, with reasons and machines.
         CacheMismatchError: The cache or the unfinished build at ``path`` is of other samples or settings.
-        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are
+            kept.
     """
     try:
         import ray

@@ -24,8 +24,8 @@ class DataLoader(fastload.loader.DataLoader):
     """fastload's loader, for a call that was written for torch's loader.
 
     Arguments of fastload that the call does not give come from the loader that a framework builds again, or
-    else from `patch_torch`. A class of its own, because frameworks build a loader again by its type. Classes that
-    are derived from torch's class after `patch_torch` are derived from this one.
+    else from `patch_torch`. A class of its own, because frameworks build a loader again by its type. Classes
+    that are derived from torch's class after `patch_torch` are derived from this one.
 
     Args:
         args: As `fastload.DataLoader`.

@@ -182,8 +182,8 @@ class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
 
     It does not seed the pipelines of a `collate_fn`, because torch tells a worker_init_fn only the dataset.
-    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, let an attribute of the
-    dataset hold the `collate_fn` too.
+    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, let an attribute
+    of the dataset hold the `collate_fn` too.
 
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.

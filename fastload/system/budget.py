@@ -78,8 +78,8 @@ def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
     """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
 
     Args:
-        prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the last
-            second; else as `parse_memory`.
+        prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the
+            last second; else as `parse_memory`.
 
     Raises:
         ValueError: As `parse_memory`.

@@ -231,7 +231,7 @@ def test_more_of_a_resource_is_never_slower(
 
 @given(clusters, designs, sizes, nodes)
 def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes: int) -> None:
-    """Without a cache, the set in each epoch; with parts, in each partition; whole sets, once to each node."""
+    """Without a cache, the set in each epoch; with parts, in each partition; whole sets, once per node."""
     outcome = scale.simulate(c, design, size, num_nodes)
     first, later = outcome.first_network_bytes, outcome.later_network_bytes
     if design in (scale.LMDB, scale.ENCODED_WHOLE):
@@ -252,9 +252,9 @@ def test_crossing_points_by_hand() -> None:
     """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
 
     A node keeps a fourth of the set: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB of files
-    whose images are decoded, and they are never repartitioned. LMDB fits up to 200 GB, and brings the whole set
-    to each node. Above 400 GB all designs decode in each epoch, ten times as long as the network takes: so
-    encoded parts are as fast as no cache, and move less.
+    whose images are decoded, and they are never repartitioned. LMDB fits up to 200 GB, and brings the whole
+    set to each node. Above 400 GB all designs decode in each epoch, ten times as long as the network takes:
+    so encoded parts are as fast as no cache, and move less.
     """
     kept: dict[str, Any] = {
         "ram_bytes": 1e12,

@@ -110,7 +110,7 @@ def test_caller_may_write(max_memory: Any) -> None:
     dataset = Everything(4)
     ds = CachedDataset(dataset, max_memory=max_memory)
     for index in (0, 1, 1):
-        sample = ds.view(index)
+        sample = ds._view(index)
         assert_same_samples(sample, dataset.sample(index))
         assert not sample["image"].flags.writeable
         sample["pair"].image[:] = 9
@@ -320,10 +320,8 @@ class Labelled(Images):
     set_transform = set_format
 
     # Names that this class has too: its own count.
-    def gather(self, indices: Any, allocate: Any) -> None:
-        raise AssertionError("the gather of the dataset inside")
-
-    view = fill = gather
+    def fill(self) -> None:
+        raise AssertionError("the fill of the dataset inside")
 
 
 def test_attributes_of_the_dataset_are_found() -> None:
@@ -462,7 +460,8 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
     assert warning.levelname == "WARNING"
     assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning.getMessage()
     assert record.getMessage().startswith(
-        "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared memory"
+        "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; "
+        "shared memory"
     )
 
 

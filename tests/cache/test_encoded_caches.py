@@ -256,8 +256,8 @@ def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path)
     assert again.cache_info().num_cached == decoded_again.cache_info().num_cached == NUM_IMAGES
     for ds in (decoded, encoded, again, decoded_again, both):
         assert_same_samples(ds[5], folder[5])
-    assert type(again.view(5)[0]) is EncodedImage
-    assert type(decoded_again.view(5)[0]) is np.ndarray
+    assert type(again._view(5)[0]) is EncodedImage
+    assert type(decoded_again._view(5)[0]) is np.ndarray
 
 
 def test_a_part_is_kept_decoded(photos: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
     ds = CachedDataset(ImageFolder(photos), cache=["ram", "ram-encoded"], max_memory=SMALL_BUDGET)
     info = ds.fill(0, progress=False)
-    kinds = [type(ds.view(index)[0]) for index in range(NUM_IMAGES)]
+    kinds = [type(ds._view(index)[0]) for index in range(NUM_IMAGES)]
 
     assert info.num_cached == encoded.num_cached == NUM_IMAGES
     assert file_bytes <= encoded.nbytes < 1.2 * file_bytes + 4096 * NUM_IMAGES
@@ -378,7 +378,7 @@ def test_the_command_line(num_workers: int, photos: Path, tmp_path: Path) -> Non
         assert_same_samples(ds[index], folder[index])
     assert dest.stat().st_size < 3 * sum(path.stat().st_size for path in photos.glob("*/*")) + (1 << 17)
     assert beside.cache_info().num_cached == NUM_IMAGES
-    assert type(beside.view(2)[0]) is EncodedImage
+    assert type(beside._view(2)[0]) is EncodedImage
     with pytest.raises(CacheMismatchError):
         CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
 

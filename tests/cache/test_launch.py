@@ -69,7 +69,7 @@ def open_in_turn(rank: int, store: Path, cases: Any) -> tuple[Any, Any]:
                 ds = CachedDataset(dataset, **options)
                 ds.fill(num_workers=0)
             dist.barrier()
-        wrong = [i for i in range(len(ds)) if first_difference(ds.view(i), ds._source[i]) is not None]
+        wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
         opened.append(ds)
         found.append((ds.cache.origin.pid, ds.explain(), lines.texts[:], wrong))
         lines.texts.clear()

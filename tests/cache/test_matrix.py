@@ -238,7 +238,7 @@ class Made(Images):
 def warmed(dataset: Images) -> CachedDataset:
     ds = CachedDataset(dataset)
     for index in range(len(dataset)):
-        ds.view(index)
+        ds._view(index)
     return ds
 
 
@@ -297,7 +297,7 @@ def test_same_as_default_collate(name: str, cache: str, tmp_path: Any) -> None:
     )
     indices = [3, 0, 19, 7, 7]
 
-    assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[i] for i in indices]))
+    assert_same_samples(ds._gather(indices, np.empty), default_collate([ds[i] for i in indices]))
 
 
 @pytest.mark.parametrize(
@@ -321,8 +321,8 @@ def test_what_torch_refuses_is_left_to_torch(make: Any, tmp_path: Any) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         default_collate([ds[0], ds[1]])
 
-    assert ds.gather([0, 1], np.empty) is None
-    assert on_disk.gather([0, 1], np.empty) is None
+    assert ds._gather([0, 1], np.empty) is None
+    assert on_disk._gather([0, 1], np.empty) is None
 
 
 def test_batch_lies_where_it_was_told() -> None:
@@ -334,7 +334,7 @@ def test_batch_lies_where_it_was_told() -> None:
         return given[-1]
 
     ds = warmed(Images(20))
-    images, labels = ds.gather([1, 2, 3], allocate)  # type: ignore[misc]
+    images, labels = ds._gather([1, 2, 3], allocate)  # type: ignore[misc]
 
     assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
     assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
@@ -346,18 +346,18 @@ def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
     """Odd indices, a transform, missing and ragged samples, and numbers beyond 64 bits make no batch."""
     ds, part = warmed(Images(20)), CachedDataset(Images(20))
     for odd in ([], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]):
-        assert ds.gather(odd, np.empty) is None
+        assert ds._gather(odd, np.empty) is None
     for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.uint8)):
-        assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
-    assert part.gather([0, 10, 19], np.empty) is not None
-    assert part.gather([0, 1], np.empty) is None
+        assert_same_samples(ds._gather(indices, np.empty), default_collate([ds[1], ds[2]]))
+    assert part._gather([0, 10, 19], np.empty) is not None
+    assert part._gather([0, 1], np.empty) is None
     ds.transform = lambda sample: sample
-    assert ds.gather([0, 1], np.empty) is None
+    assert ds._gather([0, 1], np.empty) is None
     for kind in (RaggedImages, MixedImages):
         assert warmed(kind(20)).gather([1, 4], np.empty) is None
     for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
         on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/{number}", num_workers=0)
-        assert on_disk.gather([0, 5, 1], np.empty) is None
+        assert on_disk._gather([0, 5, 1], np.empty) is None
 
 
 def odd_number(index: int) -> Any:

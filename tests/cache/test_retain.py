@@ -613,7 +613,7 @@ def test_tiers_retain_in_ram(path: Path) -> None:
 
 
 def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
-    """Samples that are not retained take room in neither; a full first cache is tried again after a partition."""
+    """Samples that are not retained take room in neither; a full first cache is tried again later."""
     paths = [tmp_path / f"{index:02}.png" for index in range(40)]
     for index, path in enumerate(paths):
         PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)

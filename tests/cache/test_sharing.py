@@ -79,7 +79,7 @@ def test_a_second_job_finds_what_the_first_decoded(
     assert ds.cache_info().num_cached == 30
     assert sum(dataset.reads) == 1
     for index in range(30):
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
     assert sum(dataset.reads) == 1
 
 

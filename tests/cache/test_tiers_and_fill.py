@@ -57,7 +57,7 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     info = ds.fill(num_workers, progress=False)
     reads = sum(dataset.reads)
     for index in range(200):
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
 
     assert info.num_cached == 200
     assert 202 <= reads <= 202 + most_again
@@ -157,7 +157,7 @@ def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
     if kind is Images:  # smaller ones may fit into what is left
         assert sum(dataset.reads) == before
         assert f"takes no more samples: {info.num_cached:,} of 2,000 samples" in caplog.text
-    assert_same_samples(ds.view(1999), dataset.sample(1999))
+    assert_same_samples(ds._view(1999), dataset.sample(1999))
 
 
 def test_fill_of_a_finished_file_has_nothing_to_do(tmp_path: Path, caplog: Any) -> None:
@@ -198,7 +198,7 @@ def test_what_ram_lacks_is_read_from_the_file(kind: type[Images], max_memory: in
     first = ds.cache_info().num_cached
     for _ in range(2):
         for index in range(40):
-            assert_same_samples(ds.view(index), dataset.sample(index))
+            assert_same_samples(ds._view(index), dataset.sample(index))
 
     assert first <= 3
     assert (ds.cache_info().num_cached == 40) == (max_memory > 8192)
@@ -219,7 +219,7 @@ def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Path) -> None:
     """explain() says why each tier is in use, and the layout names both; a pickle fills the same memory."""
     ds = tiered(Images(4), tmp_path / "x.lmdb")
     other = pickle.loads(pickle.dumps(ds))
-    other.view(1)
+    other._view(1)
 
     assert 1 in ds.cache
     assert isinstance(ds.cache, Stack)

@@ -46,7 +46,7 @@ def test_a_function_gets_private_copies() -> None:
 
     assert [int(array.min()) for array in given] == [int(array.max()) for array in given] == [*range(1, 21)]
     assert all(array.flags.writeable and array.flags.c_contiguous for array in given)
-    assert_same_samples(ds.view(3), dataset.sample(3))
+    assert_same_samples(ds._view(3), dataset.sample(3))
 
 
 @pytest.mark.parametrize("wrap", [np.asarray, torch.from_numpy, lambda a: torch.from_numpy(a.view())])
@@ -58,7 +58,7 @@ def test_alias_is_copied(wrap: Any) -> None:
         output = ds[index]["a"][0]
         np.testing.assert_array_equal(np.asarray(output), dataset.sample(index)[0][2:5, ::2])
         output[:] = 0
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
     transposed = CachedDataset(BareImages(3), lambda image: image.transpose(2, 0, 1))
     assert {transposed[1].strides for _ in range(5)} == {(1, 72, 3)}
 
@@ -71,7 +71,7 @@ def test_alias_of_a_pipeline_is_copied(pipeline: Any) -> None:
     for index in range(6):
         ds[index][0][...] = 0
 
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
 
 
 def draw(image: np.ndarray[Any, Any]) -> Any:
@@ -96,7 +96,7 @@ def test_a_transform_may_write_to_its_input(write: Any) -> None:
         assert_same_samples(ds[index], write(dataset.sample(index).copy()))
 
     for index in range(6):
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
 
 
 def test_a_transform_that_writes_rarely_ends_no_process(interpreter: Interpreter) -> None:
@@ -112,7 +112,7 @@ ds.fill(num_workers=0, progress=False)
 for num_workers in (0, 1):
     for batch in DataLoader(ds, 4, num_workers=num_workers):
         pass
-assert all((ds.view(index) == dataset.sample(index)).all() for index in range(64))
+assert all((ds._view(index) == dataset.sample(index)).all() for index in range(64))
 print("alive")
 """
     done = interpreter.run(program)
@@ -432,7 +432,7 @@ def test_threads_share_a_cached_dataset() -> None:
     for index in range(8):
         for output in found[index]:
             assert_same_samples(output, dataset.sample(index) + 1)
-        assert_same_samples(ds.view(index), dataset.sample(index))
+        assert_same_samples(ds._view(index), dataset.sample(index))
 
 
 def test_the_transform_may_be_replaced_while_threads_read() -> None:
@@ -571,7 +571,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     """The transforms of such a pipeline run on the cache's own array, and not on a copy."""
     ds = CachedDataset(BareImages(4), A.Compose([A.HorizontalFlip(p=1)]))
     caller = TransformCaller(ds.transform)
-    image = ds.view(1)
+    image = ds._view(1)
     seen: list[Any] = []
     caller._call = lambda sample, given, index: seen.append(given)
     caller(lambda _: image, 1)

@@ -1,4 +1,4 @@
-"""torchdata: fastload's loader in the place of `StatefulDataLoader`, and torchdata's beside `patch_torch()`."""
+"""torchdata: fastload's loader instead of `StatefulDataLoader`, and torchdata's beside `patch_torch()`."""
 
 from __future__ import annotations
 

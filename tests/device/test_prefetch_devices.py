@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from fastload import DevicePrefetcher, DataLoader
+from fastload import DataLoader, DevicePrefetcher
 from fastload.device import cuda as cuda_module
 from fastload.device import streamless
 from fastload.errors import DeviceUnavailableError

@@ -45,7 +45,7 @@ def indices(batch: Any) -> list[int]:
 
 
 def epochs(folder: Path) -> None:
-    """Two epochs of one partition over a cache in RAM; says what came, and what the cache of the node holds."""
+    """Two epochs of one partition over a cache in RAM; says what came, and what the node's cache holds."""
     dataset = fastload.CachedDataset(Numbers(), cache="ram")
     loader = partitioned(dataset, num_workers=1)
     seen = []

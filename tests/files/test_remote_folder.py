@@ -299,7 +299,7 @@ def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str, local: Path
     assert values(loader) == [[number // 2 for number in range(SIZE)]]
     on_disk = fastload.ImageFolder(local)
     on_disk.read_ahead([0])
-    assert (on_disk.__getitems__, on_disk.reads_ahead, on_disk._ahead) == (None, False, None)
+    assert (on_disk.__getitems__, on_disk._reads_ahead, on_disk._ahead) == (None, False, None)
 
 
 def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:

@@ -216,7 +216,7 @@ class TestSubclasses:
 class TestRebuilt:
     @pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
     def test_arguments_of_ours_are_kept(self, prepare: Any) -> None:
-        """Those that are lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
+        """Lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
         options: dict[str, Any] = {
             "rng": "sample",
             "device": "cpu",
@@ -272,7 +272,7 @@ class TestRebuilt:
 
 class TestPickles:
     def test_loaders_are_pickled_and_copied(self) -> None:
-        """A copy works while installed and after unpatch_torch(), as in a process where nothing was installed."""
+        """A copy works while patched and after unpatch_torch(), as in a process that patched nothing."""
         fastload.patch_torch(rng="sample")
         loader = tud.DataLoader(IMAGES, 4)
         stored = pickle.dumps(loader)

@@ -175,7 +175,7 @@ def test_without_torch_nothing_is_imported(folder: Path) -> None:
 
 
 def test_defaults_of_the_command_line_reach_workers_and_children(folder: Path, run: Run) -> None:
-    """`--rng sample` is the default of every loader, and patch_torch() in the script changes nothing of it."""
+    """`--rng sample` is the default of every loader, whatever patch_torch() in the script says."""
     (folder / "show.py").write_text(
         "import subprocess, sys\n"
         "from torch.utils.data import DataLoader\n"

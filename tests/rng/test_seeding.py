@@ -205,7 +205,7 @@ def stream(seed: int, user_seed: int | None = None) -> list[int]:
 
 
 def test_the_same_seed_gives_the_same_stream() -> None:
-    """seed_albumentations is a pure function of its seed, the pipelines and their own seeds, called twice too."""
+    """seed_albumentations is a pure function of its seed, the pipelines and their seeds, called twice too."""
     pipeline = zoo.crop(5)
     seed_albumentations(pipeline, 7)
     seed_albumentations(pipeline, 7)

@@ -121,8 +121,8 @@ def reads_samples(subject: Subject, rng: random.Random) -> None:
 
 
 def _look(dataset: fastload.CachedDataset, index: int, case: Case) -> None:
-    """CachedDataset.view() gives the sample before its transform, in read-only arrays."""
-    sample = dataset.view(index)
+    """CachedDataset._view() gives the sample before its transform, in read-only arrays."""
+    sample = dataset._view(index)
     if found := difference(datasets.known_sample(case, index), sample, "view"):
         raise SoakError(f"view({index}): {found}")
     if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):

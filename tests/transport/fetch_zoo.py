@@ -170,15 +170,15 @@ class OwnGetItems(fastload.CachedDataset):
 
 
 class OwnView(fastload.CachedDataset):
-    def view(self, index: int) -> Any:
-        return super().view(index) * 100
+    def _view(self, index: int) -> Any:
+        return super()._view(index) * 100
 
 
 def own_attribute(dataset: Any) -> Any:
     """An instance whose `view` was replaced."""
     cached = fastload.CachedDataset(dataset)
-    original = cached.view
-    cached.view = lambda index: original(index) * 100
+    original = cached._view
+    cached._view = lambda index: original(index) * 100
     return cached
 
 

@@ -74,7 +74,8 @@ def build_lmdb(
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process may not open as many files as the shards
             need.
-        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are
+            kept.
         ValueError: An argument is invalid.
     """
     build = Build(dataset, os.path.abspath(path), shards, **options)

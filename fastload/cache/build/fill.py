@@ -42,8 +42,8 @@ class _Chunks(Dataset[int]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `view` may have deferred storing (see `rate_limit`), or found the sample in a slower cache.
-                num_stored += bool(self.cache.put(index, self.dataset.view(index)))
+                # `_view` may have deferred storing (see `rate_limit`), or found the sample in a slower cache.
+                num_stored += bool(self.cache.put(index, self.dataset._view(index)))
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")
                 raise
@@ -56,7 +56,7 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
     If there is no such sample, nothing is read, no random number is drawn, and the log says so.
 
     Args:
-        dataset: Has `view(index)`, which stores what it reads in the cache.
+        dataset: Has `_view(index)`, which stores what it reads in the cache.
         cache: The cache to fill.
         num_workers: Processes; None for one per usable CPU, 0 for none.
         shown: Draw a bar, if standard error is a terminal.

@@ -112,7 +112,8 @@ def build_on(
     Raises:
         CacheError: Shards could not be built; the error names them, with reasons and machines. Also as
             `build_shard`.
-        TooManyFailuresError: More samples than `max_errors` allows could not be read. The finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read. The finished shards are
+            kept.
     """
     path = os.path.abspath(path)
     dataset = open_dataset()

@@ -36,7 +36,7 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
 
 
 class _TaskLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # one or two, by torch's release
-    """torch's loader, also after `fastload.patch_torch()`, which replaces loaders of exactly torch's class."""
+    """torch's loader, also after `patch_torch()`, which replaces loaders of exactly torch's class."""
 
 
 def run(

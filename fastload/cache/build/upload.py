@@ -76,7 +76,8 @@ def build_at_url(
         CacheBusyError: Another process of this host builds for this URL.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
-        TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are kept.
+        TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are
+            kept.
         ImportError: A package for the URL is missing.
         ValueError: An argument is invalid, or the URL has an unknown protocol.
     """

@@ -1,8 +1,8 @@
 """PrivateCache: a cache in RAM for systems without anonymous shared memory: a dict in each process.
 
 `open_cache` makes it if memfd is missing (macOS, Windows) or refused (by a system call filter or a resource
-limit). It pickles as an empty cache of the same size limit, so each worker fills its own. This costs memory and
-decoding in every worker; a warning says so.
+limit). It pickles as an empty cache of the same size limit, so each worker fills its own. This costs memory
+and decoding in every worker; a warning says so.
 """
 
 from __future__ import annotations
