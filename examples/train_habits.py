@@ -155,7 +155,7 @@ HABITS = (
     ),
     Habit(
         "oom_retry",
-        "fastload.retry_on_oom: a step that does not fit is done again in halves, outside the except.\n"
+        "fastload.training.retry_on_oom: a step that does not fit runs again in halves, outside the except.\n"
         "Does not pay as a way of life: find_batch_size finds a size that fits. Batch norm sees the halves.",
     ),
     Habit(

@@ -85,7 +85,7 @@ class Trainer:
         with torch.autograd.set_detect_anomaly(options.debug):
             if options.oom_retry:
                 # The second try runs where the error, its traceback and the frames in it are gone.
-                results = fastload.retry_on_oom(self.add_gradients, batch, model=self.network)
+                results = fastload.training.retry_on_oom(self.add_gradients, batch, model=self.network)
             else:
                 results = [self.add_gradients(batch, 1.0)]
         self.optimizer.step()
@@ -156,7 +156,7 @@ class Trainer:
         if self.device.type != "cuda":
             return contextlib.nullcontext()
         options = self.options
-        return fastload.tune_backends(tf32=options.tf32, cudnn_benchmark=options.cudnn_benchmark)
+        return fastload.training.tune_backends(tf32=options.tf32, cudnn_benchmark=options.cudnn_benchmark)
 
     def hints(self) -> list[str]:
         """What the sizes seen so far mean for the habits that are on."""

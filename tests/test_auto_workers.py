@@ -621,7 +621,7 @@ def test_a_trial_that_fails_is_a_warning(dataset: Any, reason: str, caplog: pyte
     """There are then as many workers as CPUs, and the first epoch raises what is wrong."""
     loader = fastload.DataLoader(dataset, 16, num_workers="auto")
     number = loader.num_workers
-    with pytest.raises((KeyError, fastload.WorkerDiedError)):
+    with pytest.raises((KeyError, fastload.errors.WorkerDiedError)):
         list(loader)
     assert loader._auto_workers is not None
     loader._auto_workers.choose(loader)  # for the next epoch: it is not said again

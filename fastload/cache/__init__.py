@@ -4,3 +4,22 @@ Read in this order: `dataset` (the user's object), `open_cache` (chooses and ope
 (the interface of caches), `ram` and `lmdb` (the caches), `build` (fills them), `record` and `columns` (the
 bytes of samples).
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastload.cache.dataset import CachedDataset as CachedDataset
+    from fastload.cache.dataset import CacheInfo as CacheInfo
+    from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
+    from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
+else:
+    from fastload.system.public import public_names as _public_names
+
+    __getattr__, __dir__, __all__ = _public_names(
+        "fastload.cache",
+        {
+            "dataset": ("CachedDataset", "CacheInfo"),
+            "lmdb.lmdb_cache": ("LMDBCache",),
+            "ram.shared": ("SharedMemoryCache",),
+        },
+    )

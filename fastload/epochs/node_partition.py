@@ -223,8 +223,8 @@ class NodePartitionSampler(DistributedSampler[int]):
         raise ResumeError(
             f"epoch {self.epoch} cannot be resumed: the state was saved within partition {partition} (epochs "
             f"{partition * per_partition} to {end - 1}) with {saved}, but this NodePartitionSampler has "
-            f"{own}. Train with {saved} until epoch {end - 1} has ended, or begin a new partition: load a state "
-            f"that was saved between two epochs, and then call loader.set_epoch({end})"
+            f"{own}. Train with {saved} until epoch {end - 1} has ended, or begin a new partition: load a "
+            f"state that was saved between two epochs, and then call loader.set_epoch({end})"
         )
 
 

@@ -5,3 +5,21 @@ functions belong to which stage), hot_lines (the lines of user code that take th
 records), facts (settings and sizes of a loader), watching (the consumer's side), timeline (the recordings,
 read back), prediction (how long steps take after a change), suggestions, report, trace, session.
 """
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastload.profiling.report import LoaderReport as LoaderReport
+    from fastload.profiling.report import ProfileReport as ProfileReport
+    from fastload.profiling.session import Profile as Profile
+    from fastload.profiling.session import profile as profile
+else:
+    from fastload.system.public import public_names as _public_names
+
+    __getattr__, __dir__, __all__ = _public_names(
+        "fastload.profiling",
+        {
+            "report": ("LoaderReport", "ProfileReport"),
+            "session": ("Profile", "profile"),
+        },
+    )

@@ -39,7 +39,7 @@ def retry_on_oom(
     that with ``(loss * weight).backward()`` the gradients of a mean over the batch add up::
 
         optimizer.zero_grad()
-        losses = fastload.retry_on_oom(step, batch, model=model)
+        losses = fastload.training.retry_on_oom(step, batch, model=model)
         optimizer.step()
 
     Parts are views of the batch, and their sizes differ by at most one: 2 parts, then 4, 8, ... Other changes

@@ -287,7 +287,7 @@ def test_without_a_cache(tmp_path: Path) -> None:
     Image.new("L", (7, 5), 20).save(tmp_path / "a" / "0.png")
 
     assert (before, ds[0][0].max()) == (10, 20)
-    assert ds.fill(progress=False) == fastload.CacheInfo(1, 0, 0, None, "none")
+    assert ds.fill(progress=False) == fastload.cache.CacheInfo(1, 0, 0, None, "none")
     assert "each access reads the dataset" in ds.explain()
 
 

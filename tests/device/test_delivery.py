@@ -183,7 +183,9 @@ def test_cuda_by_name_raises_at_iter_before_any_worker(without_cuda: None) -> No
     """The reason comes from iter(), and nothing was started."""
     loader = DataLoader(IMAGES, 4, num_workers=2, device="cuda")
 
-    with pytest.raises(fastload.DeviceUnavailableError, match=r"DataLoader cannot use .*built without CUDA"):
+    with pytest.raises(
+        fastload.errors.DeviceUnavailableError, match=r"DataLoader cannot use .*built without CUDA"
+    ):
         iter(loader)
     assert multiprocessing.active_children() == []
 
@@ -325,7 +327,7 @@ def test_a_closed_loader_ends_its_iterator_at_once(
     images, _ = next(iterator)
     loader.close()
 
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
     assert loader.state_dict()["_num_yielded"] == 1
     assert len(list(loader)) == 6

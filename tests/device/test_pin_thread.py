@@ -70,7 +70,7 @@ def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> 
 
 def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -> None:
     """The thread hands the error over instead of dying of it."""
-    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
         list(fastload.DataLoader(datasets.Made(datasets.killed), 4, num_workers=2))
 
 

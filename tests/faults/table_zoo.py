@@ -109,7 +109,9 @@ def _block_signals_and_hang() -> None:
 
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": lambda: _raise(OwnError("it is mine")),
-    "raises an error of fastload": lambda: _raise(fastload.ImageReadError("/nowhere/1.jpg", "it is cut")),
+    "raises an error of fastload": lambda: _raise(
+        fastload.errors.ImageReadError("/nowhere/1.jpg", "it is cut")
+    ),
     "raises a BaseException": lambda: _raise(OwnBaseError("it is mine")),
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(4),

@@ -37,7 +37,7 @@ def test_a_batch_whose_descriptor_cannot_be_received_is_an_error_that_names_the_
     iterator = iter(loader)
     assert_right(iterator, range(10))
 
-    with zoo.no_descriptors(), pytest.raises(fastload.BatchLostError, match="RLIMIT_NOFILE is 256"):
+    with zoo.no_descriptors(), pytest.raises(fastload.errors.BatchLostError, match="RLIMIT_NOFILE is 256"):
         assert_right(iterator, range(10, 22))
 
     state = loader.state_dict()
@@ -127,7 +127,7 @@ def test_a_state_that_cannot_reach_a_worker_without_descriptors_is_an_error(tmp_
     resumed.load_state_dict(loader.state_dict())
     iterator = iter(resumed)
 
-    with pytest.raises(fastload.WorkerDiedError, match="exited with code 1"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="exited with code 1"):
         next(iterator)
 
 
@@ -141,7 +141,7 @@ def test_an_index_that_cannot_reach_a_worker_without_descriptors_ends_the_worker
     iterator = iter(loader)
     first = next(iterator)
 
-    with pytest.raises(fastload.WorkerDiedError, match="exited with code 1"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="exited with code 1"):
         next(iterator)
 
     assert zoo.value_of(first[0]) == 4
@@ -164,7 +164,7 @@ def test_memory_that_cannot_be_mapped_closes_the_iterator(monkeypatch: pytest.Mo
     monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
     iterator = iter(loader)
 
-    with pytest.raises(fastload.BatchLostError, match="out of address space"):
+    with pytest.raises(fastload.errors.BatchLostError, match="out of address space"):
         assert_right(iterator, range(20))
     state = loader.state_dict()
     loader.load_state_dict(state)

@@ -142,9 +142,9 @@ def test_one_more_than_the_budget_is_an_error_in_the_place_of_its_batch(mode: st
     assert len(next(iterator)) == 4
     assert len(next(iterator)) == 4
 
-    with pytest.raises(fastload.TooManyFailuresError, match=r"3 samples .* allows 2 .* 9 .*9\.jpg"):
+    with pytest.raises(fastload.errors.TooManyFailuresError, match=r"3 samples .* allows 2 .* 9 .*9\.jpg"):
         next(iterator)
-    with pytest.raises(fastload.TooManyFailuresError, match="4 samples"):
+    with pytest.raises(fastload.errors.TooManyFailuresError, match="4 samples"):
         next(iterator)
 
     assert zoo.value_of(next(iterator)) == 16
@@ -160,7 +160,7 @@ def test_a_budget_may_be_a_share_of_the_epoch(share: float, may_fail: bool) -> N
     if may_fail:
         assert len(list(loader)) == 5
     else:
-        with pytest.raises(fastload.TooManyFailuresError, match="allows 3 of 20"):
+        with pytest.raises(fastload.errors.TooManyFailuresError, match="allows 3 of 20"):
             list(loader)
 
 
@@ -271,7 +271,7 @@ def test_a_report_that_cannot_be_received_closes_the_iterator() -> None:
     assert got == [0, 1, 2]
     (note,) = caught.value.__notes__
     assert note == "fastload: raised while the answer to batch 3 of worker 0 was unpickled"
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
 
 

@@ -25,7 +25,7 @@ def test_a_death_is_seen_though_a_child_of_the_worker_lives_on(gate: Gate) -> No
     """The child holds the pipe by which multiprocessing would know."""
     iterator = iter(fastload.DataLoader(datasets.Made(zoo.KilledWithChild(8, gate), 40), 2, num_workers=1))
 
-    with pytest.raises(fastload.WorkerDiedError, match=r"worker 0 was killed by SIGKILL .*batch 4"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match=r"worker 0 was killed by SIGKILL .*batch 4"):
         list(iterator)
 
 
@@ -47,7 +47,7 @@ def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() ->
         for thread in threads:
             thread.join()
 
-        with pytest.raises(fastload.WorkerDiedError, match="SIGKILL"):
+        with pytest.raises(fastload.errors.WorkerDiedError, match="SIGKILL"):
             list(iterators[0])
         assert len(list(iterators[1])) == 6
         iterators.clear()
@@ -121,5 +121,5 @@ def test_a_worker_that_ended_before_it_could_be_watched_is_a_death(
         datasets.Made(zoo.array, 8), 2, num_workers=1, multiprocessing_context=method
     )
 
-    with pytest.raises(fastload.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
         list(loader)

@@ -52,7 +52,7 @@ def test_a_worker_that_dies_each_time_ends_the_epoch_after_the_last_restart() ->
     got = [[zoo.value_of(sample) for sample in next(iterator)] for _ in range(3)]
 
     with pytest.raises(
-        fastload.WorkerDiedError, match=r"worker 1 exited with code 7 .*It was working on batch 3"
+        fastload.errors.WorkerDiedError, match=r"worker 1 exited with code 7 .*It was working on batch 3"
     ):
         next(iterator)
 
@@ -204,7 +204,7 @@ def test_the_cgroups_count_of_kills_is_named_where_it_grew(monkeypatch: pytest.M
     monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
     iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=1))
 
-    with pytest.raises(fastload.WorkerDiedError, match=r"memory\.events of the cgroup counts 1 more"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match=r"memory\.events of the cgroup counts 1 more"):
         list(iterator)
 
 
@@ -222,7 +222,7 @@ def test_a_handler_that_waits_for_all_children_hides_no_death() -> None:
     before = signal.signal(signal.SIGCHLD, reap)
     try:
         iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2))
-        with pytest.raises(fastload.WorkerDiedError, match=r"worker 1 .* working on batch 3,"):
+        with pytest.raises(fastload.errors.WorkerDiedError, match=r"worker 1 .* working on batch 3,"):
             list(iterator)
     finally:
         signal.signal(signal.SIGCHLD, before)
@@ -243,7 +243,7 @@ def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
 
     with pytest.raises(BlockingIOError):
         next(iterator)
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
 
 
@@ -253,7 +253,7 @@ def test_after_a_death_the_state_lies_within_the_epoch(tmp_path: Any) -> None:
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2)
     iterator = iter(loader)
     got: list[Any] = []
-    with pytest.raises(fastload.WorkerDiedError):
+    with pytest.raises(fastload.errors.WorkerDiedError):
         got.extend(iter(iterator.__next__, None))
     with pytest.raises(StopIteration):
         next(iterator)

@@ -76,7 +76,7 @@ def test_a_signal_to_a_worker_is_a_death_whatever_the_parent_handles(handlers: l
     next(iterator)
     os.kill(iterator._workers[1].pid, signal.SIGTERM)
 
-    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGTERM"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGTERM"):
         list(iterator)
 
     assert signal.SIGTERM not in handlers
@@ -138,7 +138,7 @@ def test_close_that_is_interrupted_ends_the_workers_and_may_be_called_again(
 
     assert not any(psutil.pid_exists(pid) for pid in pids)
     loader.close()
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
     assert zoo.value_of(held) == 0
 
@@ -228,7 +228,7 @@ def test_an_exception_from_a_signal_handler_never_loses_a_batch_in_silence(
             pass  # it cost this batch at most, and the caller knows
         try:
             got = _value(next(iterator))
-        except (fastload.LoaderClosedError, fastload.BatchLostError):
+        except (fastload.errors.LoaderClosedError, fastload.errors.BatchLostError):
             num_closed += 1
             iterator = iter(loader)
             got = _value(next(iterator))
@@ -322,7 +322,7 @@ def test_an_exception_that_ends_the_sampler_is_no_end_of_the_epoch() -> None:
 
     with pytest.raises(AlarmError):
         collect()
-    with pytest.raises(fastload.BatchLostError, match="an exception ended the sampler"):
+    with pytest.raises(fastload.errors.BatchLostError, match="an exception ended the sampler"):
         collect()
 
     assert numbers == sorted(numbers)

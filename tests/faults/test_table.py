@@ -84,7 +84,7 @@ DEATHS = {
 }
 ERRORS: dict[str, tuple[type[Exception], str]] = {  # an error of fastload's brings its attributes, too
     "raises": (zoo.OwnError, "it is mine"),
-    "raises an error of fastload": (fastload.ImageReadError, "it is cut"),
+    "raises an error of fastload": (fastload.errors.ImageReadError, "it is cut"),
     "no memory": (MemoryError, ""),
     "no files": (OSError, "Too many open files"),
     "no room in a file": (OSError, "File too large"),
@@ -137,7 +137,7 @@ def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -
 
     firsts, error = take(iterator)
 
-    assert isinstance(error, fastload.WorkerDiedError)
+    assert isinstance(error, fastload.errors.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
     task = "It was working on batch 4, index [16, 17"
     if stage == "replied":
@@ -199,7 +199,7 @@ def test_a_death_after_the_last_reply_names_no_batch(name: str, stage: str, meth
 
     firsts, error = take(iterator)
 
-    assert (firsts, type(error)) == (ALL[:3], fastload.WorkerDiedError)
+    assert (firsts, type(error)) == (ALL[:3], fastload.errors.WorkerDiedError)
     assert f"worker 0 {DEATHS[name]}" in str(error)
     assert "It had no unfinished batch" in str(error)
 
@@ -226,7 +226,7 @@ def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_firs
 
     assert firsts == []
     if name in DEATHS:
-        assert isinstance(error, fastload.WorkerDiedError)
+        assert isinstance(error, fastload.errors.WorkerDiedError)
         assert DEATHS[name] in str(error)
         assert take(iterator) == ([], None)
     elif stage == "init":
@@ -237,7 +237,7 @@ def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_firs
     else:  # as in torch, a user's error loses its class
         kind, text = ERRORS[name]
         is_own = issubclass(kind, fastload.FastloadError)
-        assert isinstance(error, kind if is_own else fastload.WorkerStartError)
+        assert isinstance(error, kind if is_own else fastload.errors.WorkerStartError)
         assert text in str(error)
         assert is_own or f"{kind.__name__}: " in str(error)
         assert error.__notes__[-1] == "fastload: worker 0, at its start"
@@ -278,7 +278,7 @@ def test_a_death_between_two_epochs_is_an_error_of_the_second_or_costs_nothing(
         assert (firsts, error) == (ALL, None)
     else:
         assert firsts == []
-        assert isinstance(error, fastload.WorkerDiedError)
+        assert isinstance(error, fastload.errors.WorkerDiedError)
         assert f"worker 0 {DEATHS[name]}" in str(error)
         assert "It was working on batch 0" in str(error)
         assert take(iterator) == ([], None)
@@ -428,7 +428,7 @@ def test_close_ends_a_worker_that_does_not_leave(
 
     loader.close()
 
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
     assert take(held) == (BEFORE[: len(held)], None)
     loader.worker_init_fn.fault.begins = None
@@ -460,7 +460,7 @@ def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
 
     loader.close()
 
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
     assert take(held) == (BEFORE, None)
 

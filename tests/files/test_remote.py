@@ -90,7 +90,7 @@ def test_a_file_that_stays_cut_is_an_error_with_both_lengths(
     faulty.faults["3.jpg"] = [cut] * 10
 
     with pytest.raises(
-        fastload.ImageReadError, match=r"faulty://bucket/train/dog/3\.jpg.*2 bytes.*of the 5 that"
+        fastload.errors.ImageReadError, match=r"faulty://bucket/train/dog/3\.jpg.*2 bytes.*of the 5 that"
     ):
         folder.read("dog/3.jpg", 5)
     assert len(pauses) == 5
@@ -103,7 +103,7 @@ def test_after_six_attempts_the_last_error_is_raised(
     faulty.faults["1.jpg"] = [raising(ConnectionError(f"attempt {number}")) for number in range(10)]
 
     with pytest.raises(
-        fastload.ImageReadError, match=r"ConnectionError: attempt 5 .tried 6 times in "
+        fastload.errors.ImageReadError, match=r"ConnectionError: attempt 5 .tried 6 times in "
     ) as info:
         folder.read("cat/1.jpg", 3)
     assert info.value.path == f"{URL}/cat/1.jpg"
@@ -117,7 +117,7 @@ def test_an_error_that_cannot_pass_is_raised_at_once(
     """Nothing is tried again."""
     faulty.faults["1.jpg"] = [raising(error)]
 
-    with pytest.raises(fastload.ImageReadError, match=f"{type(error).__name__}: "):
+    with pytest.raises(fastload.errors.ImageReadError, match=f"{type(error).__name__}: "):
         folder.read("cat/1.jpg", 3)
     assert pauses == []
 
@@ -148,7 +148,7 @@ def test_a_folder_that_may_not_be_listed_is_an_error_that_names_it(
 
     monkeypatch.setattr(faulty, "find", find)
     with pytest.raises(
-        fastload.RemoteFolderError, match=r"cannot list faulty://bucket/train: PermissionError"
+        fastload.errors.RemoteFolderError, match=r"cannot list faulty://bucket/train: PermissionError"
     ):
         folder.list_files()
 
@@ -188,7 +188,7 @@ def test_a_list_that_cannot_be_written_is_an_error(
     monkeypatch.setattr(faulty, "pipe_file", refuse)
 
     with pytest.raises(
-        fastload.RemoteFolderError, match=rf"cannot write {URL}/{SAVED_NAME}.*read-only bucket"
+        fastload.errors.RemoteFolderError, match=rf"cannot write {URL}/{SAVED_NAME}.*read-only bucket"
     ):
         folder.save_list(*folder.list_files())
 
@@ -331,7 +331,7 @@ def read(data: bytes) -> tuple[list[str], list[RemoteFile]] | None:
     tracemalloc.start()
     try:
         found = folder.saved_list()
-    except fastload.RemoteFolderError as error:
+    except fastload.errors.RemoteFolderError as error:
         text = str(error)
         assert text.startswith(f"cannot use the list of files {URL}/{SAVED_NAME}: ")
         assert text.endswith("Pass listing='save' to replace it, or listing='ignore'")

@@ -279,7 +279,7 @@ def test_a_file_that_is_gone_is_an_error_at_its_batch(
 
     assert values([next(iterator)]) == [[0, 1, 2, 3]]
     # As torch's, a worker's error whose class takes two arguments is raised as a RuntimeError.
-    kinds = (fastload.ImageReadError, RuntimeError)
+    kinds = (fastload.errors.ImageReadError, RuntimeError)
     with pytest.raises(kinds, match=r"faulty://bucket/train/class0/05\.png.*gone") as info:
         next(iterator)
     assert "dataset index 5" in "".join([str(info.value), *info.value.__notes__])
@@ -385,7 +385,9 @@ def test_a_saved_list_is_used(
     assert len(used) == len(saved) == SIZE
     assert used.fingerprint() == saved.fingerprint()
     assert "from the list that was saved there on" in caplog.text
-    with pytest.raises(fastload.ImageReadError, match="when the folder was listed"):  # its length is another
+    with pytest.raises(
+        fastload.errors.ImageReadError, match="when the folder was listed"
+    ):  # its length is another
         used[0]
     assert len(fastload.ImageFolder(url, extensions=[".xyz"], allow_empty=True)) == 1
     for listing in ("ignore", "save", "use"):

@@ -136,7 +136,9 @@ def test_an_object_that_is_gone_is_an_error_with_its_url(endpoint: str) -> None:
     folder = fastload.ImageFolder("s3://photos/gone", storage_options={"endpoint_url": endpoint})
     fs.rm("photos/gone/a/1.png")
 
-    with pytest.raises(fastload.ImageReadError, match=r"s3://photos/gone/a/1.png.*it was there when the"):
+    with pytest.raises(
+        fastload.errors.ImageReadError, match=r"s3://photos/gone/a/1.png.*it was there when the"
+    ):
         folder[0]
     assert folder[1][0][0, 0, 0] == 2
 
@@ -184,7 +186,7 @@ def test_a_cache_is_downloaded_with_storage_options(
     options = {"endpoint_url": endpoint, "key": "test", "secret": "test"}
 
     cached = fastload.CachedDataset.from_cache(url, storage_options=options)
-    beside = fastload.CachedDataset(folder, cache=fastload.LMDBCache(url, storage_options=options))
+    beside = fastload.CachedDataset(folder, cache=fastload.cache.LMDBCache(url, storage_options=options))
 
     assert values(fastload.DataLoader(cached, 4, num_workers=1)) == list(range(SIZE))
     assert values(fastload.DataLoader(beside, 4)) == list(range(SIZE))

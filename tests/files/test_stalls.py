@@ -82,7 +82,7 @@ def test_a_store_that_always_stalls_is_an_error(server: Stalling, monkeypatch: p
     monkeypatch.setenv(attempts.READ_VARIABLE, "0.2")
     server.faults = ["never answers"] * 40
 
-    with pytest.raises(fastload.ImageReadError, match=r"/a\.bin.*tried \d times in"):
+    with pytest.raises(fastload.errors.ImageReadError, match=r"/a\.bin.*tried \d times in"):
         RemoteFolder(server.url).read("a.bin", len(CONTENT))
 
 

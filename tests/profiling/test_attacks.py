@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow  # loops that wait
 
 
-def by_name(profile: fastload.Profile) -> dict[str, fastload.LoaderReport]:
+def by_name(profile: fastload.profiling.Profile) -> dict[str, fastload.profiling.LoaderReport]:
     """The reports by their loaders' names."""
     return {report.name: report for report in profile.report().loaders}
 

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.slow  # loops that wait
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
 
-def profiled(loader: Any, *, compute_s: float = 0.0, num_steps: int | None = None) -> fastload.LoaderReport:
+def profiled(
+    loader: Any, *, compute_s: float = 0.0, num_steps: int | None = None
+) -> fastload.profiling.LoaderReport:
     """The report on a loop over a loader, which may end early."""
     with fastload.profile(loader) as profile:
         for _batch in itertools.islice(loader, num_steps):

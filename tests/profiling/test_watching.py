@@ -254,14 +254,14 @@ class TestReport:
     """What can be done with a report."""
 
     @pytest.fixture
-    def profile(self) -> fastload.Profile:
+    def profile(self) -> fastload.profiling.Profile:
         """A short profile of a slow dataset."""
         loader = make("torch", zoo.SlowTransform(), 0)
         with fastload.profile(loader) as profile:
             batches(loader, 1)
         return profile
 
-    def test_as_json_and_as_text(self, profile: fastload.Profile) -> None:
+    def test_as_json_and_as_text(self, profile: fastload.profiling.Profile) -> None:
         """Plain values only; the text holds the verdict."""
         report = profile.report()
         value = json.loads(json.dumps(report.as_dict()))
@@ -272,7 +272,7 @@ class TestReport:
 
     @pytest.mark.parametrize(("busy_share", "is_told"), [(0.97, True), (0.5, False), (None, False)])
     def test_a_busy_machine_is_told(
-        self, profile: fastload.Profile, busy_share: float | None, is_told: bool
+        self, profile: fastload.profiling.Profile, busy_share: float | None, is_told: bool
     ) -> None:
         """If no CPU was free, with the share of other processes."""
         (timeline,) = profile._timelines
@@ -299,7 +299,7 @@ class TestReport:
         assert any("too few batches were made to say" in line for line in lines)
         assert not any(line.endswith(":") for line in lines)
 
-    def test_as_a_trace(self, profile: fastload.Profile, tmp_path: Path) -> None:
+    def test_as_a_trace(self, profile: fastload.profiling.Profile, tmp_path: Path) -> None:
         """Complete events of the loop and of the batches that were made."""
         path = tmp_path / "trace.json"
 

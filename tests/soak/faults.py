@@ -101,7 +101,7 @@ def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
         except StopIteration:
             death.call_off()
             return False
-        except fastload.WorkerDiedError as error:
+        except fastload.errors.WorkerDiedError as error:
             waited_s = time.monotonic() - max(asked_s, death.sent_s)
             death.call_off()
             if waited_s > DEATH_S:

@@ -232,7 +232,7 @@ def closes(subject: Subject, rng: random.Random) -> None:
 def _expect_closed(reader: Reader) -> None:
     try:
         next(reader.iterator)
-    except (fastload.LoaderClosedError, StopIteration):  # StopIteration after the end of the epoch
+    except (fastload.errors.LoaderClosedError, StopIteration):  # StopIteration after the end of the epoch
         return
     raise SoakError("an iterator gave a batch after close()")
 
@@ -282,7 +282,7 @@ def interrupts(subject: Subject, rng: random.Random) -> None:
             except StopIteration:
                 reader.expect_end()
                 break
-            except fastload.LoaderClosedError:
+            except fastload.errors.LoaderClosedError:
                 break
             held.add(reader.take(batch))
     finally:

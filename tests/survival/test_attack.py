@@ -184,7 +184,7 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
     if how == "finished":
         assert len(list(iterator)) == 5
     elif how != "left":
-        with pytest.raises((ValueError, fastload.WorkerDiedError)):
+        with pytest.raises((ValueError, fastload.errors.WorkerDiedError)):
             list(iterator)
 
     del iterator

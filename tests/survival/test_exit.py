@@ -121,7 +121,7 @@ def consume():
     held.close()
     try:
         next(iterator)
-    except fastload.LoaderClosedError:
+    except fastload.errors.LoaderClosedError:
         return
     sys.exit("no error")
 threading.Thread(target=consume).start()

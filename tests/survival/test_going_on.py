@@ -170,7 +170,7 @@ def test_an_index_that_cannot_be_sent_is_an_error_that_ends_the_epoch() -> None:
         next(iterator)
 
     assert caught.value.__notes__ == ["fastload: the index of batch 3 could not be sent to worker 0"]
-    with pytest.raises(fastload.LoaderClosedError):
+    with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
 
 
@@ -191,7 +191,7 @@ def test_a_loader_whose_persistent_worker_died_can_begin_a_new_epoch(
     held = next(iterator)
     kept = held[0].clone()
 
-    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
         list(iterator)
     assert list(iterator) == []
     loader.dataset.make = attack_zoo.numbered
@@ -205,7 +205,7 @@ def test_a_death_is_logged_once_with_the_text_of_its_error(caplog: pytest.LogCap
     """A program that catches the error leaves a trace of it."""
     iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2))
     with caplog.at_level(logging.ERROR, "fastload"):
-        with pytest.raises(fastload.WorkerDiedError) as caught:
+        with pytest.raises(fastload.errors.WorkerDiedError) as caught:
             list(iterator)
         assert list(iterator) == []
 
@@ -232,7 +232,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     )
     is_found.wait()
 
-    with pytest.raises(fastload.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
         list(iterator)
     assert list(iterator) == []
 
@@ -250,7 +250,7 @@ def test_every_next_after_close_is_the_same_error(
     loader.close()
 
     for _ in range(8):
-        with pytest.raises(fastload.LoaderClosedError, match="start a new one"):
+        with pytest.raises(fastload.errors.LoaderClosedError, match="start a new one"):
             next(iterator)
     assert_numbered(held, 0, 4)
     assert_rest(loader, 0)
@@ -282,7 +282,7 @@ def test_close_in_another_thread_ends_a_wait(
     loader.close()
     thread.join()
 
-    assert [type(error) for error in errors] in ([fastload.LoaderClosedError], [])
+    assert [type(error) for error in errors] in ([fastload.errors.LoaderClosedError], [])
 
 
 def test_a_batch_that_cannot_be_opened_costs_itself_alone() -> None:

@@ -62,7 +62,7 @@ class Typed:
 
 try:
     list(fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="spawn"))
-except fastload.WorkerStartError as error:
+except fastload.errors.WorkerStartError as error:
     print(error)
 
 print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessing_context="fork")])
@@ -151,7 +151,7 @@ def test_what_a_worker_cannot_unpickle_is_told_with_the_way_out(
     dataset.held = make()()
     loader = fastload.DataLoader(dataset, num_workers=1, multiprocessing_context=method)
 
-    with pytest.raises(fastload.WorkerStartError, match=cause) as caught:
+    with pytest.raises(fastload.errors.WorkerStartError, match=cause) as caught:
         list(loader)
 
     assert advice in str(caught.value)

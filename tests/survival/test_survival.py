@@ -40,7 +40,7 @@ def test_a_worker_that_dies_while_it_writes_a_row_is_an_error_that_says_so(
     held = []
 
     with pytest.raises(
-        fastload.WorkerDiedError, match=r"worker 1 was killed by SIGKILL .*out-of-memory killer"
+        fastload.errors.WorkerDiedError, match=r"worker 1 was killed by SIGKILL .*out-of-memory killer"
     ):
         held.extend(iterator)
 
@@ -60,7 +60,7 @@ def test_a_death_ends_the_wait_for_a_batch_that_will_never_come(
     make = functools.partial(killing_zoo.killed_while_others_hang, victim)
     iterator = iter(fastload.DataLoader(datasets.Made(make), num_workers=2))
 
-    with pytest.raises(fastload.WorkerDiedError, match=f"worker {victim} was killed by SIGKILL"):
+    with pytest.raises(fastload.errors.WorkerDiedError, match=f"worker {victim} was killed by SIGKILL"):
         next(iterator)
 
 

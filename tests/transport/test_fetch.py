@@ -208,7 +208,7 @@ def test_an_error_of_default_collate_names_the_field(
 def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> None:
     """The path of the image and what to return instead."""
     pictures = datasets.Made(fetch_zoo.picture, 4)
-    with pytest.raises(fastload.UnsupportedSampleError) as refused:
+    with pytest.raises(fastload.errors.UnsupportedSampleError) as refused:
         fastload.CachedDataset(pictures)
     cached = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 4), transform=fetch_zoo.paints)
     with pytest.raises(TypeError, match="default_collate") as caught:

@@ -113,7 +113,7 @@ def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.Mon
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)
 
-    with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
+    with pytest.raises(fastload.errors.SegmentError, match="cannot take so much memory"):
         private_memory(4096)
 
 
@@ -328,7 +328,7 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
 
 
 def _no_memory(mapping: Any) -> None:
-    raise fastload.SegmentError("cannot take so much memory")
+    raise fastload.errors.SegmentError("cannot take so much memory")
 
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
     iterator = iter(fastload.DataLoader(datasets.Made(_array_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
-        with pytest.raises(fastload.SegmentError, match="cannot take so much memory"):
+        with pytest.raises(fastload.errors.SegmentError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
 

@@ -26,7 +26,7 @@ WORKERS = [
 
 def made(kind: type[fastload.FastloadError]) -> Any:
     """An error of this class with an attribute, a user's note, and the arguments of its constructor."""
-    arguments = ("a.jpg", "cut") if kind is fastload.ImageReadError else ("it says why",)
+    arguments = ("a.jpg", "cut") if kind is fastload.errors.ImageReadError else ("it says why",)
     error = kind(*arguments)
     error.tries = 3  # type: ignore[attr-defined]
     error.add_note("a note of the user's")
@@ -61,7 +61,7 @@ def test_errors_of_fastload_arrive_as_themselves(options: dict[str, Any]) -> Non
         assert_alike(caught.value, made(kind))
 
 
-class DamagedClass(fastload.CacheCorruptError):
+class DamagedClass(fastload.errors.CacheCorruptError):
     """An error of the user's that cannot be made again from what pickle has."""
 
     def __init__(self, path: str, line: int) -> None:
@@ -86,7 +86,7 @@ class RaisesInState(torch.utils.data.IterableDataset[int]):
         return iter(range(8))
 
     def state_dict(self) -> Any:
-        raise fastload.CacheBusyError("wait")
+        raise fastload.errors.CacheBusyError("wait")
 
     def load_state_dict(self, state: Any) -> None:
         raise AssertionError("there is no state")
@@ -98,7 +98,7 @@ def test_an_error_of_a_state_arrives_as_itself(num_workers: int) -> None:
     loader = fastload.DataLoader(RaisesInState(), 2, num_workers=num_workers)
     next(iter(loader))
 
-    with pytest.raises(fastload.CacheBusyError, match="wait"):
+    with pytest.raises(fastload.errors.CacheBusyError, match="wait"):
         loader.state_dict()
 
 
@@ -162,7 +162,7 @@ class ReadsNothing(Raising):
 
 def test_an_error_of_fastload_says_where_the_user_called_it() -> None:
     """In a note, because its text is that without workers."""
-    with pytest.raises(fastload.ImageReadError, match="No such file") as caught:
+    with pytest.raises(fastload.errors.ImageReadError, match="No such file") as caught:
         list(fastload.DataLoader(ReadsNothing(), 1, num_workers=1))
 
     assert str(caught.value) == "cannot read the image '/nowhere/1.jpg': No such file or directory"
