@@ -154,7 +154,7 @@ def test_budgets(max_memory: Any, expected: int) -> None:
 )
 def test_nonsense_is_refused(max_memory: Any) -> None:
     """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
-    with pytest.raises(ValueError, match=r'^budget=.*"40GB"'):
+    with pytest.raises(ValueError, match=r'^max_memory=.*"40GB"'):
         parse_memory(max_memory, available=GB)
     with pytest.raises(ValueError, match=r'^prefetch_memory=.*"40GB"'):
         parse_memory(max_memory, name="prefetch_memory", available=GB)

@@ -185,7 +185,9 @@ def test_a_finished_cache_of_another_form_is_refused(tmp_path: Path) -> None:
 def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
     """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
     dataset = BrokenImages(12, bad=[0, 5, 6, 11])
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", shards=shards)
+    cache = build_lmdb(
+        dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", max_errors=1.0, shards=shards
+    )
     lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
 
     assert [cache.get(index) is None for index in range(12)] == [i in (0, 5, 6, 11) for i in range(12)]
@@ -207,7 +209,7 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
 def test_old_report_goes(tmp_path: Path) -> None:
     """A build that leaves nothing out removes the report of a cache that was there before."""
     (tmp_path / "cache.errors.jsonl").write_text("old")
-    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, on_error="skip")
+    build_lmdb(Images(3), tmp_path / "cache", num_workers=0, on_error="skip", max_errors=1.0)
 
     assert os.listdir(tmp_path) == ["cache"]
 
@@ -240,9 +242,11 @@ def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(is_begun: bo
     """Its sample is not skipped; nothing is left, and nothing said, if no sample was built before."""
     if is_begun:
         with pytest.raises(KeyboardInterrupt):
-            build_lmdb(Stopping(12, 5), tmp_path / "cache", num_workers=0, on_error="skip", shards=3)
+            build_lmdb(
+                Stopping(12, 5), tmp_path / "cache", num_workers=0, on_error="skip", max_errors=1.0, shards=3
+            )
     with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
-        build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip")
+        build_lmdb(Dying(12), tmp_path / "cache", num_workers=1, on_error="skip", max_errors=1.0)
 
     kept = f"Finished shards are kept at {tmp_path}/cache.partial: build again to resume"
     assert getattr(caught.value, "__notes__", []) == ([kept] if is_begun else [])
@@ -374,7 +378,9 @@ def test_samples_without_arrays_have_no_shapes(tmp_path: Path, caplog: Any) -> N
     """There is nothing to say about a dataset of numbers, nor about samples that are left out."""
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb([1, 2, 3], tmp_path / "x", num_workers=0)
-        build_lmdb(BrokenImages(12, bad=[0, 3]), tmp_path / "y", num_workers=0, on_error="skip")
+        build_lmdb(
+            BrokenImages(12, bad=[0, 3]), tmp_path / "y", num_workers=0, on_error="skip", max_errors=1.0
+        )
 
     assert "different shapes" not in caplog.text
 

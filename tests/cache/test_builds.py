@@ -153,7 +153,7 @@ def test_any_stops_and_faults_give_the_readable_samples(
     way: str, num_samples: int, shards: int, stops: set[int], bad: set[int], faults: list[Any]
 ) -> None:
     """Builds that end early and are run again, in any order of shards, give every readable sample."""
-    options: dict[str, Any] = {"on_error": "skip", "shards": shards}
+    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
         FaultyFileSystem.faults[".lmdb"] = faults
@@ -350,8 +350,8 @@ PACKAGE = str(Path(lmdb_writer.__file__).parent)
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"shards": 3},
-    {"on_error": "skip"},
-    {"on_error": "skip", "shards": 4, "codec": "png"},
+    {"on_error": "skip", "max_errors": 1.0},
+    {"on_error": "skip", "max_errors": 1.0, "shards": 4, "codec": "png"},
 ]
 
 

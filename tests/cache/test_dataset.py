@@ -189,7 +189,7 @@ def test_other_caches_are_refused(cache: Any, said: str) -> None:
     """What names no cache, and tiers but RAM over another one, raise ValueError and say what to give."""
     with pytest.raises(ValueError, match=said):
         CachedDataset(Images(2), cache=cache)
-    with pytest.raises(ValueError, match="budget='much'"):
+    with pytest.raises(ValueError, match="max_memory='much'"):
         CachedDataset(Images(2), max_memory="much")
 
 

@@ -515,7 +515,7 @@ def test_records_lie_where_lmdb_finds_them(
     path = tmp_path_factory.mktemp("places") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
-        build_lmdb(Texts(sizes), path, num_workers=0, on_error="skip").close()
+        build_lmdb(Texts(sizes), path, num_workers=0, on_error="skip", max_errors=1.0).close()
 
     check_as_lmdb(path, len(sizes))
 
@@ -524,7 +524,9 @@ def test_records_lie_where_lmdb_finds_them(
 @pytest.mark.parametrize(("num_samples", "size"), [(30_000, 20), (50, -1)])
 def test_trees_of_many_levels(num_samples: int, size: int, tmp_path: Path) -> None:
     """Trees with branches over branches, and more leaves than are looked at together."""
-    build_lmdb(Texts([size] * num_samples), tmp_path / "cache", num_workers=0, on_error="skip").close()
+    build_lmdb(
+        Texts([size] * num_samples), tmp_path / "cache", num_workers=0, on_error="skip", max_errors=1.0
+    ).close()
 
     check_as_lmdb(tmp_path / "cache", num_samples)
 
@@ -645,7 +647,13 @@ class LMDBStates(RuleBasedStateMachine):
     )
     def begin(self, samples: list[Any], codec: str, shards: int, commit_bytes: int) -> None:
         self.model = dict(enumerate(samples))
-        self.settings = {"codec": codec, "shards": shards, "on_error": "skip", "num_workers": 0}
+        self.settings = {
+            "codec": codec,
+            "shards": shards,
+            "on_error": "skip",
+            "max_errors": 1.0,
+            "num_workers": 0,
+        }
         self.commit_bytes = commit_bytes
 
     def build(self, source: Source) -> LMDBCache:

@@ -354,7 +354,7 @@ def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
     ds.transform = lambda sample: sample
     assert ds._gather([0, 1], np.empty) is None
     for kind in (RaggedImages, MixedImages):
-        assert warmed(kind(20)).gather([1, 4], np.empty) is None
+        assert warmed(kind(20))._gather([1, 4], np.empty) is None
     for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
         on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/{number}", num_workers=0)
         assert on_disk._gather([0, 5, 1], np.empty) is None

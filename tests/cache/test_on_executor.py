@@ -198,7 +198,10 @@ def test_a_build_above_max_errors_ends_at_once(
 
     assert executor.is_ended.is_set()
     assert executor.ran[6:] in ([], [6])  # the rest was cancelled
-    assert build_on(executors(), images(40, bad=bad), tmp_path / "cache", **options).num_cached == 37
+    assert (
+        build_on(executors(), images(40, bad=bad), tmp_path / "cache", max_errors=3, **options).num_cached
+        == 37
+    )
 
 
 def test_a_disk_that_is_full_once_is_tried_again(

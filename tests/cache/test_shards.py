@@ -85,7 +85,7 @@ class Calling(Images):
         (Images, 4, {}),
         (RaggedImages, 4, {"codec": "png"}),
         (Everything, 4, {"codec": "jpeg", "quality": 80}),
-        (BrokenImages, 4, {"on_error": "skip"}),
+        (BrokenImages, 4, {"on_error": "skip", "max_errors": 1.0}),
         (Images, 1, {}),
     ],
 )
@@ -166,14 +166,14 @@ def test_join_says_what_is_there(tmp_path: Path) -> None:
 # --- samples that are left out ---------------------------------------------------------------------------
 
 
-def test_a_shard_above_the_budget_ends_early(tmp_path: Path) -> None:
+def test_a_shard_above_max_errors_ends_early(tmp_path: Path) -> None:
     """It is not finished; it is built again with a larger `max_errors`."""
     options: dict[str, Any] = {"on_error": "skip"}
     with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
         shard_of(BrokenImages(40, bad=[21, 23, 25]), tmp_path / "cache", 1, 2, max_errors=1, **options)
     dataset = BrokenImages(40, bad=[21, 23, 25])
 
-    assert shard_of(dataset, tmp_path / "cache", 1, 2, **options).num_left_out == 3
+    assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, **options).num_left_out == 3
 
 
 # --- other plans -----------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
 
 def test_fill_of_a_finished_file_has_nothing_to_do(tmp_path: Path, caplog: Any) -> None:
     """A file takes nothing more, and the log says so in place of a bar of 0 samples."""
-    build_lmdb(Unreadable(40), tmp_path / "x", num_workers=0, progress=False, on_error="skip")
+    build_lmdb(Unreadable(40), tmp_path / "x", num_workers=0, progress=False, on_error="skip", max_errors=1.0)
     ds = CachedDataset.from_cache(tmp_path / "x")
     with caplog.at_level(logging.INFO, "fastload"):
         ds.fill(0)
@@ -269,7 +269,7 @@ def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
 ) -> None:
     """In training, too: the error's notes name the sample and from_cache, which leaves such samples out."""
     path = tmp_path / "x"
-    build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip")
+    build_lmdb(Unreadable(40), path, num_workers=0, progress=False, on_error="skip", max_errors=1.0)
     cache: Any = f"lmdb:{path}" if tier == "lmdb" else ["ram", f"lmdb:{path}"]
     ds = CachedDataset(Unreadable(40), cache=cache, max_memory=1 << 20)
 
