@@ -86,7 +86,7 @@ def train(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
 def main() -> None:
     with photo_folder() as folder:
         rows = load(folder)
-        info = train(rows, cache_key=f"{folder.resolve()}, 90 x 120").cache_info()
+        info = train(rows, key=f"{folder.resolve()}, 90 x 120").cache_info()
         print(f"datasets {datasets.__version__}: {info.num_cached} of {len(rows)} rows are cached")
 
 

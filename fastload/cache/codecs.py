@@ -9,6 +9,7 @@ Rules:
 3. Pillow is imported only when it is used: code that inspects a cache without decoding does not need it.
 4. Decoding returns exactly the leaf's shape and dtype, or raises CacheCorruptError; a truncated file is never
    decoded as an image.
+5. jpeg files have restart markers, which change no pixel, so that a crop decodes only its tiles.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastload.errors import CacheCorruptError
+from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
     from fastload.nested.leaves import Array, Leaf
@@ -30,6 +32,9 @@ CACHE_CODECS = (*CODECS, SOURCE)
 LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
+# Of an image that is handed out undecoded: crops of smaller ones take no less time than the whole.
+_LEAST_PIXELS = 1 << 16
+_MCU_SIDE = 16  # of the JPEGs that Pillow writes by default (4:2:0), in pixels
 _MOST_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
 _MOST_PIXELS = 1 << 26  # somewhat below the size at which Pillow warns of a decompression bomb
 _PNG_LEVEL = 1  # zlib's fastest level, because a build keeps all cores busy
@@ -72,15 +77,29 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
     """
     from PIL import Image
 
+    from fastload.images.restarts import restart_interval
+
     image = Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
     file = io.BytesIO()
     if codec == "png":
         image.save(file, "PNG", compress_level=_PNG_LEVEL)
     elif codec == "jpeg":
-        image.save(file, "JPEG", quality=quality)
+        interval = restart_interval(-(-image.width // _MCU_SIDE))
+        image.save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_blocks=interval)
     else:
         image.save(file, "WEBP", quality=quality, lossless=quality == BEST_QUALITY)
     return file.getvalue()
+
+
+def encoded_image(codec: str, payload: memoryview, leaf: Leaf) -> EncodedImage | None:
+    """An image file as an undecoded image; None if it is to be decoded now, by `decode_image`."""
+    from fastload.images.jpeg import parse_jpeg
+
+    if codec != "jpeg" or leaf.shape[0] * leaf.shape[1] < _LEAST_PIXELS:
+        return None
+    header = parse_jpeg(payload)
+    is_of_leaf = header is not None and (header.height, header.width, len(header.sampling)) == leaf.shape
+    return EncodedImage.of(payload, None) if is_of_leaf else None
 
 
 def decode_image(codec: str, payload: bytes, leaf: Leaf) -> Array:

@@ -118,9 +118,10 @@ class CachedDataset(Dataset[Any]):
         progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. Undecoded images
             come from an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache that
-            was built with codec "source". `"exact"`: if the transform is an albumentations pipeline that
-            begins with a crop, only the crop's region is decoded, to the same pixels (needs the extra
-            `regions`; `explain()` says whether it happens, and why not). `"fast"`: also at a half, a quarter
+            was built with codec "source", or "jpeg" if no cache in RAM lies before it. `"exact"`: if the
+            transform is an albumentations pipeline that begins with a crop, only the crop's region is
+            decoded, to the same pixels (needs the extra `regions`, or restart markers in the files;
+            `explain()` says whether it happens, and why not). `"fast"`: also at a half, a quarter
             or an eighth of the size, if the pipeline begins by making the image smaller.
 
     Attributes:
@@ -172,6 +173,7 @@ class CachedDataset(Dataset[Any]):
         self._stores = cache is not None
         self._source = opener.source
         self._holds_images = opener.holds_images
+        self._jpegs = opener.jpegs
         self.decode = decode
 
     @classmethod
@@ -197,7 +199,8 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How the images of a cache that was built with codec "source" are decoded; as above.
+            decode: How the images of a cache that was built with codec "source" or "jpeg" are decoded; as
+                above.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
@@ -292,7 +295,8 @@ class CachedDataset(Dataset[Any]):
                     f"index {position} is out of range: the dataset has {self._num_samples} samples"
                 )
             position += self._num_samples
-        sample = self.cache.get(position)
+        jpegs = self._jpegs
+        sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
         self._rate_limit.hits += 1

@@ -69,7 +69,8 @@ class Opener:
 
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
-        holds_images: Whether these samples may hold images that are not decoded.
+        holds_images: Whether samples may hold images that are not decoded.
+        jpegs: The cache in use, if its images are in jpeg and decoded at each access.
         examples: Samples that were already read from the source, by index.
     """
 
@@ -83,6 +84,7 @@ class Opener:
     def __post_init__(self) -> None:
         self._allowed_bytes = parse_memory(self.max_memory)
         self.holds_images = False
+        self.jpegs: LMDBCache | StoredSamples | None = None
         self.source = decoded_source(self.dataset, self.prepare)
         check_key(self.key)
         self.examples: dict[int, Any] = {}
@@ -133,6 +135,8 @@ class Opener:
             log.info("cache: none, each access reads the dataset")
             return Stack(self._num_samples)
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
+        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.codec == "jpeg":
+            self.jpegs, self.holds_images = opened, True
         for index, sample in self.examples.items():
             opened.put(index, sample)
         self._report(opened)
@@ -179,7 +183,7 @@ class Opener:
             hint = f'give cache="{_LMDB_PREFIX}{cache}" for the cache at this place' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
-            self.holds_images = cache.cache.codec == SOURCE
+            self.holds_images = cache.codec == SOURCE
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:

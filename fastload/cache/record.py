@@ -27,7 +27,14 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.codecs import BEST_QUALITY, CODECS, codec_of_leaf, decode_image, encode_image
+from fastload.cache.codecs import (
+    BEST_QUALITY,
+    CODECS,
+    codec_of_leaf,
+    decode_image,
+    encode_image,
+    encoded_image,
+)
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
 from fastload.nested.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
@@ -143,11 +150,15 @@ def _outline_of(prefix: bytes) -> Outline:
     return Outline(spec, codec, prefix, places, ways)
 
 
-def decode(record: bytes | memoryview) -> Any:
+def decode(record: bytes | memoryview, *, undecoded: bool = False) -> Any:
     """The sample of a record that starts at `record[0]`; bytes after it are ignored.
 
     Arrays are views of `record`, read-only if it is, and keep it alive. Decoded images are read-only arrays
     of their own. All other values are copies.
+
+    Args:
+        record: The bytes.
+        undecoded: Give images in jpeg as `EncodedImage`, but for small ones.
 
     Raises:
         CacheCorruptError: The bytes are not a record of this format version.
@@ -160,7 +171,9 @@ def decode(record: bytes | memoryview) -> Any:
         if way == "raw":
             values.append(from_bytes(leaf, memory, start, nbytes))
         else:
-            values.append(decode_image(way, bytes(memory[start : start + nbytes]), leaf))
+            payload = memory[start : start + nbytes]
+            image = encoded_image(way, payload, leaf) if undecoded else None
+            values.append(decode_image(way, bytes(payload), leaf) if image is None else image)
     return spec.build(values)
 
 

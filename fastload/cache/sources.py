@@ -73,6 +73,7 @@ class StoredSamples(Dataset[Any], BaseCache):
     Attributes:
         cache: The same.
         classes: Names of the classes of the dataset that it was built from, or None.
+        codec: How its images are encoded.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
@@ -82,6 +83,7 @@ class StoredSamples(Dataset[Any], BaseCache):
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache
         self.classes = cache.classes
+        self.codec = cache.codec
         self._indices = cache.stored_indices
         self.num_samples = self.num_cached = cache.num_cached
         self.nbytes = cache.nbytes
@@ -107,9 +109,10 @@ class StoredSamples(Dataset[Any], BaseCache):
     def __contains__(self, index: object) -> bool:
         return isinstance(index, (int, np.integer)) and 0 <= int(index) < self.num_samples
 
-    def get(self, index: int) -> Any | None:
-        """The sample, with read-only arrays; None only after close()."""
-        return self.cache.get(index if self._indices is None else int(self._indices[index]))
+    def get(self, index: int, *, undecoded: bool = False) -> Any | None:
+        """The sample, with read-only arrays; None only after close(). See LMDBCache.get()."""
+        position = index if self._indices is None else int(self._indices[index])
+        return self.cache.get(position, undecoded=undecoded)
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples; see LMDBCache.gather()."""

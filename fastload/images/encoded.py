@@ -164,21 +164,32 @@ class EncodedImage:
         """
         if self._content is None:
             return self.opened().decode_reduced(box, least)
-        from fastload.images.decode import decode
-        from fastload.images.regions import name_of_decoder
-
         header = self._read_header()
         x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         height, width = y_max - y_min, x_max - x_min
         fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
-        is_swapped, flips_y, flips_x = TURNS[header.orientation]
-        lower_edge = _stored_box(box, header)[3] / (header.width if is_swapped else header.height)
-        area = height * width / (header.height * header.width)
-        region_share = _EDGE_SHARE * lower_edge + _AREA_SHARE * area
-        if scale == 1 or (name_of_decoder() is not None and region_share < _SCALES[scale]):
+        if scale == 1:
             return Reduced(self.decode(box), (0.0, 0.0, width, height))
-        pixels = decode(self.content(), self._name, scale=scale)
+        from fastload.images.decode import decode
+        from fastload.images.regions import name_of_decoder
+        from fastload.images.tiles import cut_jpeg
+
+        is_swapped, flips_y, flips_x = TURNS[header.orientation]
+        stored_box = _stored_box(box, header)
+        cut = cut_jpeg(self._content, stored_box)
+        if cut is not None:
+            sides = (cut.header.width, cut.header.height) if is_swapped else cut.header[:2]
+            header = header._replace(height=sides[0], width=sides[1])
+            x_min, y_min, x_max, y_max = _shown_box(cut.moved(stored_box), header)
+            pixels = turned(decode(memoryview(cut.content), self._name, scale=scale), header.orientation)
+        else:
+            lower_edge = stored_box[3] / (header.width if is_swapped else header.height)
+            area = height * width / (header.height * header.width)
+            region_share = _EDGE_SHARE * lower_edge + _AREA_SHARE * area
+            if name_of_decoder() is not None and region_share < _SCALES[scale]:
+                return Reduced(self.decode(box), (0.0, 0.0, width, height))
+            pixels = decode(self._content, self._name, scale=scale)
         rows, top, bottom = _reduced_span(y_min, y_max, header.height, scale, flips=flips_y)
         columns, left, right = _reduced_span(x_min, x_max, header.width, scale, flips=flips_x)
         return Reduced(pixels[rows, columns].copy(), (left, top, right, bottom))
@@ -226,6 +237,17 @@ def _stored_box(box: Box, header: Header) -> Box:
     if flips_x:
         x_min, x_max = header.width - x_max, header.width - x_min
     return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
+
+
+def _shown_box(box: Box, header: Header) -> Box:
+    """A box of the stored image in the image as a viewer shows it."""
+    is_swapped, flips_y, flips_x = TURNS[header.orientation]
+    x_min, y_min, x_max, y_max = (box[1], box[0], box[3], box[2]) if is_swapped else box
+    if flips_y:
+        y_min, y_max = header.height - y_max, header.height - y_min
+    if flips_x:
+        x_min, x_max = header.width - x_max, header.width - x_min
+    return x_min, y_min, x_max, y_max
 
 
 def _reduced_span(

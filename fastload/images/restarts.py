@@ -43,6 +43,11 @@ _MOST_DC_BITS = 11
 _EVERY_DC = bytes([0, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, *range(12)])
 
 
+def restart_interval(columns: int) -> int:
+    """How many MCUs lie between two markers, in rows of this many MCUs."""
+    return next(number for number in INTERVALS if columns % number == 0)
+
+
 def add_restarts(content: bytes) -> bytes:
     """The same picture with a restart marker every few MCUs.
 
@@ -60,9 +65,8 @@ def add_restarts(content: bytes) -> bytes:
     columns = header.num_mcus[0]
     if header.restart_interval in INTERVALS and columns % header.restart_interval == 0:
         return content
-    interval = next(number for number in INTERVALS if columns % number == 0)
     try:
-        return _rewritten(content, header, interval)
+        return _rewritten(content, header, restart_interval(columns))
     except LookupError:
         raise ValueError("its header or its compressed data are damaged") from None
 

@@ -22,6 +22,8 @@ from fastload.images.jpeg import END, markers, parse_jpeg
 if TYPE_CHECKING:
     from fastload.images.jpeg import Content, JpegHeader
 
+    Box = tuple[int, int, int, int]
+
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
@@ -42,8 +44,13 @@ class Cut(NamedTuple):
     x: int
     y: int
 
+    def moved(self, box: Box) -> Box:
+        """Where a box of that picture lies in this one."""
+        x_min, y_min, x_max, y_max = box
+        return x_min - self.x, y_min - self.y, x_max - self.x, y_max - self.y
 
-def cut_jpeg(data: Content, box: tuple[int, int, int, int]) -> Cut | None:
+
+def cut_jpeg(data: Content, box: Box) -> Cut | None:
     """The tiles that a region of a JPEG needs.
 
     Args:

@@ -383,6 +383,33 @@ def test_the_command_line(num_workers: int, photos: Path, tmp_path: Path) -> Non
         CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
 
 
+class Large(tud.Dataset[Any]):
+    """Pictures that are worth decoding in part."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return np.roll(noise(260, 300), 9 * index, axis=1), index
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path: Path) -> None:
+    """The batches are those of decoded images; a cache in RAM before the file holds decoded ones."""
+    path = tmp_path / "jpegs.lmdb"
+    build_lmdb(Large(), path, codec="jpeg", num_workers=0).close()
+    ds, in_ram = (CachedDataset.from_cache(path, pipeline(), ram=ram) for ram in (False, True))
+    beside = CachedDataset(Large(), pipeline(), cache=f"lmdb:{path}")
+
+    assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
+    assert type(in_ram._view(2)[0]) is np.ndarray
+    assert "of JPEGs with restart markers, only the tiles" in ds.explain()
+    assert_same_samples(CachedDataset.from_cache(path)[2], in_ram._lend(2))
+    expected = batches_of(in_ram, num_workers=num_workers)
+    assert_same_batches(batches_of(ds, num_workers=num_workers), expected)
+    assert_same_batches(batches_of(beside, num_workers=num_workers), expected)
+
+
 def test_a_file_of_sources_knows_its_samples_in_another_place(tmp_path: Path) -> None:
     """Without a fingerprint, sample 0 is compared: by the content of its file, not by its path."""
     rng = np.random.default_rng(0)

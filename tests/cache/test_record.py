@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import decimal
+import io
 import json
 import sys
 from collections import OrderedDict, UserDict, UserList, namedtuple
@@ -22,9 +23,13 @@ from PIL import Image
 from skimage import data as photographs
 
 from fastload.cache.codecs import CODECS, check_codec, codec_of_leaf, decode_image, encode_image
+from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.record import ALIGNMENT_BYTES, decode, encode, record_parts
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
+from fastload.images.decode import decode as image_of
+from fastload.images.encoded import EncodedImage
+from fastload.images.tiles import cut_jpeg
 from fastload.nested.dtypes import TENSOR_STORAGE
 from fastload.nested.leaves import Leaf
 from fastload.nested.spec import Spec, flatten
@@ -315,6 +320,42 @@ def test_lossy_codecs_are_close(codec: str) -> None:
     assert (back.shape, back.dtype) == (image.shape, image.dtype)
     assert 0 < np.abs(back.astype(int) - image).mean() < 3
     assert len(text) < image.nbytes / 3
+
+
+def test_jpegs_have_tiles() -> None:
+    """Restart markers change no pixel, take 1% more, and let a crop decode a part of the record."""
+    image = np.ascontiguousarray(photographs.astronaut())
+    plain = io.BytesIO()
+    Image.fromarray(image).save(plain, "JPEG", quality=95)
+    file = encode_image("jpeg", image, 95)
+
+    np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
+    assert len(file) < 1.015 * len(plain.getvalue())
+    cut = cut_jpeg(file, (0, 0, 64, 64))
+    assert cut is not None
+    assert len(cut.content) < len(file) / 5
+
+
+def test_jpegs_may_stay_undecoded() -> None:
+    """Those of at least 256 x 256 pixels do, with the same pixels; other leaves are as ever."""
+    sample = {"large": noise((300, 240, 3)), "small": noise((240, 240, 3)), "mask": noise((300, 240))}
+    for codec, is_kept in (("jpeg", True), ("png", False), ("webp", False), ("raw", False)):
+        text = record(sample, codec)
+        expected, found = decode(text), decode(text, undecoded=True)
+
+        assert (type(found["large"]) is EncodedImage) == is_kept
+        assert_same_samples(decode_images(found), expected)
+        assert type(found["small"]) is type(found["mask"]) is np.ndarray
+
+
+def test_undecoded_jpegs_of_another_shape_are_corrupt() -> None:
+    """The header is compared with the record, before anything is decoded."""
+    text = bytearray(record(noise((300, 240, 3)), "jpeg"))
+    at = text.index(b"\xff\xc0") + 5
+    text[at : at + 2] = (299).to_bytes(2, "big")
+
+    with pytest.raises(CacheCorruptError, match="it is 299 x 240"):
+        decode(bytes(text), undecoded=True)
 
 
 def test_lower_quality_takes_fewer_bytes() -> None:

@@ -9,12 +9,12 @@ from unittest import mock
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.errors import ImageReadError
-from fastload.images import jpeg, regions
+from fastload.images import jpeg, regions, tiles
 from fastload.images.decode import decode
 from fastload.images.encoded import EncodedImage
 from fastload.images.regions import decode_region
@@ -55,7 +55,7 @@ def assert_is_part(content: bytes, box: tuple[int, int, int, int], whole: np.nda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", ["OpenCV", "Pillow"])
+@pytest.mark.parametrize("decoder", ["OpenCV", "Pillow", "nvImageCodec"])
 @settings(max_examples=300, deadline=None)
 @given(content=files(), data=st.data())
 def test_tiles_have_the_pixels_of_the_whole_picture(
@@ -63,7 +63,11 @@ def test_tiles_have_the_pixels_of_the_whole_picture(
 ) -> None:
     """Every region of a file that is cut equals that part of the whole, whichever decoder is there."""
     found = None if decoder == "Pillow" else jpeg._decoder()
-    with mock.patch.object(jpeg, "_decoder", return_value=found):
+    codec = regions._codec() if decoder == "nvImageCodec" else None
+    with (
+        mock.patch.object(jpeg, "_decoder", return_value=found),
+        mock.patch.object(regions, "_codec", return_value=codec),
+    ):
         whole = decode(content, "x")
         for _ in range(4):
             assert_is_part(content, draw_box(data, *whole.shape[:2]), whole)
@@ -99,10 +103,41 @@ def test_tiles_of_turned_pictures(orientation: int) -> None:
 
 
 @pytest.mark.slow
-@mock.patch.object(regions, "_codec", return_value=None)
+@settings(max_examples=300, deadline=None)
+@given(
+    content=files(),
+    orientation=st.integers(1, 8),
+    scale=st.sampled_from([2, 4, 8]),
+    data=st.data(),
+)
+def test_reduced_tiles_are_those_of_the_reduced_picture(
+    content: bytes, orientation: int, scale: int, data: st.DataObject
+) -> None:
+    """With decode="fast", a cut file gives the pixels and the box that the reduced whole picture gives."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    tag = exif.tobytes()
+    content = content[:2] + b"\xff\xe1" + (len(tag) + 2).to_bytes(2, "big") + tag + content[2:]
+    image = EncodedImage(content)
+    height, width, _ = image.shape
+    box = x_min, y_min, x_max, y_max = draw_box(data, height, width)
+    least = (y_max - y_min) // scale, (x_max - x_min) // scale
+    assume(min(least) > 0)
+
+    with mock.patch.object(regions, "_codec", return_value=None):
+        found = image.decode_reduced(box, least)
+        with mock.patch.object(tiles, "cut_jpeg", return_value=None):
+            expected = EncodedImage(content).decode_reduced(box, least)
+
+    assert found.box == expected.box
+    np.testing.assert_array_equal(found.pixels, expected.pixels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", ["OpenCV", "nvImageCodec"])
 @settings(max_examples=500, deadline=None)
 @given(content=files(), data=st.data())
-def test_a_damaged_file_never_has_other_pixels(codec: Any, content: bytes, data: st.DataObject) -> None:
+def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, data: st.DataObject) -> None:
     """Bytes changed, removed and put in, tiles lost, doubled and exchanged, false sizes and intervals."""
     damaged = bytearray(content)
     scan = content.index(b"\xff\xda")
@@ -131,10 +166,15 @@ def test_a_damaged_file_never_has_other_pixels(codec: Any, content: bytes, data:
     except ImageReadError:
         whole = np.zeros((0, 0, 3), np.uint8)
     height, width = decode(content, "x").shape[:2] if whole.size == 0 else whole.shape[:2]
-    try:
-        assert_is_part(bytes(damaged), draw_box(data, height, width), whole)
-    except ImageReadError:
-        assert whole.size == 0
+    box = draw_box(data, height, width)
+    if cut_jpeg(bytes(damaged), box) is None:
+        return
+    codec = regions._codec() if decoder == "nvImageCodec" else None
+    with mock.patch.object(regions, "_codec", return_value=codec):
+        try:
+            assert_is_part(bytes(damaged), box, whole)
+        except ImageReadError:
+            assert whole.size == 0
 
 
 def without(content: bytes, marker: int) -> bytes:
@@ -166,10 +206,13 @@ def test_lying_files_are_not_cut(change: Any) -> None:
 
 
 def test_other_files_are_not_cut() -> None:
-    """Files without markers, progressive ones, and regions that need every tile."""
+    """Files without markers, progressive ones, CMYK, and regions that need every tile."""
     box = (0, 0, 8, 8)
+    cmyk = io.BytesIO()
+    Image.new("CMYK", (64, 64)).save(cmyk, "jpeg", restart_marker_blocks=2)
 
     assert cut_jpeg(tiled_file(64, 64, 0), box) is None
     assert cut_jpeg(tiled_file(64, 64, 2, 0x221111, cv2.IMWRITE_JPEG_PROGRESSIVE, 1), box) is None
     assert cut_jpeg(tiled_file(64, 64, 2), (0, 0, 64, 64)) is None
+    assert cut_jpeg(cmyk.getvalue(), box) is None
     assert cut_jpeg(b"not a picture", box) is None

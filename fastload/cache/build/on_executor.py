@@ -126,8 +126,12 @@ def build_on(
         return build.opened()
     with build.begun() as files:
         check_openable(files.plan.num_shards)
-        settings = {"codec": build.codec, "quality": build.quality, "on_error": build.on_error}
-        settings["max_errors"] = 1.0  # they are counted here, over all shards
+        settings = {
+            "codec": build.codec,
+            "quality": build.quality,
+            "on_error": build.on_error,
+            "max_errors": 1.0,  # they are counted here, over all shards
+        }
         _run(executor, Task(open_dataset, path, files.plan.num_shards, settings), files, build)
     return join(path, max_errors=build.max_errors)
 

@@ -206,10 +206,14 @@ class LMDBCache(BaseCache):
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
         return not self._is_closed and self._file_of(index).stored.position(index) is None
 
-    def get(self, index: int) -> Any | None:
+    def get(self, index: int, *, undecoded: bool = False) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
 
         Arrays are read-only views of a private copy of the record; tensors are private copies.
+
+        Args:
+            index: Of the sample.
+            undecoded: Give images in jpeg as `EncodedImage`, but for small ones.
 
         Raises:
             CacheCorruptError: The record is damaged or missing.
@@ -221,7 +225,7 @@ class LMDBCache(BaseCache):
         if record is None:
             return None
         try:
-            return decode(record)
+            return decode(record, undecoded=undecoded)
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
 
