@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from fastload.nested.leaves import Array, Leaf
 
 CODECS = ("raw", "jpeg", "png", "webp")  # a record stores the position in this tuple
-# The codec of a whole cache whose records hold the dataset's undecoded images; its records are "raw".
-SOURCE = "source"
-CACHE_CODECS = (*CODECS, SOURCE)
+# The codecs of a whole cache whose records hold the dataset's undecoded images: files as they are, or JPEGs
+# with restart markers. Its records are "raw".
+SOURCE, TILES = "source", "tiles"
+UNDECODED = (SOURCE, TILES)
+CACHE_CODECS = (*CODECS, *UNDECODED)
 LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 

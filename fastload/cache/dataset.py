@@ -118,7 +118,7 @@ class CachedDataset(Dataset[Any]):
         progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. Undecoded images
             come from an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache that
-            was built with codec "source", or "jpeg" if no cache in RAM lies before it. `"exact"`: if the
+            was built with codec "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the
             transform is an albumentations pipeline that begins with a crop, only the crop's region is
             decoded, to the same pixels (needs the extra `regions`, or restart markers in the files;
             `explain()` says whether it happens, and why not). `"fast"`: also at a half, a quarter
@@ -199,8 +199,8 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How the images of a cache that was built with codec "source" or "jpeg" are decoded; as
-                above.
+            decode: How the images of a cache that was built with codec "source", "tiles" or "jpeg" are
+                decoded; as above.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:

@@ -38,7 +38,7 @@ app = typer.Typer(help="Caches of decoded samples: build them once, train from t
 
 # --- building --------------------------------------------------------------------------------------------
 
-Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE"])
+Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE", "TILES"])
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
 
 CodecOption = Annotated[
@@ -46,7 +46,8 @@ CodecOption = Annotated[
     typer.Option(
         "--codec",
         help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
-        "source stores the files as they are, and each access decodes them.",
+        "source stores the files as they are, and each access decodes them; tiles does so, too, and rewrites "
+        "JPEGs without loss, so that crops decode only their part.",
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]

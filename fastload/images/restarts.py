@@ -6,7 +6,7 @@ behind a marker this begins again at 0. The bits of all other values are copied.
 1. Every coefficient stays, and so do the other segments of the header and the bytes behind the picture.
 2. Whatever is not a sequential, Huffman-coded JPEG of one scan is refused with ValueError.
 3. This is Python code, because no package has a lossless transcoder that sets markers. A photograph of 50 kB
-   takes 20 ms, once.
+   takes 13 ms, once; `tiled_folder` asks the program jpegtran first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # How many MCUs lie between two markers: the first of these that divides a row. Fewer let a crop skip more;
 # each marker takes about three bytes, 1.3% of a file at 4 and 5% at 1.
-INTERVALS = (4, 3, 2, 5, 7, 1)
+INTERVALS = (4, 5, 3, 2, 7, 1)
 
 _TABLES_KIND, _RESTARTS_KIND, _SCAN_KIND = 0xC4, 0xDD, 0xDA
 _NUM_LENGTHS = 16  # of codes
@@ -48,6 +48,12 @@ def restart_interval(columns: int) -> int:
     return next(number for number in INTERVALS if columns % number == 0)
 
 
+def has_restarts(header: JpegHeader) -> bool:
+    """Whether a file has such markers already."""
+    interval = header.restart_interval
+    return header.is_one_scan and interval in INTERVALS and header.num_mcus[0] % interval == 0
+
+
 def add_restarts(content: bytes) -> bytes:
     """The same picture with a restart marker every few MCUs.
 
@@ -62,11 +68,10 @@ def add_restarts(content: bytes) -> bytes:
         raise ValueError("only JPEGs of 8 bits, grey or RGB, that are not progressive can have tiles")
     if any(content[at + 4 : at + 8] == b"MPF\0" for at in header.tags_at):
         raise ValueError("the file holds several pictures and an index of their places")
-    columns = header.num_mcus[0]
-    if header.restart_interval in INTERVALS and columns % header.restart_interval == 0:
+    if has_restarts(header):
         return content
     try:
-        return _rewritten(content, header, restart_interval(columns))
+        return _rewritten(content, header, restart_interval(header.num_mcus[0]))
     except LookupError:
         raise ValueError("its header or its compressed data are damaged") from None
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from fastload.errors import ImageReadError
 from fastload.images.decode import decode
-from fastload.images.jpeg import START, parse_jpeg
-from fastload.images.restarts import add_restarts
+from fastload.images.jpeg import END, START, markers, parse_jpeg
+from fastload.images.restarts import add_restarts, has_restarts, restart_interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -101,7 +101,7 @@ def tile_file(source: str, dest: str, name: str) -> TiledFile:
     new, reason = content, None
     if content[: len(START)] == START:
         try:
-            new = _tiled(content, path)
+            new = tile_jpeg(content, path)
         except (ValueError, ImageReadError) as error:
             reason = error.reason if isinstance(error, ImageReadError) else str(error)
     os.makedirs(os.path.dirname(new_path), exist_ok=True)
@@ -119,17 +119,35 @@ def tile_file(source: str, dest: str, name: str) -> TiledFile:
     return TiledFile(name, len(content), len(new), is_tiled, reason)
 
 
-def _tiled(content: bytes, path: str) -> bytes:
-    header = parse_jpeg(content)
-    program = shutil.which("jpegtran")
-    sequential = content
-    if header is not None and not header.is_one_scan and program is not None:
-        done = subprocess.run([program, "-copy", "all"], input=content, capture_output=True, check=False)
-        sequential = done.stdout if done.returncode == 0 else content
-    new = add_restarts(sequential)
+def tile_jpeg(content: bytes, path: str) -> bytes:
+    """The same picture with restart markers; the content itself if it has them already.
+
+    Raises:
+        ValueError: The file cannot have them, or is damaged.
+        ImageReadError: It cannot be decoded.
+    """
+    new = add_restarts(_transcoded(content))
     if new is not content and not np.array_equal(decode(content, path), decode(new, path)):
         raise ValueError("the rewritten file had other pixels")
     return new
+
+
+def _transcoded(content: bytes) -> bytes:
+    """The file by jpegtran, sequential and with markers, in a fifth of the time that Python needs.
+
+    The content itself if the program is not installed, or would drop bytes behind the picture.
+    """
+    header, program = parse_jpeg(content), shutil.which("jpegtran")
+    if header is None or program is None or has_restarts(header):
+        return content
+    if header.is_one_scan:
+        places, kinds = markers(content, header)
+        ends = places[kinds == END[1]]
+        if not ends.size or header.scan_at + ends[0] + len(END) != len(content):
+            return content
+    words = ["-copy", "all", "-optimize", "-restart", f"{restart_interval(header.num_mcus[0])}B"]
+    done = subprocess.run([program, *words], input=content, capture_output=True, check=False)
+    return done.stdout if done.returncode == 0 else content
 
 
 def _is_done(source: str, dest: str, name: str) -> bool:

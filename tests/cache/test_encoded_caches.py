@@ -22,6 +22,8 @@ from fastload.cli import main
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
+from fastload.images.jpeg import parse_jpeg
+from fastload.images.restarts import has_restarts
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 
@@ -381,6 +383,39 @@ def test_the_command_line(num_workers: int, photos: Path, tmp_path: Path) -> Non
     assert type(beside._view(2)[0]) is EncodedImage
     with pytest.raises(CacheMismatchError):
         CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
+
+
+def test_files_with_tiles(photos: Path, tmp_path: Path) -> None:
+    """`cache build --codec tiles` rewrites JPEGs without loss; the cache is still that of the folder."""
+    dest, folder = tmp_path / "photos.lmdb", ImageFolder(photos)
+    words = ["cache", "build", photos, dest, "--codec", "tiles", "--workers", 0, "--quiet"]
+    assert CliRunner().invoke(main.app, [*map(str, words)]).exit_code == 0
+
+    ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
+
+    assert beside.cache_info().num_cached == NUM_IMAGES
+    for index in range(NUM_IMAGES):
+        assert_same_samples(ds[index], folder[index])
+        header = parse_jpeg(beside.view(index)[0].content())
+        assert header is not None
+        assert has_restarts(header)
+    with pytest.raises(CacheMismatchError, match="codec"):
+        build_lmdb(fastload.cache.encoded.encoded_source(folder), dest, codec="source")
+
+
+def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) -> None:
+    """PNG, progressive and damaged files are stored as they are, without a fingerprint, too."""
+    Image.fromarray(noise(40, 50)).save(damaged / "a" / "0.jpg", "png")
+    Image.fromarray(noise(40, 50)).save(damaged / "a" / "1.jpg", "jpeg", progressive=True)
+    paths = sorted((damaged / "a").iterdir())
+    dataset = [(EncodedImage(path), 0) for path in paths]
+
+    build_lmdb(dataset, tmp_path / "cache", codec="tiles", num_workers=0).close()
+
+    ds = CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'cache'}")
+    for index, path in enumerate(paths):
+        is_kept = bytes(ds.view(index)[0].content()) == path.read_bytes()
+        assert is_kept == (index in (0, 1, 5))
 
 
 class Large(tud.Dataset[Any]):

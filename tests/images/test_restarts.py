@@ -21,7 +21,7 @@ from fastload.images import tiled_folder
 from fastload.images.decode import decode
 from fastload.images.jpeg import parse_jpeg
 from fastload.images.restarts import INTERVALS, add_restarts
-from fastload.images.tiled_folder import files_to_tile, tile_file, tile_files
+from fastload.images.tiled_folder import files_to_tile, tile_file, tile_files, tile_jpeg
 from fastload.images.tiles import cut_jpeg
 from tests.images.test_tiles import GREY, SAMPLINGS, tiled_file
 
@@ -201,17 +201,41 @@ def test_folders_must_be_apart(photos: Path, tmp_path: Path, dest: str) -> None:
         files_to_tile(str(photos), str(tmp_path / dest))
 
 
-def test_progressive_files_need_jpegtran(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the program jpegtran, which makes them sequential, progressive JPEGs get tiles, too."""
-    program = tmp_path / "jpegtran"  # stands in for it: gives the sequential file of the same picture
+@pytest.fixture
+def jpegtran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the program: gives the sequential file of the same picture, and notes its arguments."""
+    program = tmp_path / "jpegtran"
     (tmp_path / "sequential.jpg").write_bytes(saved())
-    program.write_text(f"#!/bin/sh\nexec cat '{tmp_path}/sequential.jpg'\n")
+    program.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/words\nexec cat '{tmp_path}/sequential.jpg'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: str(program))
+    return tmp_path / "words"
 
-    assert tile_file(str(photos), str(tmp_path / "new"), "progressive.jpg").is_tiled
+
+@pytest.mark.parametrize("name", ["progressive.jpg", "cat/a.jpg"])
+def test_jpegtran_rewrites(name: str, photos: Path, jpegtran: Path, tmp_path: Path) -> None:
+    """Progressive JPEGs get tiles, too, where the program makes them sequential."""
+    assert tile_file(str(photos), str(tmp_path / "new"), name).is_tiled
+
+    assert jpegtran.read_text() == "-copy all -optimize -restart 4B\n"
+    assert cut_jpeg((tmp_path / "new" / name).read_bytes(), (0, 0, 8, 8)) is not None
+
+
+def test_jpegtran_rewrites_no_file_that_holds_more(jpegtran: Path) -> None:
+    """It would drop the bytes behind a picture; Python keeps them."""
+    more = saved() + b"of the camera\xff\xd9"
+
+    assert tile_jpeg(more, "x").endswith(b"of the camera\xff\xd9")
+    assert not jpegtran.exists()
+
+
+def test_jpegtran_that_fails_is_not_needed(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python then rewrites the file."""
+    monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: "/bin/false")
+
+    assert tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg").is_tiled
 
 
 def test_the_command(photos: Path, tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ class Build:
         probed: Samples that were already read, by index; they are not read again.
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
             `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel may be a
-            mask, and is encoded as png); `"source"` stores the files of undecoded images as they are. None
+            mask, and is encoded as png); `"source"` stores the files of undecoded images as they are, and
+            `"tiles"` with restart markers in JPEGs, so that a crop decodes only its part. None
             accepts a cache or an unfinished build of any codec, and builds a raw cache.
         quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a cache or
             an unfinished build of any quality, and builds with 95.

@@ -135,7 +135,7 @@ class LMDBCache(BaseCache):
 
     @property
     def codec(self) -> str:
-        """How images are encoded: `"raw"`, `"jpeg"`, `"png"`, `"webp"`, or `"source"`: as they were."""
+        """How images are encoded, one of `codecs.CACHE_CODECS`."""
         return self.plan.codec
 
     @property
