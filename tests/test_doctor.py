@@ -20,6 +20,7 @@ import fastload
 from fastload.cache import sizing
 from fastload.cli import main
 from fastload.errors import SegmentError
+from fastload.images.restarts import add_restarts
 from fastload.training import machine_report
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _photos(root: Path, *, num_images: int, side: int) -> Path:
 
 
 def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has its bytes, by the images and their files; the command runs as printed."""
+    """Each way has its bytes, by the images and their files; the commands run as printed."""
     root = _photos(tmp_path, num_images=3, side=300)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
 
@@ -267,10 +268,24 @@ def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert found["num_samples"] == found["num_measured"] == 3
     assert options["decoded in RAM"]["needed_bytes"] == pytest.approx(3 * 300 * 300 * 3, abs=100)
     assert options["files in RAM"]["needed_bytes"] == options["files in LMDB"]["needed_bytes"] == file_bytes
+    assert file_bytes < options["files with tiles in LMDB"]["needed_bytes"] < 1.1 * file_bytes
     assert options["no cache"]["needed_bytes"] == 0
     assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
     monkeypatch.chdir(tmp_path)
-    assert CliRunner().invoke(main.app, shlex.split(options["files in LMDB"]["how"])[1:]).exit_code == 0
+    for name in ("files in LMDB", "files with tiles in LMDB"):
+        assert CliRunner().invoke(main.app, shlex.split(options[name]["how"])[1:]).exit_code == 0
+
+
+def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) -> None:
+    """Nor for files that cannot have them."""
+    root = _photos(tmp_path, num_images=2, side=300)
+    for path in root.rglob("*.jpg"):
+        path.write_bytes(add_restarts(path.read_bytes()))
+    Image.new("RGB", (300, 300)).save(root / "noise" / "progressive.jpg", progressive=True)
+
+    found = json.loads(run(str(root), "--json").stdout)
+
+    assert not any("tiles" in option["name"] for option in found["options"])
 
 
 def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:

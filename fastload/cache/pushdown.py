@@ -79,7 +79,8 @@ class Pushdown:
         if name not in _SCALINGS:
             no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
             ways.append(f"{decoder} decodes the region of {name}" if decoder else no_region)
-            ways.append("of JPEGs with restart markers, only the tiles in its region are decoded")
+            markers = "restart markers ('fastload images tile' sets them)"
+            ways.append(f"of JPEGs with {markers}, only the tiles in its region are decoded")
         if self._reduces:
             ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
         return "; ".join(ways)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.read_ahead import reads_ahead
-from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source
+from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, tile_images
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.random_check import probe
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MOST_SAMPLES = 32
+_MOST_TILED_BYTES = 4 << 20  # of files that are rewritten, which takes a second
 _CROP_SIDE = 224
 _RAM_SHARE = 0.8  # of the free memory, as max_memory="auto"
 
@@ -112,7 +113,7 @@ def size_up(dataset: Any, source: str) -> Sizing:
     chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MOST_SAMPLES))
     samples, read_s = _timed(lambda index: dataset[index], chosen)
     pixels = [decode_images(_image_of(sample)) for sample in samples]
-    crop, decode_and_crop, explanation = _random_crop()
+    crop, _, explanation = _random_crop()
     _, crop_s = _timed(crop, pixels)
     _, copy_s = _timed(np.copy, pixels)
     decoded_bytes = statistics.mean(decoded_nbytes(sample) for sample in samples)
@@ -124,11 +125,16 @@ def size_up(dataset: Any, source: str) -> Sizing:
     encoded = _encoded(dataset, chosen)
     if encoded:
         contents, read_s = _timed(lambda image: image.content(), encoded)
-        _, crop_s = _timed(decode_and_crop, encoded)
+        _, crop_s = _timed(_random_crop()[1], encoded)
         file_bytes = statistics.mean(map(len, contents))
         command = f"fastload cache build {shlex.quote(source)} files.lmdb --codec source"
         ways.append(("files in RAM", 'cache="ram-encoded"', "RAM", file_bytes, crop_s))
         ways.append(("files in LMDB", command, "disk", file_bytes, crop_s + read_s))
+        tiled, growth = _with_tiles(encoded, contents)
+        if tiled:
+            _, tiled_s = _timed(_random_crop()[1], tiled)  # the same crops
+            command = f"fastload cache build {shlex.quote(source)} tiles.lmdb --codec tiles"
+            ways.append(("files with tiles in LMDB", command, "disk", file_bytes * growth, tiled_s + read_s))
         notes.append(explanation)
     try:
         probe(dataset, [0], rechecked=[0])
@@ -181,6 +187,26 @@ def _encoded(dataset: Any, chosen: list[int]) -> list[EncodedImage]:
     source = encoded_source(dataset, is_needed=False)
     images = [_image_of(source[index]) for index in chosen]
     return images if all(isinstance(image, EncodedImage) for image in images) else []
+
+
+def _with_tiles(
+    images: list[EncodedImage], contents: list[bytes | memoryview]
+) -> tuple[list[EncodedImage], float]:
+    """As many images, with restart markers, and how many times as large their files are.
+
+    No images if no file changes. Of large files, some are rewritten and repeated.
+    """
+    tiled: list[EncodedImage] = []
+    nbytes = new_nbytes = 0
+    for image, content in zip(images, contents, strict=True):
+        if nbytes > _MOST_TILED_BYTES:
+            break
+        tiled.append(tile_images(EncodedImage.of(content, image.path)))
+        nbytes += len(content)
+        new_nbytes += len(tiled[-1].content())
+    if all(one.content() == content for one, content in zip(tiled, contents, strict=False)):
+        return [], 1.0
+    return (tiled * len(images))[: len(images)], new_nbytes / nbytes
 
 
 def _random_crop() -> tuple[Callable[[Any], Any], Callable[[EncodedImage], Any], str]:

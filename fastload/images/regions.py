@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.images.jpeg import Content
+    from fastload.images.tiles import Box, Cut
 
 # At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
 # interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
@@ -60,9 +61,7 @@ def name_of_decoder() -> str | None:
     return None if codec is None else f"nvImageCodec {codec.__version__}"
 
 
-def decode_region(
-    data: bytes | memoryview, box: tuple[int, int, int, int], path: str
-) -> npt.NDArray[np.uint8] | None:
+def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[np.uint8] | None:
     """A region of a JPEG with 8-bit RGB or grey values, as `(height, width, 3) uint8` RGB.
 
     Args:
@@ -77,19 +76,22 @@ def decode_region(
         ImageReadError: A tile cannot be decoded.
     """
     cut = cut_jpeg(data, box)
-    if cut is None:
-        return _decode_part(data, box)
-    x_min, y_min, x_max, y_max = box = cut.moved(box)
+    return _decode_part(data, box) if cut is None else decode_tiles(cut, cut.moved(box), path)
+
+
+def decode_tiles(cut: Cut, box: Box, path: str) -> npt.NDArray[np.uint8]:
+    """A region of a cut JPEG; see `decode_region`."""
     part = _decode_part(cut.content, box)
     if part is not None:
         return part
+    x_min, y_min, x_max, y_max = box
     tiles = decode_jpeg(cut.content, cut.header, is_checked=True)
     if tiles is None:
         tiles = decode(memoryview(cut.content), path)
     return tiles[y_min:y_max, x_min:x_max]
 
 
-def _decode_part(data: Content, box: tuple[int, int, int, int]) -> npt.NDArray[np.uint8] | None:
+def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:
     """A region, by nvImageCodec; None if it is not installed, or refuses."""
     codec = _codec()
     x_min, y_min, x_max, y_max = box

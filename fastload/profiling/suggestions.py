@@ -30,13 +30,14 @@ _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than eve
 _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling the transform
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
-# Crops that the decoder can take over, and the share of a full decode's time that their regions take in
-# images of up to so many pixels: benchmarks/NOTES.md, "Decoding a region of a JPEG", beside OpenCV.
+# Crops that the decoder can take over, and the shares of a full decode's time that their regions and their
+# tiles take in images of up to so many pixels: benchmarks/NOTES.md, "Decoding a region of a JPEG", beside
+# OpenCV.
 _CROPS = frozenset(
     ("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "RandomSizedBBoxSafeCrop")
 )
-_REGION_DECODER = "decode_region"
-_REGION_SHARES = ((300_000, 0.86), (1_500_000, 0.77), (6_000_000, 0.67), (float("inf"), 0.4))
+_REGION_DECODER, _TILE_DECODER = "decode_region", "decode_tiles"
+_SHARES = ((3e5, 0.86, 0.75), (1.5e6, 0.77, 0.61), (6e6, 0.67, 0.6), (float("inf"), 0.4, 0.3))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
 _FAST_COLLATES = frozenset(("default_collate", "RowCollate.add", "Fetcher._stacked"))
 
@@ -223,21 +224,32 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
 
 
 def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
-    """Decode only the region that a crop keeps."""
-    images = [part for part in timeline.parts(probes.DECODE) if part.num_pixels]
+    """Decode only the region that a crop keeps, or its tiles."""
+    decoders = timeline.parts(probes.DECODE)
+    images = [part for part in decoders if part.num_pixels]
     crops = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _CROPS]
     if timeline.facts["is_iterable"] or not images or not crops:
         return
-    largest = max(images, key=lambda part: part.num_pixels)
-    if largest.name.endswith(_REGION_DECODER):
+    if any(part.name.endswith(_TILE_DECODER) for part in images):
         return  # done already
-    left = next(share for most, share in _REGION_SHARES if largest.num_pixels <= most)
+    largest = max(images, key=lambda part: part.num_pixels)
+    region, tiles = next(shares for most, *shares in _SHARES if largest.num_pixels <= most)
+    asked = [part for part in decoders if part.name.endswith(_REGION_DECODER)]
+    if asked:  # the dataset is as it should be, but not its files
+        now = region if asked[0].num_pixels else 1.0  # 1: a decoder of regions is not installed
+        yield Suggestion(
+            "tiles",
+            f"decode only the tiles that {crops[0].name} touches: rewrite the JPEGs without loss, with "
+            "'fastload images tile SOURCE DEST'",
+            _without(timeline, model, images, 1 - tiles / now),
+        )
+        return
     yield Suggestion(
         "regions",
         f"decode only what {crops[0].name} keeps, if it is the first transform: return "
         "fastload.EncodedImage(path) from the dataset, without the transform, and use "
         'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed',
-        _without(timeline, model, images, 1 - left),
+        _without(timeline, model, images, 1 - region),
     )
 
 

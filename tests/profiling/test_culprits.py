@@ -10,13 +10,16 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch.utils.data
+from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
 from fastload.cli import main
+from fastload.images import regions
 from fastload.profiling import suggestions
 from tests.profiling import zoo
 
@@ -147,6 +150,36 @@ def test_advised_code_runs_as_printed(
         assert codes, text
         for code in codes:
             eval(code.replace('"cuda"', '"cpu"'), names)
+
+
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize("has_tiles", [False, True])
+def test_tiles_are_suggested_where_they_lack(
+    has_tiles: bool, has_decoder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a dataset that decodes regions, by nvImageCodec or in full; and not if its files have them."""
+    if not has_decoder:
+        monkeypatch.setattr(regions, "_codec", lambda: None)
+    elif regions.name_of_decoder() is None:
+        pytest.skip("needs the extra regions")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8))
+    (tmp_path / "a").mkdir()
+    for number in range(24):
+        noise.save(tmp_path / "a" / f"{number}.jpg", restart_marker_blocks=5 if has_tiles else 0)
+    transform = A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()])
+    dataset = fastload.CachedDataset(fastload.ImageFolder(tmp_path), transform, cache=None)
+
+    monkeypatch.setattr(suggestions, "MIN_GAIN", 0.0)
+    monkeypatch.setattr(suggestions, "MIN_DATA_SHARE", 0.0)
+    with fastload.profile() as profile:
+        for _ in make("fastload", dataset, 0):
+            pass
+    found = suggestions.suggest(profile._timelines[0], 1 << 40)
+
+    texts = {one.change: one.text for one in found}
+    assert "regions" not in texts
+    assert ("tiles" in texts) == (not has_tiles)
+    assert has_tiles or "the tiles that RandomResizedCrop touches" in texts["tiles"]
 
 
 @pytest.mark.parametrize("kind", list(LOADERS))
