@@ -157,7 +157,7 @@ class TestPaths:
             result = run("ls", tmp_path, "--json")
 
         assert result.exit_code == 0
-        assert [item["path"] for item in json.loads(result.stdout)["caches"]] == [f"{tmp_path}/one"]
+        assert [item["path"] for item in json.loads(result.stdout)["disk"]] == [f"{tmp_path}/one"]
 
     @pytest.mark.usefixtures("ordinary_user")
     def test_rm_in_a_closed_directory_removes_nothing(self, tmp_path: Path) -> None:
@@ -457,13 +457,14 @@ def test_ray_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert complaint(result).endswith('not installed: pip install "fastload-torch[ray]"')
 
 
-def test_skipped_samples_and_the_budget(tmp_path: Path) -> None:
-    """Exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
+def test_skipped_samples_and_their_limit(tmp_path: Path) -> None:
+    """With --strict, exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
     broken = "tests.cli_zoo:Broken"
     for text, code in (("1/2", 3), ("2/2", 0)):
-        result = shard(text, tmp_path / "cache", "--on-error", "skip", "--max-errors", "1", source=broken)
+        words = ("--on-error", "skip", "--max-errors", "1", "--strict")
+        result = shard(text, tmp_path / "cache", *words, source=broken)
         assert result.exit_code == code, result.stderr
     joined = run("join", tmp_path / "cache", "--max-errors", "0")
     assert joined.exit_code == 1
     assert "`max_errors` allows 0" in complaint(joined)
-    assert run("join", tmp_path / "cache").exit_code == 3
+    assert run("join", tmp_path / "cache", "--strict").exit_code == 3

@@ -73,6 +73,8 @@ MaxErrors = Annotated[
     ),
 ]
 
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if samples were skipped.")]
+
 
 def _url(text: str) -> str:
     if not is_url(text):
@@ -120,6 +122,10 @@ def build(
     ] = None,
     on_error: OnErrorOption = OnError.RAISE,
     max_errors: MaxErrors = "0.01",
+    strict: Strict = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
+    ] = False,
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
@@ -135,6 +141,15 @@ def build(
             "--ray builds in a directory that all machines see, by a task for each CPU: give a DEST there, "
             "omit --workers, and upload the cache with 'fastload cache build SOURCE DEST --out URL'"
         )
+    if force:
+        if path is None:
+            raise CommandError(
+                "--force replaces a cache on this machine, but DEST is a URL: give another URL"
+            )
+        from fastload.cache.build import inventory
+
+        with contextlib.suppress(FileNotFoundError):
+            inventory.remove(path)
     was_built = path is not None and not os.path.exists(path)
     started_s = time.monotonic()
     cache: LMDBCache | Manifest
@@ -156,7 +171,7 @@ def build(
                 cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    return _finished(cache, done, was_built=was_built, elapsed_s=round(elapsed_s, 3))
+    return _finished(cache, done, strict, was_built=was_built, elapsed_s=round(elapsed_s, 3))
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -192,6 +207,7 @@ def build_shard(
     workers: Workers = None,
     on_error: OnErrorOption = OnError.RAISE,
     max_errors: MaxErrors = "0.01",
+    strict: Strict = False,
 ) -> Answer:
     """Decode the samples of one shard of a cache, in DEST.partial.
 
@@ -219,7 +235,7 @@ def build_shard(
         )
     if not built.is_joined:
         lines.append(f"when all shards are built, run 'fastload cache join {shlex.quote(dest)}'")
-    return Answer(result, lines, ExitCode.SKIPPED if built.num_left_out else ExitCode.FINE)
+    return Answer(result, lines, ExitCode.SKIPPED if strict and built.num_left_out else ExitCode.FINE)
 
 
 def _options(
@@ -275,6 +291,7 @@ def join(
             "limit of the process that began the build.",
         ),
     ] = None,
+    strict: Strict = False,
 ) -> Answer:
     """Make the cache at DEST from its shards, when all of them are built.
 
@@ -285,7 +302,7 @@ def join(
 
     was_there = os.path.exists(dest)
     cache = builds.join(dest, max_errors=max_errors)
-    return _finished(cache, "was joined before" if was_there else "joined", was_joined=not was_there)
+    return _finished(cache, "was joined before" if was_there else "joined", strict, was_joined=not was_there)
 
 
 # --- caches that are there -------------------------------------------------------------------------------
@@ -347,25 +364,28 @@ def verify(path: CachePlace) -> Answer:
     return Answer(result, lines, ExitCode.FAILED, lines[0])
 
 
-@answers(app, short_help="List the caches in DIRECTORY, or in memory.")
+@answers(app, short_help="List the caches in memory and in a directory.")
 def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
             parser=place("DIRECTORY", instead="'fastload cache info {url}' shows the cache there"),
             metavar="[DIRECTORY]",
-            help="Where to look for caches on disk; its subfolders are not searched.",
+            help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
     ] = None,
 ) -> Answer:
-    """List the caches and unfinished builds in DIRECTORY; without one, your caches in memory.
+    """List your caches in memory, and the caches and unfinished builds in the working directory.
 
-    Caches in memory are those that your running processes hold and share by SharedMemoryCache.
+    Caches in memory are those that your running processes share.
     """
-    return _in_memory() if directory is None else _on_disk(directory)
+    lines, result = ([], {}) if directory is not None else _in_memory()
+    directory = directory or os.getcwd()
+    listed, result["disk"] = _on_disk(directory)
+    return Answer(result, [*lines, *listed])
 
 
-def _on_disk(directory: str) -> Answer:
+def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
     from fastload.cache.build import inventory
 
     rows, result = [], []
@@ -376,10 +396,10 @@ def _on_disk(directory: str) -> Answer:
             found, said = {**found, "url": item.url}, f"{said}, a copy of {item.url}"
         result.append({**found, "state": item.state, "nbytes": item.nbytes})
         rows.append([item.path, item.state, readable_size(item.nbytes), said])
-    return Answer({"caches": result}, table(rows) if rows else [f"no caches in {directory}"])
+    return table(rows) if rows else [f"no caches in {directory}"], result
 
 
-def _in_memory() -> Answer:
+def _in_memory() -> tuple[list[str], dict[str, Any]]:
     from fastload.cache.lmdb.copies import copies, copies_directory
     from fastload.cache.ram.registry import live_caches
 
@@ -394,49 +414,102 @@ def _in_memory() -> Answer:
         ]
         for cache in live
     ]
-    nothing = (
-        "no process of yours shares a cache in memory; 'fastload cache ls DIRECTORY' lists those on disk"
-    )
-    lines = table(rows) if rows else [nothing]
+    lines = table(rows) if rows else ["none of your processes shares a cache in memory"]
     if found:
         lines.append(
             f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
-            f"{directory}' lists them"
+            f"{directory}' lists them, 'fastload cache prune' removes them"
         )
     copied = {"directory": directory, "number": len(found), "nbytes": nbytes}
-    return Answer({"caches": [asdict(cache) for cache in live], "copies": copied}, lines)
+    return lines, {"memory": [asdict(cache) for cache in live], "copies": copied}
+
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+def _confirm(what: str, nbytes: int, *, yes: bool) -> None:
+    """Ask on the terminal before files are removed."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise CommandError("nothing was removed: standard input is not a terminal to confirm on; add --yes")
+    if not typer.confirm(f"remove {what}, {readable_size(nbytes)}?", err=True):
+        raise CommandError("nothing was removed", ExitCode.FAILED) from typer.Abort()
 
 
 @answers(app)
 def rm(
-    path: Annotated[
-        str,
+    paths: Annotated[
+        list[str],
         typer.Argument(
             parser=place("PATH", instead="remove files there with your store's own tool"),
-            metavar="PATH",
-            help="A cache: a file, or a directory of shards.",
+            metavar="PATH...",
+            help="Caches: files, or directories of shards.",
         ),
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Yes = False,
 ) -> Answer:
-    """Remove a cache or an unfinished build, with its report of errors.
+    """Remove caches or unfinished builds, with their reports of errors.
 
-    Files that are not fastload's stay, and so does a cache that is being built. Processes that have the cache
-    open can continue to use it.
+    Files that are not fastload's stay, and so does a cache that is being built. Processes that have a cache
+    open can continue to use it. A cache in memory is freed when the last process that holds it ends.
     """
     from fastload.cache.build import inventory
 
-    nbytes = inventory.size_of(inventory.files_of(path))
-    if not yes:
-        if not sys.stdin.isatty():
-            raise CommandError(
-                f"{path} was not removed: standard input is not a terminal to confirm on; add --yes"
-            )
-        if not typer.confirm(f"remove {path} and all its files, {readable_size(nbytes)}?", err=True):
-            raise CommandError(f"{path} was not removed", ExitCode.FAILED) from typer.Abort()
-    removed, nbytes = inventory.remove(path)
-    result = {"path": path, "removed": removed, "nbytes": nbytes}
-    return Answer(result, [f"removed {path}: {readable_size(nbytes)}"])
+    files = [file for path in paths for file in _files_of(path)]  # raises before anything is removed
+    named = paths[0] if len(paths) == 1 else f"{len(paths)} caches"
+    _confirm(f"{named} and all files of it", inventory.size_of(files), yes=yes)
+    result, lines = [], []
+    for path in dict.fromkeys(paths):
+        removed, nbytes = inventory.remove(path)
+        result.append({"path": path, "removed": removed, "nbytes": nbytes})
+        lines.append(f"removed {path}: {readable_size(nbytes)}")
+    return Answer({"caches": result}, lines)
+
+
+def _files_of(path: str) -> list[str]:
+    from fastload.cache.build import inventory
+    from fastload.cache.ram.registry import live_caches
+
+    try:
+        return inventory.files_of(path)
+    except FileNotFoundError:
+        for cache in live_caches():
+            if os.path.basename(path) in (cache.key, cache.name):
+                pids = ", ".join(map(str, cache.owners))
+                raise CommandError(
+                    f"{os.path.basename(path)} is a cache in memory: it is freed when process {pids} ends"
+                ) from None
+        raise
+
+
+@answers(app)
+def prune(
+    days: Annotated[
+        float, typer.Option(min=0, help="Keep the copies that a process has opened within so many days.")
+    ] = 0,
+    yes: Yes = False,
+) -> Answer:
+    """Remove the local copies of caches at URLs that no process uses, and interrupted downloads.
+
+    They are downloaded again when they are needed. Copies also make room for each other: the environment
+    variable FASTLOAD_CACHE_BYTES limits them.
+    """
+    from fastload.cache.lmdb.copies import copies, remove_copies
+
+    before_s = time.time() - 86400 * days
+    old = [copy for copy in copies() if copy.used_s <= before_s]
+    if not old:
+        return Answer({"copies": []}, ["no local copies to remove"])
+    named = "1 local copy" if len(old) == 1 else f"{len(old)} local copies"
+    _confirm(named, sum(copy.on_disk for copy in old), yes=yes)
+    removed = remove_copies(before_s)
+    nbytes = sum(copy.on_disk for copy in removed)
+    lines = [f"removed {len(removed)} of {named}: {readable_size(nbytes)}"]
+    if len(removed) < len(old):
+        lines.append("the others are in use")
+    result = [{"path": copy.path, "nbytes": copy.on_disk} for copy in removed]
+    return Answer({"copies": result}, lines)
 
 
 # --- what a cache holds ----------------------------------------------------------------------------------
@@ -477,12 +550,12 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     }
 
 
-def _finished(cache: LMDBCache | Manifest, done: str, **more: Any) -> Answer:
+def _finished(cache: LMDBCache | Manifest, done: str, strict: bool, **more: Any) -> Answer:
     """The answer of a command that has made a cache, or has found it."""
     found = _facts(cache)
     skipped = _skipped(found)
     lines = [f"{found['path']}: {done}: {_held(found)}", *skipped, _training(found)]
-    return Answer({**found, **more}, lines, ExitCode.SKIPPED if skipped else ExitCode.FINE)
+    return Answer({**found, **more}, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
 def _held(found: dict[str, Any]) -> str:

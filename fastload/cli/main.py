@@ -20,9 +20,9 @@ import typer
 from fastload.cli import bench_command, cache_commands, images_commands
 from fastload.cli.arguments import Output, output_file
 from fastload.cli.source_argument import open_source, users_code
-from fastload.cli.terminal import APP, Answer, CommandGroup, ExitCode, answers
+from fastload.cli.terminal import APP, EXIT_CODES, Answer, CommandGroup, ExitCode, answers
 
-app = typer.Typer(cls=CommandGroup, add_completion=False, help="Fast data loading for PyTorch.", **APP)
+app = typer.Typer(cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=EXIT_CODES, **APP)
 app.add_typer(cache_commands.app, name="cache")
 app.add_typer(images_commands.app, name="images")
 answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
@@ -42,7 +42,7 @@ def _root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error, as FASTLOAD_DEBUG=1 does.")
     ] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-v", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
         import fastload
@@ -56,7 +56,7 @@ def _root(
 
 CacheKind = StrEnum("CacheKind", ["RAM"])
 Rng = StrEnum("Rng", ["WORKER", "SAMPLE"])
-WorkerMethod = StrEnum("WorkerMethod", ["PROCESS", "THREAD"])
+WorkerType = StrEnum("WorkerType", ["PROCESS", "THREAD"])
 
 _RUNS_A_SCRIPT: dict[str, Any] = {
     "context_settings": {"allow_interspersed_args": False},
@@ -71,9 +71,7 @@ Arguments = Annotated[
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
 
 
-@app.command(
-    short_help="Run a training script with fastload's loader in the place of torch's.", **_RUNS_A_SCRIPT
-)
+@app.command(short_help="Run a training script with fastload's loader instead of torch's.", **_RUNS_A_SCRIPT)
 def run(
     script: Script,
     args: Arguments = None,
@@ -97,7 +95,7 @@ def run(
         typer.Option(help="Deliver batches on this device, such as cuda or auto; default: as in torch."),
     ] = None,
     worker_type: Annotated[
-        WorkerMethod | None, typer.Option(help="What makes batches; default: process, as in torch.")
+        WorkerType | None, typer.Option(help="Worker type; default: process, as in torch.")
     ] = None,
     seed_albumentations: Annotated[
         bool | None,
@@ -107,9 +105,9 @@ def run(
             "under torch's loader.",
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing of fastload's own.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
 ) -> Any:
-    """Run SCRIPT as python does, with fastload.DataLoader in the place of torch.utils.data.DataLoader.
+    """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
     all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-albumentations

@@ -39,19 +39,19 @@ class ExitCode(IntEnum):
     FINE = 0
     FAILED = 1
     USAGE = 2
-    SKIPPED = 3
+    SKIPPED = 3  # with --strict
     SLOWER = 4
     BUSY = 75  # EX_TEMPFAIL of sysexits.h: try again later
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
-EPILOG = """\b
+EXIT_CODES = """\b
 Exit codes:
     0  fine
     1  failed: a source or a file cannot be read, or damage was found
     2  wrong usage, such as a path that does not exist
-    3  finished, but samples were skipped
-    4  slower than the baseline
+    3  with --strict: finished, but samples were skipped
+    4  slower than the --baseline
    75  another build is running: try again later
   130  interrupted: run the same command again to continue"""
 
@@ -59,7 +59,6 @@ APP: dict[str, Any] = {
     "invoke_without_command": True,  # our own callback handles this, because releases of click differ
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
-    "epilog": EPILOG,
 }
 
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
@@ -192,7 +191,7 @@ def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer
 
         own, added = (inspect.signature(one, eval_str=True).parameters for one in (function, _output))
         vars(command)["__signature__"] = inspect.Signature([*own.values(), *added.values()])
-        app.command(epilog=EPILOG, **settings)(command)
+        app.command(**settings)(command)
         return function
 
     return register

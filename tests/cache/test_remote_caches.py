@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import json
 import logging
 import os
@@ -791,6 +792,29 @@ def test_a_damaged_copy_is_told_to_be_downloaded_and_not_built_again(three: list
     assert result.exit_code == 1
     assert f"'fastload cache rm {cache.path}', and open {three[0]} again" in result.stdout
     assert "build" not in result.stdout
+
+
+def test_prune_removes_the_copies_that_nobody_uses() -> None:
+    """Interrupted downloads too; not the copy that is open, nor one that was opened lately."""
+    urls = [f"faulty://bucket/{name}" for name in "abc"]
+    for url in urls:
+        build(url=url)
+    opened = LMDBCache(urls[0])
+    LMDBCache(urls[1]).close()
+    unfinished = Path(LMDBCache(urls[2]).path)
+    unfinished.rename(f"{unfinished}.partial")
+    gc.collect()
+
+    assert json.loads(run("prune", "--days", "1", "--yes", "--json").stdout) == {"copies": []}
+    pruned = run("prune", "--yes")
+
+    assert "removed 2 of 3 local copies" in pruned.stdout
+    assert "in use" in pruned.stdout
+    assert [has_copy(url) for url in urls] == [True, False, False]
+    opened.close()
+    assert run("prune").exit_code == 2  # nobody to ask
+    assert run("prune", "--yes").exit_code == 0
+    assert "no local copies" in run("prune").stdout
 
 
 @pytest.mark.parametrize("used", ["again", "here", "by a fork", "no more"])

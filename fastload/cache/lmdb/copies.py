@@ -391,6 +391,23 @@ def _reserve(manifest: Manifest, path: str) -> None:
         write_new(os.path.join(partial, MANIFEST_NAME), manifest_text(manifest))
 
 
+def remove_copies(before_s: float) -> list[Copy]:
+    """Remove the copies and interrupted downloads that are not in use; returns those that were removed.
+
+    Args:
+        before_s: Keep what was opened later, in seconds since 1970.
+    """
+    root, removed = copies_directory(), []
+    if not os.path.isdir(root):
+        return []
+    with held(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
+        for copy in copies():
+            if copy.used_s <= before_s and _locked(copy, locks):
+                shutil.rmtree(_unnamed(copy.path))
+                removed.append(copy)
+    return removed
+
+
 def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
     """Take the locks of a copy, unless a process has it open, downloads it or removes it."""
     try:
