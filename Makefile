@@ -6,7 +6,7 @@ PHOTOS := build/photos
 # The suite starts hundreds of interpreters. Without bytecode files each of them would compile the package.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench bench-peers mutants photos clean
+.PHONY: demo test test-fast test-matrix test-clients test-all soak test-emulated lint docs bench bench-peers mutants photos release clean
 
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -70,6 +70,21 @@ $(CLIENTS)/%/.ready: $(CLIENTS_PINS)/%.txt $(CLIENTS_PINS)/torch.txt
 
 test-clients: $(BIN)/.ready $(CLIENTS_ENVIRONMENTS)
 	$(BIN)/pytest tests/clients --numprocesses 2 --dist load $(CLIENTS_ARGS)
+
+# The sdist and the wheel, checked by twine and installed each into an empty environment with all libraries at their lower
+# bounds. Without torch: test-matrix has it at its lower bound, and the commands below need none.
+release: $(BIN)/.ready
+	rm -rf dist build/release
+	$(BIN)/pip install --quiet twine==6.2.0
+	$(BIN)/python -m build --outdir dist . > /dev/null
+	$(BIN)/twine check --strict dist/*
+	set -e; for file in dist/*; do \
+	  $(PYTHON) -m venv --clear build/release; \
+	  build/release/bin/pip install --quiet hatchling==1.33.0 numpy==1.26.* pillow==10.3.* lmdb==1.6.* psutil==5.9.* rich==13.* typer==0.17.*; \
+	  build/release/bin/pip install --quiet --no-deps --no-build-isolation $$file; \
+	  build/release/bin/fastload --version; build/release/bin/fastload cache ls build; \
+	  build/release/bin/python -c "import fastload, fastload.errors; print(len(fastload.__all__), 'names')"; \
+	done
 
 # All that can be tested without a GPU, before a release: two hours and more; the environments take 10 GB.
 # SINCE is the revision whose changed files are mutated.
