@@ -3,7 +3,7 @@
 Question: a user's own dataset decodes a whole JPEG, with OpenCV or with Pillow, and crops it with
 albumentations. How many images a second do two workers of each loader give, for images of several sizes?
 Nothing is cached, and the dataset is the same: what differs is how a batch travels, and that workers of
-fastload keep the memory that they free (fastload/system/freed_memory.py).
+fastload keep the memory that they free (fastload/system/worker_memory.py).
 
 Each contender keeps its own two workers; both take turns, and the other's workers are idle meanwhile.
 

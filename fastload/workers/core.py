@@ -28,8 +28,8 @@ from fastload.cache.counts import counts
 from fastload.rng import seeding
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, work_as
-from fastload.system.freed_memory import keep_freed_memory
 from fastload.system.sent_error import SentError
+from fastload.system.worker_memory import keep_freed_memory
 from fastload.workers.messages import Answer, Kind, Work
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.limits import too_many_files
 from fastload.system.sent_error import SentError
+from fastload.system.worker_memory import freeze_inherited
 from fastload.workers.channel import Channel
 from fastload.workers.core import WorkerCore
 from fastload.workers.messages import Answer, Begin, Fetch, Kind, to_plain
@@ -60,6 +61,7 @@ def main(
         signal_mask: The signals that it blocks once it has its own handlers: those of its parent.
     """
     try:
+        freeze_inherited()
         drop_signal_handlers()
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         for channel in inherited:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import Dataset
 
 import fastload
 from fastload import DataLoader
@@ -368,3 +371,26 @@ def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:
     for expected, (one, other) in zip(whole, pairs, strict=True):
         assert torch.equal(expected, one)
         assert torch.equal(expected, other)
+
+
+class Inherited(Dataset[int]):
+    """Counts the objects that were there before the worker, and that its garbage collector walks."""
+
+    def __init__(self) -> None:
+        self.known = [[number] for number in range(100)]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        known = {id(one) for one in self.known}
+        return sum(id(one) in known for one in gc.get_objects())
+
+
+@pytest.mark.skipif("t" in sys.abiflags, reason="gc.freeze() is not safe in free-threaded builds")
+def test_the_collector_of_a_worker_leaves_inherited_objects_alone() -> None:
+    """A full collection would copy all pages that the worker shares with its parent."""
+    dataset = Inherited()
+
+    assert dataset[0] == 100
+    assert list(DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")) == [0, 0, 0, 0]

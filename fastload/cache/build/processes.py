@@ -13,7 +13,7 @@ import torch
 import torch.utils.data
 
 from fastload.system.cpus import worthwhile_cpus
-from fastload.system.freed_memory import keep_freed_memory
+from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -80,6 +80,7 @@ def _unchanged(answer: Any) -> Any:
 
 def _prepare_worker(_: int) -> None:
     worker = torch.utils.data.get_worker_info()
+    freeze_inherited()
     keep_freed_memory(1 if worker is None else worker.num_workers)
     if "cv2" in sys.modules:  # one thread per worker: thread pools that compete for cores are much slower
         sys.modules["cv2"].setNumThreads(0)

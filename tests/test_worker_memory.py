@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import fastload
-from fastload.system import freed_memory
-from fastload.system.freed_memory import keep_freed_memory
+from fastload.system import worker_memory
+from fastload.system.worker_memory import keep_freed_memory
 
 MIB = 1 << 20
 IMAGE_BYTES = 40 * MIB  # above 32 MiB, which glibc maps and unmaps each time unless it is told otherwise
@@ -81,7 +81,7 @@ class Library:
 def in_place_of_libc(monkeypatch: pytest.MonkeyPatch, library: Any, free_bytes: int = 1 << 40) -> None:
     """Let the module find this library, and this much free memory."""
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    monkeypatch.setattr(freed_memory, "available_bytes", lambda: free_bytes)
+    monkeypatch.setattr(worker_memory, "available_bytes", lambda: free_bytes)
 
 
 @pytest.mark.parametrize(("largest", "mapped"), [(1 << 30, 64 * MIB), (32 * MIB, 32 * MIB)])

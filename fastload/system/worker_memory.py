@@ -1,4 +1,4 @@
-"""Lets a worker process keep memory that it has freed, so that the next image does not fault in new pages.
+"""The memory of worker processes: what one has freed stays mapped, what it inherited stays shared.
 
 A decoder allocates megabytes for each image, and frees them. glibc gives such memory back to the system at
 once, and each page of the next image is faulted in and zeroed again, which takes up to half of the time of
@@ -8,7 +8,9 @@ decoding (benchmarks/NOTES.md, "Freed memory").
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
+import sys
 
 from fastload.system.budget import available_bytes
 
@@ -48,3 +50,15 @@ def keep_freed_memory(num_processes: int) -> int:
     if not any(mallopt(_M_MMAP_THRESHOLD, min(nbytes, kept_bytes)) for nbytes in _LARGEST_BYTES):
         return 0
     return kept_bytes if mallopt(_M_TRIM_THRESHOLD, kept_bytes) else 0
+
+
+def freeze_inherited() -> None:
+    """Keep the garbage collector of this process away from all objects that it was started with.
+
+    A full collection would walk the parent's heap and write to each object: this takes a tenth of a second,
+    and copies hundreds of megabytes of pages that the processes share. Free-threaded builds go without: in
+    releases before 2026, objects in use can be destroyed after gc.freeze() (issues 126312 and 142975 of
+    CPython).
+    """
+    if "t" not in sys.abiflags:
+        gc.freeze()
