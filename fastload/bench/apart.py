@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _PATIENCE_S = 5.0  # for a run that was interrupted
-_MOST_CHARACTERS = 300  # of an error
+_MAX_CHARACTERS = 300  # of an error
 
 
 class RunFailedError(Exception):
@@ -119,6 +119,6 @@ def in_a_line(error: BaseException) -> str:
     """An error's class and text in one line; of the error of a worker, the line that names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "Original Traceback" in str(error):  # torch's text of an error in a worker
-        return f"{lines[-1]:.{_MOST_CHARACTERS}}"
+        return f"{lines[-1]:.{_MAX_CHARACTERS}}"
     text = " ".join(lines)
-    return f"{type(error).__name__}: {text:.{_MOST_CHARACTERS}}".removesuffix(": ")
+    return f"{type(error).__name__}: {text:.{_MAX_CHARACTERS}}".removesuffix(": ")
