@@ -529,7 +529,7 @@ def test_the_trial_prepares_the_dataset_as_a_worker_does(dataset: Any, options: 
     assert "measured in" in chosen()[0]
 
 
-@pytest.mark.parametrize("method", LAUNCHERS)
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     method: str, monkeypatch: pytest.MonkeyPatch, chosen: Any
 ) -> None:

@@ -148,7 +148,12 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path, ready_inter
     assert len(commands) >= 6
     for command in commands:
         done = ready_interpreter.run(
-            COMMAND, *shlex.split(command), cwd=folder, environment=_registry(folder), limit_s=100, exits=False
+            COMMAND,
+            *shlex.split(command),
+            cwd=folder,
+            environment=_registry(folder),
+            limit_s=100,
+            exits=False,
         )
         assert done.returncode == 0, (command, done.stderr)
 
