@@ -9,8 +9,8 @@ Memory, file handles, caches, threads and worker processes of a run end with its
    interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
    `_PATIENCE_S` is killed.
 3. If this process dies, the run ends too.
-4. A signal that comes while the process starts is handled after the start: an exception before that would leave
-   the process behind, and `os.fork` swallows one that is raised inside its hooks.
+4. A signal that comes while the process starts is handled after the start: an exception before that would
+   leave the process behind, and `os.fork` swallows one that is raised inside its hooks.
 """
 
 from __future__ import annotations
