@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Box = tuple[int, int, int, int]
 
-_MARGIN, _LEAST_WIDTH = 2, 8  # pixels at the scale of the result
+_MARGIN, _MIN_WIDTH = 2, 8  # pixels at the scale of the result
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
@@ -66,7 +66,7 @@ def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
     header = parse_jpeg(data)
     if header is None or not header.restart_interval or not header.is_one_scan:
         return None
-    margin, least = _MARGIN * scale, _LEAST_WIDTH * scale
+    margin, least = _MARGIN * scale, _MIN_WIDTH * scale
     x_min, x_max = min(box[0] - margin, header.width - least), max(box[2] + margin, least)
     y_min, y_max = box[1] - margin, box[3] + margin
     interval = header.restart_interval
