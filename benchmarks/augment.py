@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 SOURCE, SIDE, CHANNELS = 256, 224, 3
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
-LEAST_S = 0.5
+MIN_S = 0.5
 
 _KEPT: list[Any] = []  # operators are defined for as long as their library lives
 
@@ -52,7 +52,7 @@ _KEPT: list[Any] = []  # operators are defined for as long as their library live
 def rate(transform: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> float:
     """Images a second."""
     num_images, start_s = 0, time.perf_counter()
-    while time.perf_counter() - start_s < LEAST_S:
+    while time.perf_counter() - start_s < MIN_S:
         result = transform(images)
         if result.device.type == "cuda":
             torch.cuda.synchronize()

@@ -76,7 +76,7 @@ class Size:
         num_images: In an epoch; two workers get equal shares of whole batches.
         num_files: That differ.
         grain: Standard deviation of the sensor's grain, in grey levels.
-        most_runs: Slow sizes are measured less often.
+        max_runs: Slow sizes are measured less often.
         has_peers: Whether DALI and FFCV take part.
     """
 
@@ -85,7 +85,7 @@ class Size:
     num_images: int
     num_files: int
     grain: float
-    most_runs: int
+    max_runs: int
     has_peers: bool
 
     @property
@@ -349,7 +349,7 @@ def training(folder: fastload.ImageFolder, size: Size, work: Path, runs: int) ->
         f"{size.title} JPEGs of {mean_kb:,.0f} kB, RandomResizedCrop({CROP_SIDE}) and a flip, "
         f"{NUM_WORKERS} workers"
     )
-    found = answer(title, rows, targets, min(runs, size.most_runs))
+    found = answer(title, rows, targets, min(runs, size.max_runs))
     for label, reason in unable.items():
         print(f"  {label}: cannot: {reason}")
         found["rows"][label] = {"cannot": reason}
@@ -362,7 +362,7 @@ def validation(folder: fastload.ImageFolder, size: Size, work: Path, runs: int) 
     rows = [row for row in own_rows(folder, validation_pipeline) if row.label in (TORCH, EXACT, FAST)]
     targets = [(EXACT, TORCH, 1.0), (FAST, TORCH, 1.0)]
     title = f"{size.title} JPEGs, SmallestMaxSize(256) and CenterCrop({CROP_SIDE}), {NUM_WORKERS} workers"
-    return answer(title, rows, targets, min(runs, size.most_runs))
+    return answer(title, rows, targets, min(runs, size.max_runs))
 
 
 def slow_disk(folder: fastload.ImageFolder, size: Size, work: Path, runs: int) -> dict[str, Any]:

@@ -73,8 +73,8 @@ SHOWN = {
     "stats": "Microseconds of a batch before `loader.stats()` counted anything, and now.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
-MOST_FAILURES = 5  # that docs/support.md names
-MOST_ROWS = 20  # a question with more has its ratios alone in the table
+MAX_FAILURES = 5  # that docs/support.md names
+MAX_ROWS = 20  # a question with more has its ratios alone in the table
 
 INTRODUCTION = """# Benchmarks
 
@@ -135,7 +135,7 @@ def section(question: dict[str, Any]) -> list[str]:
     """One question: its rows, then its ratios."""
     lines = [f"**{question['title']}**\n"]
     rows = {label: row for label, row in question.get("rows", {}).items() if "figures" in row}
-    if 0 < len(rows) <= MOST_ROWS:
+    if 0 < len(rows) <= MAX_ROWS:
         lines += [f"| | {question['unit']}, median | range |", "|---|---|---|"]
         lines += [
             f"| {label} | {digits(row['median'])} | {spread(row['figures'])} |" for label, row in rows.items()
@@ -213,8 +213,8 @@ def tested() -> tuple[str, str]:
         numpy = row["numpy"] + (", all libraries at their lower bounds" if libraries == "oldest" else "")
         lines.append(f"| {name} | {row['torch']} | {numpy} | {row['passed']:,} | {row['failed']} |")
         if row["failed"]:
-            some = ", ".join(f"`{test}`" for test in row["failures"][:MOST_FAILURES])
-            others = row["failed"] - MOST_FAILURES
+            some = ", ".join(f"`{test}`" for test in row["failures"][:MAX_FAILURES])
+            others = row["failed"] - MAX_FAILURES
             rest = f" and {others} others" if others > 0 else ""
             notes.append(f"Failed on {name} with {row['torch']}: {some}{rest}.")
         if row["not_installed"]:

@@ -117,6 +117,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
             **(ONE_RANK if page.stem in OF_RANKS else {}),
         },
         limit_s=100,
+        exits=False,
     )
 
     assert done.returncode == 0, done.stderr
@@ -147,7 +148,12 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path, ready_inter
     assert len(commands) >= 6
     for command in commands:
         done = ready_interpreter.run(
-            COMMAND, *shlex.split(command), cwd=folder, environment=_registry(folder), limit_s=100
+            COMMAND,
+            *shlex.split(command),
+            cwd=folder,
+            environment=_registry(folder),
+            limit_s=100,
+            exits=False,
         )
         assert done.returncode == 0, (command, done.stderr)
 
@@ -255,7 +261,7 @@ def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
 
-    done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100)
+    done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100, exits=False)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(shown)
@@ -267,7 +273,7 @@ def test_example_ends_with_what_it_shows(
     example: Path, tmp_path: Path, ready_interpreter: Interpreter
 ) -> None:
     """Each example trains on the drawn photographs, and its last lines are those of the table above."""
-    done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100)
+    done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100, exits=False)
 
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){LAST_LINES[example.stem]}\n$", done.stdout), done.stdout

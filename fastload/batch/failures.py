@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failed_sample import FailedSample
 
-_MOST_LOGGED = 10  # log lines of an epoch; the report has all failed samples
+_MAX_LOGGED = 10  # log lines of an epoch; the report has all failed samples
 
 _reports: weakref.WeakKeyDictionary[Any, list[FailedSample]] = weakref.WeakKeyDictionary()
 
@@ -40,7 +40,7 @@ def check_max_errors(max_errors: Any) -> None:
         )
 
 
-def most_failures(max_errors: int | float, num_samples: int) -> int:
+def max_failures(max_errors: int | float, num_samples: int) -> int:
     """How many of ``num_samples`` samples may fail; at least one if `max_errors` is a share."""
     return max(1, int(max_errors * num_samples)) if isinstance(max_errors, float) else max_errors
 
@@ -53,25 +53,25 @@ def check_left_out(
     Raises:
         TooManyFailuresError: It leaves out more.
     """
-    most = most_failures(max_errors, num_samples)
-    if len(left_out) > most:
-        raise too_many_failures(len(left_out), most, num_samples, left_out[-1], what_to_do)
+    maximum = max_failures(max_errors, num_samples)
+    if len(left_out) > maximum:
+        raise too_many_failures(len(left_out), maximum, num_samples, left_out[-1], what_to_do)
 
 
 def too_many_failures(
-    num_failed: int, most: int, num_samples: int, last: FailedSample, what_to_do: str
+    num_failed: int, maximum: int, num_samples: int, last: FailedSample, what_to_do: str
 ) -> TooManyFailuresError:
     """The error of an epoch or a build in which more samples failed than `max_errors` allows.
 
     Args:
         num_failed: How many samples could not be read.
-        most: How many were allowed to fail.
+        maximum: How many were allowed to fail.
         num_samples: Number of samples of the dataset.
         last: The last sample that could not be read.
         what_to_do: What was kept, and what to change: sentences without the last full stop.
     """
     return TooManyFailuresError(
-        f"{num_failed:,} samples could not be read, and `max_errors` allows {most:,} of {num_samples:,}. "
+        f"{num_failed:,} samples could not be read, and `max_errors` allows {maximum:,} of {num_samples:,}. "
         f"The last one is {last}. {what_to_do}"
     )
 
@@ -104,7 +104,7 @@ class FailureCount:
     def __init__(self, loader: Any) -> None:
         self._report = report_of(loader)
         self._num_samples = num_samples_of(loader)
-        self._most = most_failures(loader.max_errors, self._num_samples)
+        self._maximum = max_failures(loader.max_errors, self._num_samples)
         self._count = 0
 
     def note(self, failed: Sequence[FailedSample]) -> None:
@@ -116,9 +116,9 @@ class FailureCount:
         for sample in failed:
             self._count += 1
             self._report.append(sample)
-            if self._count <= _MOST_LOGGED:
+            if self._count <= _MAX_LOGGED:
                 by = "on_error" if sample.replaced_by is None else f"sample {sample.replaced_by!r:.50}"
                 log.warning("a sample could not be read, and %s replaced it: %s", by, sample)
-        if failed and self._count > self._most:
+        if failed and self._count > self._maximum:
             cure = "loader.failed_samples lists all; raise max_errors, or repair the files"
-            raise too_many_failures(self._count, self._most, self._num_samples, failed[-1], cure)
+            raise too_many_failures(self._count, self._maximum, self._num_samples, failed[-1], cure)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-_MOST_VALUES = 8  # of a container whose values are looked at; a tensor takes 0.1 us
-_MOST_DEPTH = 3
+_MAX_VALUES = 8  # of a container whose values are looked at; a tensor takes 0.1 us
+_MAX_DEPTH = 3
 _WITHOUT = frozenset({str, bytes, int, float, bool, type(None)})  # neither tensors nor arrays are inside
 
 
-def nbytes_of(batch: Any, depth: int = _MOST_DEPTH) -> int | None:
+def nbytes_of(batch: Any, depth: int = _MAX_DEPTH) -> int | None:
     """The bytes of the tensors and arrays in a batch; None if they cannot be known in a microsecond or two.
 
     They are known for a dense tensor, an array, and for tuples, lists and dicts of up to eight of them,
@@ -23,10 +23,10 @@ def nbytes_of(batch: Any, depth: int = _MOST_DEPTH) -> int | None:
         nbytes: int = batch.nbytes
         return nbytes
     if kind in _WITHOUT or (
-        kind in (tuple, list) and len(batch) > _MOST_VALUES and type(batch[0]) in _WITHOUT
+        kind in (tuple, list) and len(batch) > _MAX_VALUES and type(batch[0]) in _WITHOUT
     ):
         return 0
-    if kind not in (tuple, list, dict) or len(batch) > _MOST_VALUES or not depth:
+    if kind not in (tuple, list, dict) or len(batch) > _MAX_VALUES or not depth:
         return None
     total = 0
     for value in batch.values() if kind is dict else batch:

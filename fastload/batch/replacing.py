@@ -22,7 +22,7 @@ from fastload.rng.batch_draws import BatchId
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_MOST_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
+_MAX_ATTEMPTS = 10  # how many replacements are tried if they cannot be read either
 
 
 class Replacer:
@@ -83,7 +83,7 @@ class Replacer:
         for attempt, index in enumerate(self._candidates(number)):
             try:
                 # A negative occurrence: the sample draws other numbers than where the sampler gave its index.
-                sample = read(index, -1 - number * _MOST_ATTEMPTS - attempt)
+                sample = read(index, -1 - number * _MAX_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
                 place = f"sample {short_repr(index)} in its place"
                 add_note(error, f"fastload: {place} could not be read: {short_repr(other)}")
@@ -104,5 +104,5 @@ class Replacer:
         found = self._replacements  # may be an array or a tensor, if the sampler's indices are one
         if not len(found):
             found = [*self._indices[:number], *self._indices[number + 1 :]]
-        positions = generator.sample(range(len(found)), min(len(found), _MOST_ATTEMPTS))
+        positions = generator.sample(range(len(found)), min(len(found), _MAX_ATTEMPTS))
         return [found[position] for position in positions]

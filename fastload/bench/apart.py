@@ -9,6 +9,8 @@ Memory, file handles, caches, threads and worker processes of a run end with its
    interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
    `_PATIENCE_S` is killed.
 3. If this process dies, the run ends too.
+4. A signal that comes while the process starts is handled after the start: an exception before that would
+   leave the process behind, and `os.fork` swallows one that is raised inside its hooks.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from fastload.workers.process import start_helpers, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _PATIENCE_S = 5.0  # for a run that was interrupted
-_MOST_CHARACTERS = 300  # of an error
+_MAX_CHARACTERS = 300  # of an error
 
 
 class RunFailedError(Exception):
@@ -47,10 +50,14 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
         RunFailedError: The function raised an error, or its process died.
     """
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
+    if context.get_start_method() != "fork":
+        start_helpers(context.get_start_method())
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_main, args=(sender, os.getpid(), function, arguments))
+    process: Any = None
     try:
-        process.start()
+        with without_handlers() as mask:
+            process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
+            process.start()
         sender.close()  # the run has its own end: when the run ends, so does the pipe
         try:
             succeeded, result = receiver.recv()
@@ -69,7 +76,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _end(process: Any) -> None:
     """Let a run end in order, or kill it with all of its processes."""
-    if process.pid is None:
+    if process is None or process.pid is None:
         return
     if process.is_alive():
         with contextlib.suppress(ProcessLookupError):
@@ -94,12 +101,18 @@ def _how_it_ended(exit_code: int | None) -> str:
 
 
 def _main(
-    sender: Connection, parent_pid: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    sender: Connection,
+    parent_pid: int,
+    signal_mask: set[Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     try:
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
         drop_signal_handlers()
+        if hasattr(signal, "pthread_sigmask"):  # not on Windows
+            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
             leave_with(parent_pid)
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
@@ -119,6 +132,6 @@ def in_a_line(error: BaseException) -> str:
     """An error's class and text in one line; of the error of a worker, the line that names the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if "Original Traceback" in str(error):  # torch's text of an error in a worker
-        return f"{lines[-1]:.{_MOST_CHARACTERS}}"
+        return f"{lines[-1]:.{_MAX_CHARACTERS}}"
     text = " ".join(lines)
-    return f"{type(error).__name__}: {text:.{_MOST_CHARACTERS}}".removesuffix(": ")
+    return f"{type(error).__name__}: {text:.{_MAX_CHARACTERS}}".removesuffix(": ")

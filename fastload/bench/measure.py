@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastload.bench.contenders import Contender
 
 LATER_S = 0.5  # later epochs are repeated until they took this long together
-_MOST_EXAMINED = 32
+_MAX_EXAMINED = 32
 _EXAMINE_S = 2.0
 
 
@@ -67,7 +67,7 @@ def spread_indices(length: int, count: int) -> list[int]:
 
 def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
     """Look at some samples, evenly spaced. An error of the dataset or the transform is raised."""
-    indices = spread_indices(len(dataset), min(len(dataset), _MOST_EXAMINED))
+    indices = spread_indices(len(dataset), min(len(dataset), _MAX_EXAMINED))
     samples, times_s = [], []
     dataset[indices[0]]  # the first access may open files
     started_s = time.perf_counter()

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _BATCH_SIZES = (64,)
 _ROUNDS = 3
-_MOST_WORKERS = 32  # by default
+_MAX_WORKERS = 32  # by default
 _START_S = 0.3  # of a process, and of forked workers
-_LEAST_BATCHES = 4  # of an epoch, or as many as the workers prefetch
+_MIN_BATCHES = 4  # of an epoch, or as many as the workers prefetch
 _READS = {"none": 2.0, "ram": 1.0, "lmdb": 0.1}  # how many times a run decodes each sample, or as long
 # The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
-_MOST_DIRECTORY_BYTES = 70
+_MAX_DIRECTORY_BYTES = 70
 _DISK_SHARE = 0.9  # of the free space, which an LMDB cache may take
 _BUSY_SHARE = 0.1  # a warning is shown if other processes use a larger share of the CPUs
 
@@ -130,7 +130,7 @@ class Benchmark:
         count = settings.samples
         if count is None:
             fitting = int((60 * settings.minutes - costs[0]) / max(costs[1], 1e-9))
-            batches = {one.batch_size * max(_LEAST_BATCHES, 2 * one.num_workers) for one in contenders}
+            batches = {one.batch_size * max(_MIN_BATCHES, 2 * one.num_workers) for one in contenders}
             count = max(fitting, *batches)
         count = min(count, length)
         minutes = (costs[0] + costs[1] * count) / 60
@@ -238,7 +238,7 @@ class Benchmark:
 
 def default_workers(num_cpus: int) -> tuple[int, ...]:
     """No workers, one for each second CPU, and one for each CPU."""
-    return tuple(sorted({0, min(_MOST_WORKERS, math.ceil(num_cpus / 2)), min(_MOST_WORKERS, num_cpus)}))
+    return tuple(sorted({0, min(_MAX_WORKERS, math.ceil(num_cpus / 2)), min(_MAX_WORKERS, num_cpus)}))
 
 
 def costs_s(
@@ -283,7 +283,7 @@ def _temporary_files() -> Iterator[str]:
     variable, directory_before = os.environ.get("TMPDIR"), tempfile.tempdir
     with _directory(None) as directory:
         try:
-            if len(os.fsencode(directory)) <= _MOST_DIRECTORY_BYTES:
+            if len(os.fsencode(directory)) <= _MAX_DIRECTORY_BYTES:
                 os.environ["TMPDIR"] = tempfile.tempdir = directory
             yield directory
         finally:

@@ -35,10 +35,10 @@ LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
 # Of an image that is handed out undecoded: crops of smaller ones take no less time than the whole.
-_LEAST_PIXELS = 1 << 16
+_MIN_PIXELS = 1 << 16
 _MCU_SIDE = 16  # of the JPEGs that Pillow writes by default (4:2:0), in pixels
-_MOST_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
-_MOST_PIXELS = 1 << 26  # somewhat below the size at which Pillow warns of a decompression bomb
+_MAX_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
+_MAX_PIXELS = 1 << 26  # somewhat below the size at which Pillow warns of a decompression bomb
 _PNG_LEVEL = 1  # zlib's fastest level, because a build keeps all cores busy
 _ENDS = {"jpeg": b"\xff\xd9", "png": b"IEND\xaeB`\x82", "webp": b""}
 _RIFF_BYTES = 8  # at the start of a RIFF file, which the length in its header does not count
@@ -62,9 +62,9 @@ def codec_of_leaf(codec: str, leaf: Leaf) -> str:
         return "raw"
     height, width = leaf.shape[:2]
     channels = leaf.shape[2] if len(leaf.shape) == 3 else 1
-    if channels not in (1, 3) or not 0 < height <= _MOST_SIDE or not 0 < width <= _MOST_SIDE:
+    if channels not in (1, 3) or not 0 < height <= _MAX_SIDE or not 0 < width <= _MAX_SIDE:
         return "raw"
-    if height * width > _MOST_PIXELS:
+    if height * width > _MAX_PIXELS:
         return "raw"
     return "png" if channels == 1 else codec
 
@@ -97,7 +97,7 @@ def encoded_image(codec: str, payload: memoryview, leaf: Leaf) -> EncodedImage |
     """An image file as an undecoded image; None if it is to be decoded now, by `decode_image`."""
     from fastload.images.jpeg import parse_jpeg
 
-    if codec != "jpeg" or leaf.shape[0] * leaf.shape[1] < _LEAST_PIXELS:
+    if codec != "jpeg" or leaf.shape[0] * leaf.shape[1] < _MIN_PIXELS:
         return None
     header = parse_jpeg(payload)
     is_of_leaf = header is not None and (header.height, header.width, len(header.sampling)) == leaf.shape

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 COLUMN_ALIGNMENT_BYTES = 64
 _LENGTH_BYTES = 4
-_LEAST_TEXT_BYTES = 64
+_MIN_TEXT_BYTES = 64
 _TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts are stored elsewhere
 _PLAIN_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
 _INT64_BYTES = 8
@@ -92,7 +92,7 @@ def plan_columns(
 def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if leaf.kind in TEXT_KINDS:
         longest = max(len(to_bytes(leaf, value)) for value in examples)
-        return np.dtype(np.uint8), (_LENGTH_BYTES + max(_LEAST_TEXT_BYTES, _TEXT_MARGIN * longest),)
+        return np.dtype(np.uint8), (_LENGTH_BYTES + max(_MIN_TEXT_BYTES, _TEXT_MARGIN * longest),)
     return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else fixed_row(leaf)
 
 

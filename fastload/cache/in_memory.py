@@ -25,7 +25,7 @@ def held_bytes(sample: Any, num_samples: int) -> int:
     whole: Any = max(arrays, key=lambda array: array.nbytes, default=None)
     if whole is None or num_samples < 2:
         return 0
-    least_bytes = _SHARE * num_samples * max(1, whole.nbytes)
+    min_bytes = _SHARE * num_samples * max(1, whole.nbytes)
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
-    return int(whole.nbytes) if whole.base is None and whole.nbytes >= least_bytes else 0
+    return int(whole.nbytes) if whole.base is None and whole.nbytes >= min_bytes else 0

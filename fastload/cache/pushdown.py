@@ -145,9 +145,9 @@ def _apply(first: Any, image: EncodedImage, reduces: bool, _: Any, **params: Any
     is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
     if not is_inside or params.get("pad_params") is not None:
         return _pixels(first.apply(image.decode(), **params))
-    least = _target_size(first)
-    if reduces and least is not None:
-        return _resized(first, image.decode_reduced(box, least), least, params)
+    minimum = _target_size(first)
+    if reduces and minimum is not None:
+        return _resized(first, image.decode_reduced(box, minimum), minimum, params)
     region = image.decode(box)
     whole = (0, 0, region.shape[1], region.shape[0])
     return _pixels(first.apply(region, **{**params, "crop_coords": whole}))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SHARE = 0.2  # of the reading time
 CHEAP_S = 0.0001  # samples that are stored faster are never deferred: only complete batches can be gathered
 _BEGIN_S = 0.2  # initial budget: a small dataset is stored in its first epoch
-_MOST_S = 1.0  # highest budget, so that no single epoch spends the savings of many
+_MAX_S = 1.0  # highest budget, so that no single epoch spends the savings of many
 _NEW_WEIGHT = 0.1  # weight of the newest sample in the running mean
 
 
@@ -51,7 +51,7 @@ class RateLimit:
         self._read_s = _mean(self._read_s, read_s)
         hits, self.hits = self.hits, 0
         earned_s = max(SHARE * read_s, self._cheap_s) + hits * (1 + SHARE) * self._read_s
-        self._budget_s = min(_MOST_S, self._budget_s + earned_s)
+        self._budget_s = min(_MAX_S, self._budget_s + earned_s)
         if self._budget_s < 0:
             self._log_once()
             return

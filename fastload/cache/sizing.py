@@ -33,8 +33,8 @@ from fastload.system.tables import table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_MOST_SAMPLES = 32
-_MOST_TILED_BYTES = 4 << 20  # of files that are rewritten, which takes a second
+_MAX_SAMPLES = 32
+_MAX_TILED_BYTES = 4 << 20  # of files that are rewritten, which takes a second
 _CROP_SIDE = 224
 _RAM_SHARE = 0.8  # of the free memory, as max_memory="auto"
 
@@ -110,7 +110,7 @@ def size_up(dataset: Any, source: str) -> Sizing:
     num_samples = len(dataset)
     if not num_samples:
         raise UnsupportedSampleError(f"{source} has no samples")
-    chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MOST_SAMPLES))
+    chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MAX_SAMPLES))
     samples, read_s = _timed(lambda index: dataset[index], chosen)
     pixels = [decode_images(_image_of(sample)) for sample in samples]
     crop, _, explanation = _random_crop()
@@ -199,7 +199,7 @@ def _with_tiles(
     tiled: list[EncodedImage] = []
     nbytes = new_nbytes = 0
     for image, content in zip(images, contents, strict=True):
-        if nbytes > _MOST_TILED_BYTES:
+        if nbytes > _MAX_TILED_BYTES:
             break
         tiled.append(tile_images(EncodedImage.of(content, image.path)))
         nbytes += len(content)

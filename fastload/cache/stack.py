@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
 
 # A cache without room for one sample may have room for a smaller one, but decoding costs time.
-_MOST_REFUSED = 16
+_MAX_REFUSED = 16
 _EMPTY_BYTES = 32 << 10  # a cache takes these at most beside its samples and 8 bytes for each of them
 
 
@@ -132,7 +132,7 @@ class Stack(BaseCache):
             return False
         if first.generation != self._generation:
             self._generation, self._num_refused = first.generation, 0
-        if self._num_refused < _MOST_REFUSED:
+        if self._num_refused < _MAX_REFUSED:
             if first.put(index, read_only(decode_images(sample))):
                 self._num_refused = 0
                 return True

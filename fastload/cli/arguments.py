@@ -158,13 +158,13 @@ def parse_max_errors(text: str) -> int | float:
     )
 
 
-def numbers(option: str, least: int, text: str) -> Any:
+def numbers(option: str, minimum: int, text: str) -> Any:
     """An option with numbers and commas between them."""
 
     def parse(value: str) -> tuple[int, ...]:
         words = [word.strip() for word in value.split(",")]
-        if not all(word.isdecimal() and int(word) >= least for word in words):
-            raise CommandError(f"{option} should be numbers from {least} such as 2,4, but got {value!r}")
+        if not all(word.isdecimal() and int(word) >= minimum for word in words):
+            raise CommandError(f"{option} should be numbers from {minimum} such as 2,4, but got {value!r}")
         return tuple(dict.fromkeys(map(int, words)))
 
     return typer.Option(parser=parse, metavar="N,N", help=text)

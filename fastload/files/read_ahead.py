@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _WINDOW_BYTES = 256 << 20
 _GUESSED_BYTES = 1 << 20  # of a file whose length the store does not tell
-_MOST_ANNOUNCED = 1 << 14
+_MAX_ANNOUNCED = 1 << 14
 
 
 class ReadAhead:
@@ -70,7 +70,7 @@ class ReadAhead:
                 if number not in self._files:
                     self._files[number] = Future()
                     self._waiting.append(number)
-            while len(self._files) > _MOST_ANNOUNCED:
+            while len(self._files) > _MAX_ANNOUNCED:
                 self._drop(next(iter(self._files)))
             self._begin()
 

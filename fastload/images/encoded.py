@@ -177,7 +177,7 @@ class EncodedImage:
 
         is_swapped, flips_y, flips_x = TURNS[header.orientation]
         stored_box = _stored_box(box, header)
-        cut = cut_jpeg(self._content, stored_box)
+        cut = cut_jpeg(self._content, stored_box, scale)
         if cut is not None:
             sides = (cut.header.width, cut.header.height) if is_swapped else cut.header[:2]
             header = header._replace(height=sides[0], width=sides[1])

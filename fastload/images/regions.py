@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
 # interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
-_LEAST_WIDTH = 4
+_MIN_WIDTH = 4
 # What the import writes to standard error, because it also looks for codecs of GPUs.
 _NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
 
@@ -95,7 +95,7 @@ def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:
     """A region, by nvImageCodec; None if it is not installed, or refuses."""
     codec = _codec()
     x_min, y_min, x_max, y_max = box
-    if codec is None or x_max - x_min < _LEAST_WIDTH or not is_whole(data):
+    if codec is None or x_max - x_min < _MIN_WIDTH or not is_whole(data):
         return None
     if _decoders.pid != os.getpid():
         _decoders.decoder = codec.Decoder(

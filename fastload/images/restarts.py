@@ -38,7 +38,7 @@ _RUN_OF_ZEROS = 15
 _ENTRY_BITS = 5  # of a lookup table: how many bits to go on by; above them, what the code stands for
 _ENTRY_MASK = (1 << _ENTRY_BITS) - 1
 _NO_CODE = (1 << 11) - 1
-_MOST_DC_BITS = 11
+_MAX_DC_BITS = 11
 # The table of the standard (K.3), for a file whose own table lacks a difference that is now needed.
 _EVERY_DC = bytes([0, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, *range(12)])
 
@@ -180,7 +180,7 @@ def _blocks(scans: list[bytes], layout: Layout, num_mcus: int, per_scan: int) ->
                 entry = dc[windows[at >> 3] >> (8 - (at & 7)) & 0xFFFF]
                 at += entry & _ENTRY_MASK
                 size = entry >> _ENTRY_BITS
-                if size > _MOST_DC_BITS:
+                if size > _MAX_DC_BITS:
                     raise IndexError
                 if size:
                     value = windows[at >> 3] >> (24 - (at & 7) - size) & ((1 << size) - 1)

@@ -4,7 +4,8 @@ Between two restart markers lie the MCUs (the smallest units of a scan) of a til
 without the ones before it. A header with other sides, the tiles that a region touches and new numbers for
 their markers are again an ordinary JPEG, and any decoder reads it. Rules:
 
-1. A margin of one MCU lies around the region, because colours are interpolated between neighbours.
+1. A margin of two pixels lies around the region, because colours are interpolated between neighbours; and
+   eight columns are kept at least, because libjpeg-turbo does not interpolate in pictures of four columns.
 2. A file is cut only if its markers are those that its header promises: as many, in order, and nothing else.
    Wrong bytes between two markers then change the same pixels as in the whole picture.
 """
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     Box = tuple[int, int, int, int]
 
+_MARGIN, _MIN_WIDTH = 2, 8  # pixels at the scale of the result
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
@@ -50,12 +52,13 @@ class Cut(NamedTuple):
         return x_min - self.x, y_min - self.y, x_max - self.x, y_max - self.y
 
 
-def cut_jpeg(data: Content, box: Box) -> Cut | None:
+def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
     """The tiles that a region of a JPEG needs.
 
     Args:
         data: The content of the file.
         box: `(x_min, y_min, x_max, y_max)` in the stored picture.
+        scale: The tiles will be decoded at this fraction of their size: 1, 2, 4 or 8.
 
     Returns:
         None if the file cannot be cut, or the region needs all of it.
@@ -63,7 +66,9 @@ def cut_jpeg(data: Content, box: Box) -> Cut | None:
     header = parse_jpeg(data)
     if header is None or not header.restart_interval or not header.is_one_scan:
         return None
-    x_min, y_min, x_max, y_max = box
+    margin, least = _MARGIN * scale, _MIN_WIDTH * scale
+    x_min, x_max = min(box[0] - margin, header.width - least), max(box[2] + margin, least)
+    y_min, y_max = box[1] - margin, box[3] + margin
     interval = header.restart_interval
     mcu_width, mcu_height = header.mcu_sides
     columns, rows = header.num_mcus
@@ -110,6 +115,6 @@ def cut_jpeg(data: Content, box: Box) -> Cut | None:
 
 
 def _span(start: int, stop: int, mcu: int, num_mcus: int, step: int) -> tuple[int, int]:
-    """The first and last MCU (exclusive) of an axis that hold these pixels, with a margin of one."""
-    first, last = start // mcu - 1, -(-stop // mcu) + 1
+    """The first and last MCU (exclusive) of an axis that hold these pixels."""
+    first, last = start // mcu, -(-stop // mcu)
     return max(0, first) // step * step, min(num_mcus, -(-last // step) * step)

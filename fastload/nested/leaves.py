@@ -32,7 +32,7 @@ TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # these have no fixed length
 IMAGE = "image"
 _PATH_BYTES = struct.Struct("<I")  # before the path, which is before the content of the file
 _FLOAT = struct.Struct("<d")
-_MOST_BYTES = (1 << 63) - 1  # of an array
+_MAX_BYTES = (1 << 63) - 1  # of an array
 _INT_BYTES = 8  # the least that an int takes; larger ints take more
 
 
@@ -149,7 +149,7 @@ def fixed_nbytes(leaf: Leaf) -> int | None:
     """
     if leaf.kind in ("array", "tensor", "scalar"):
         itemsize = storage_dtype(leaf).itemsize
-        if prod(filter(None, leaf.shape)) * itemsize > _MOST_BYTES:  # NumPy also leaves zeros out
+        if prod(filter(None, leaf.shape)) * itemsize > _MAX_BYTES:  # NumPy also leaves zeros out
             raise ValueError(f"the shape {leaf.shape} is too large for an array")
         return prod(leaf.shape) * itemsize
     return {"float": 8, "bool": 1, "none": 0}.get(leaf.kind)

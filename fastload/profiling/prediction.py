@@ -102,8 +102,8 @@ class Model:
         before_s, after_s = self.step_s(), other.step_s()
         if self.is_saturated and self.cpu_s > 0:
             # Recorded times contain waits for CPUs, which become shorter with the CPU time.
-            least_s = other.consumer_cpu_s / max(self.num_cpus, 0.1)
-            after_s = max(min(after_s, before_s * other.cpu_s / self.cpu_s), least_s)
+            min_s = other.consumer_cpu_s / max(self.num_cpus, 0.1)
+            after_s = max(min(after_s, before_s * other.cpu_s / self.cpu_s), min_s)
         return before_s / after_s if after_s > 0 else 1.0
 
 

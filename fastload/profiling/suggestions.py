@@ -233,7 +233,7 @@ def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     if any(part.name.endswith(_TILE_DECODER) for part in images):
         return  # done already
     largest = max(images, key=lambda part: part.num_pixels)
-    region, tiles = next(shares for most, *shares in _SHARES if largest.num_pixels <= most)
+    region, tiles = next(shares for maximum, *shares in _SHARES if largest.num_pixels <= maximum)
     asked = [part for part in decoders if part.name.endswith(_REGION_DECODER)]
     if asked:  # the dataset is as it should be, but not its files
         now = region if asked[0].num_pixels else 1.0  # 1: a decoder of regions is not installed

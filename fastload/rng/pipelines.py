@@ -126,7 +126,7 @@ class Search:
 
     def _below(self, root: Any) -> Found:
         found = Found()
-        most_seen = len(self._seen) + _MAX_VISITS
+        max_seen = len(self._seen) + _MAX_VISITS
         self._long = []
         self._add(self._roots, [root])
         num_before = -1
@@ -136,7 +136,7 @@ class Search:
             for container, start in unfinished:
                 self._add_elements(container, start)
             while self._queue:
-                if len(self._seen) > most_seen:
+                if len(self._seen) > max_seen:
                     log.warning(
                         "The search for albumentations pipelines and generators ended after %d objects; "
                         "those deeper in the dataset or the collate_fn keep their random state, maybe the "

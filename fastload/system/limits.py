@@ -21,8 +21,8 @@ def too_many_files() -> str:
 def limit_on_files() -> str:
     """The limit on open files, and how far it may be raised, as a clause."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
-    return f"RLIMIT_NOFILE is {soft:,} and may be raised {most} (ulimit -n)"
+    maximum = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
+    return f"RLIMIT_NOFILE is {soft:,} and may be raised {maximum} (ulimit -n)"
 
 
 def allows_files(number: int) -> bool:

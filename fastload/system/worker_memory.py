@@ -17,8 +17,8 @@ from fastload.system.budget import available_bytes
 # Of mallopt(3), and in malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
-_MOST_KEPT_BYTES = 128 << 20  # by each process
-_LEAST_KEPT_BYTES = 4 << 20  # less would not hold the memory of an image
+_MAX_KEPT_BYTES = 128 << 20  # by each process
+_MIN_KEPT_BYTES = 4 << 20  # less would not hold the memory of an image
 _SHARE_OF_FREE = 1 / 16  # of the machine's free memory, for all workers together
 # The largest allocation that is not mapped by itself, which glibc would unmap when it is freed. Releases
 # before 2.35 accept 32 MiB at most.
@@ -40,8 +40,8 @@ def keep_freed_memory(num_processes: int) -> int:
     """
     if any(name in os.environ for name in _OWN_SETTINGS) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return 0
-    kept_bytes = min(_MOST_KEPT_BYTES, int(available_bytes() * _SHARE_OF_FREE) // max(1, num_processes))
-    if kept_bytes < _LEAST_KEPT_BYTES:
+    kept_bytes = min(_MAX_KEPT_BYTES, int(available_bytes() * _SHARE_OF_FREE) // max(1, num_processes))
+    if kept_bytes < _MIN_KEPT_BYTES:
         return 0
     try:
         mallopt = ctypes.CDLL(None).mallopt

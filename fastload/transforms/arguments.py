@@ -29,7 +29,7 @@ def height_and_width(size: Any) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def range_of(name: str, values: Any, most: float = math.inf) -> tuple[float, float]:
+def range_of(name: str, values: Any, maximum: float = math.inf) -> tuple[float, float]:
     """Two positive numbers, the lower one first.
 
     Raises:
@@ -39,8 +39,8 @@ def range_of(name: str, values: Any, most: float = math.inf) -> tuple[float, flo
         low, high = (float(value) for value in values)
     except (TypeError, ValueError):
         low = high = math.nan
-    if not (0 < low <= high <= most and high < math.inf):
-        limit = "" if most == math.inf else f" and at most {most}"
+    if not (0 < low <= high <= maximum and high < math.inf):
+        limit = "" if maximum == math.inf else f" and at most {maximum}"
         raise ValueError(
             f"{name} should be two numbers above 0{limit}, the lower one first, but got {values!r}"
         )

@@ -75,7 +75,7 @@ class RandomResizedCrop(ImageTransform):
     ) -> None:
         super().__init__(layout, key)
         self.size = height_and_width(size)
-        self.scale = range_of("scale", scale, most=1)
+        self.scale = range_of("scale", scale, maximum=1)
         self.ratio = range_of("ratio", ratio)
 
     def extra_repr(self) -> str:

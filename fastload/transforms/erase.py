@@ -57,7 +57,7 @@ class RandomErasing(ImageTransform):
     ) -> None:
         super().__init__(layout, key)
         self.p = probability(p)
-        self.scale = range_of("scale", scale, most=1)
+        self.scale = range_of("scale", scale, maximum=1)
         self.ratio = range_of("ratio", ratio)
         self.fill = fill
 

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
 _START_LIMIT_S = 60.0  # for the start of the trial's process
-_LEAST_LIMIT_S = 2.0  # for the trial, however short the epochs are
+_MIN_LIMIT_S = 2.0  # for the trial, however short the epochs are
 _SHARE_OF_EPOCH = 0.1  # for the trial, if that is longer
 _ENOUGH_S = 0.25  # of measured batches
 _PIECES_S = 1.0  # of measured parts of the first batch: whole batches would take too long
-_MOST_UNMEASURED = 16  # the most workers if nothing was measured
-_MOST_WORKERS = 64
+_MAX_UNMEASURED = 16  # the most workers if nothing was measured
+_MAX_WORKERS = 64
 _WAITS = 1.5  # batches that take this many times their CPU time wait
 _RECEIVE_S = 3e-4  # to receive a batch that is ready: measured with small batches on two cores
 _ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
@@ -95,11 +95,11 @@ class Model(NamedTuple):
     num_cpus: int
     start_s: float = 0.0
 
-    def numbers(self, least: int) -> range:
+    def numbers(self, minimum: int) -> range:
         """The numbers of workers that may be the best."""
         make_s, busy_s = self.cost
-        most = math.ceil(self.num_cpus * make_s / busy_s) if make_s > _WAITS * busy_s else self.num_cpus
-        return range(least, max(1, min(most, self.num_batches, _MOST_WORKERS)) + 1)
+        maximum = math.ceil(self.num_cpus * make_s / busy_s) if make_s > _WAITS * busy_s else self.num_cpus
+        return range(minimum, max(1, min(maximum, self.num_batches, _MAX_WORKERS)) + 1)
 
     def batch_s(self, number: int) -> float:
         """From one batch to the next, if the consumer computes nothing."""
@@ -119,14 +119,14 @@ class Model(NamedTuple):
         between_s = max(step_s + _RECEIVE_S, self.batch_s(number))
         return first_s + step_s + (self.num_batches - 1) * between_s
 
-    def fastest(self, least: int, step_s: float, current: int = -1) -> int:
+    def fastest(self, minimum: int, step_s: float, current: int = -1) -> int:
         """The number of workers with the shortest epochs; the current number if it is as good."""
-        epochs_s = {number: self.epoch_s(number, step_s) for number in self.numbers(least)}
+        epochs_s = {number: self.epoch_s(number, step_s) for number in self.numbers(minimum)}
         best_s = min(epochs_s.values())
         alike = [number for number, epoch_s in epochs_s.items() if epoch_s <= _ALIKE * best_s]
         return current if current in alike else min(alike)
 
-    def safest(self, least: int) -> int:
+    def safest(self, minimum: int) -> int:
         """The number of workers before the consumer's step is known.
 
         It is the fastest number with workers for a consumer that computes nothing; or 0, if workers would
@@ -135,7 +135,7 @@ class Model(NamedTuple):
         number, make_s = self.fastest(1, 0.0), self.cost.make_s
         lost = self.epoch_s(number, 0.0) / self.epoch_s(0, 0.0)
         saved = self.epoch_s(0, make_s) / self.epoch_s(number, make_s)
-        return number if least or lost <= saved else 0
+        return number if minimum or lost <= saved else 0
 
     def corrected(self, number: int, step_s: float, wait_s: float) -> Model:
         """This model after an epoch: if batches came later or earlier than predicted, all cost as much more.
@@ -163,15 +163,15 @@ class AutoWorkers:
     """Chooses the number of workers for the first epoch, and again when more is known.
 
     Args:
-        least: The fewest workers that the other arguments allow.
+        minimum: The fewest workers that the other arguments allow.
 
     Attributes:
         number: The current choice; before anything is known, as many workers as CPUs.
     """
 
-    def __init__(self, least: int) -> None:
-        self.number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
-        self._least = least
+    def __init__(self, minimum: int) -> None:
+        self.number = max(1, min(rank_cpus(), _MAX_UNMEASURED))
+        self._minimum = minimum
         self._model: Model | None = None
         self._is_due = True  # whether the next epoch begins with a trial
         self._was_filling = False
@@ -182,7 +182,7 @@ class AutoWorkers:
     def keep(self, number: int) -> None:
         """Take this number from now on: a saved state needs it."""
         self._is_due, self._model = False, None
-        self._say(max(self._least, number), "as many as the state has copies of the dataset")
+        self._say(max(self._minimum, number), "as many as the state has copies of the dataset")
 
     def choose(self, loader: Any) -> int:
         """The number of workers for the next epochs of a loader."""
@@ -207,18 +207,18 @@ class AutoWorkers:
         if _WORSE * epochs_s[before] < epochs_s.get(self.number, 0.0):
             self._say(before, f"because epochs took {epochs_s[self.number]:.3g} s with {self.number}")
             return
-        number = model.fastest(self._least, step_s, self.number)
+        number = model.fastest(self._minimum, step_s, self.number)
         if number not in epochs_s:
             self._say(number, model.facts(step_s))
 
     def _measure(self, loader: Any) -> None:
         length = _length(loader)
         if length < 2:  # tried again later: a sampler may change its length
-            self._say(self._least, f"an epoch has {length} batches")
+            self._say(self._minimum, f"an epoch has {length} batches")
             return
         if process.current_process().daemon:
             self._is_due = False
-            number = self._least if loader.worker_type == "process" else self.number
+            number = self._minimum if loader.worker_type == "process" else self.number
             self._say(number, "not measured, because this process is a daemon and may not start another one")
             return
         began_s = time.perf_counter()
@@ -227,13 +227,15 @@ class AutoWorkers:
         self._epochs_s.clear()
         if isinstance(found, str):
             self._model = None
-            number = max(1, min(rank_cpus(), _MOST_UNMEASURED))
+            number = max(1, min(rank_cpus(), _MAX_UNMEASURED))
             self._say(number, f"as many as CPUs of this rank: the trial failed: {found}", logging.WARNING)
             return
         self._model = found
         step_s = self._step_s
         number = (
-            found.safest(self._least) if step_s is None else found.fastest(self._least, step_s, self.number)
+            found.safest(self._minimum)
+            if step_s is None
+            else found.fastest(self._minimum, step_s, self.number)
         )
         self._say(number, f"{found.facts(step_s)} (measured in {time.perf_counter() - began_s:.2g} s)")
 
@@ -256,7 +258,7 @@ class AutoWorkers:
             began_s = time.perf_counter()
             # Also with a fork server: the exception of a handler would look like an error of the start.
             with without_handlers() as mask:
-                arguments = sender, _twin_of(loader), self._least > 0, process.current_process().pid, mask
+                arguments = sender, _twin_of(loader), self._minimum > 0, process.current_process().pid, mask
                 child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
                 try:
                     child.start()
@@ -282,15 +284,15 @@ class AutoWorkers:
     def _follow(self, receiver: Connection, model: Model) -> Model | str:
         """The model with the last cost that the trial sends in its time."""
         began_s = time.perf_counter()
-        limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * max(self._epochs_s.values(), default=0.0))
+        limit_s = max(_MIN_LIMIT_S, _SHARE_OF_EPOCH * max(self._epochs_s.values(), default=0.0))
         found: Model | None = None
         while receiver.poll(max(0.0, began_s + limit_s - time.perf_counter())):
             message = receiver.recv()
             if not isinstance(message, Cost):
                 return found or str(message)
             found = model._replace(cost=message)
-            epoch_s = min(found.epoch_s(number, 0.0) for number in found.numbers(self._least))
-            limit_s = max(_LEAST_LIMIT_S, _SHARE_OF_EPOCH * epoch_s)
+            epoch_s = min(found.epoch_s(number, 0.0) for number in found.numbers(self._minimum))
+            limit_s = max(_MIN_LIMIT_S, _SHARE_OF_EPOCH * epoch_s)
         return found or f"the first sample took more than {limit_s:.0f} s"
 
 

@@ -126,8 +126,8 @@ def default_options() -> dict[str, Any]:
     return dict(vars(Options()))
 
 
-def _is_int(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: Any, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 if TYPE_CHECKING:

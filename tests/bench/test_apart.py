@@ -118,6 +118,25 @@ def test_ctrl_c_ends_a_run_and_its_workers(
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
+def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is handled when the process can be ended; `os.fork` would swallow an exception inside its hooks."""
+    fork, started = os.fork, []
+
+    def fork_and_interrupt() -> int:
+        pid = fork()
+        if pid:
+            started.append(pid)
+            os.kill(os.getpid(), signal.SIGINT)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork_and_interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        call(signal.pause)
+
+    assert still_running(started, 60) == []
+
+
 @pytest.mark.slow
 def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Also after SIGKILL, which nobody can handle."""

@@ -114,7 +114,9 @@ class CacheContract(ABC):
 class SharedContract(CacheContract):
     """Tests of a cache that other processes see."""
 
-    @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        "method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
+    )
     def test_children_read(self, method: str, tmp_path: Any) -> None:
         """A child process reads every sample, whether the parent had read before or not."""
         dataset = Everything(12)

@@ -389,7 +389,7 @@ def test_a_large_cache_is_looked_at_in_part(
     tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of samples that are looked at is bounded."""
-    monkeypatch.setattr("fastload.cache.build.build._MOST_LOOKED_AT", 5)
+    monkeypatch.setattr("fastload.cache.build.build._MAX_LOOKED_AT", 5)
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb(RaggedImages(30), tmp_path / "x", num_workers=0)
 

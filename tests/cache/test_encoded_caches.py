@@ -104,7 +104,12 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *(("ram", "no workers"), ("ram-encoded", "fork"), ("ram-encoded", "spawn"), ("none", "forkserver")),
+        *(
+            ("ram", "no workers"),
+            ("ram-encoded", "fork"),
+            ("ram-encoded", "forkserver"),
+            ("none", "forkserver"),
+        ),
         *(("both", "no workers"), ("part of both", "threads"), ("part of both", "fork"), ("lmdb", "threads")),
         *(("lmdb", "no workers"), ("ram over lmdb", "fork")),
     ],

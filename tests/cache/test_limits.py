@@ -60,20 +60,20 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
     num_samples=st.integers(0, 10**7),
     max_bytes=st.integers(1, 1 << 42),
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
-    most_bytes=st.just(0) | st.integers(1, 1 << 42),
+    segment_limit=st.just(0) | st.integers(1, 1 << 42),
 )
 def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
-    num_samples: int, max_bytes: int, sizes: list[int], most_bytes: int
+    num_samples: int, max_bytes: int, sizes: list[int], segment_limit: int
 ) -> None:
     """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
     examples = [np.zeros(size, np.uint8) for size in sizes]
-    plan = Layout.plan(num_samples, max_bytes, examples, Origin(1, 0.0, None), most_bytes)
+    plan = Layout.plan(num_samples, max_bytes, examples, Origin(1, 0.0, None), segment_limit)
     table_bytes = -(-num_samples * 8 // 4096) * 4096
     record_bytes = max(sizes) + 1024  # at most, with frame, header and spec
-    granted = max(1, min(max_bytes, most_bytes - TABLE_AT)) if most_bytes else max_bytes
+    granted = max(1, min(max_bytes, segment_limit - TABLE_AT)) if segment_limit else max_bytes
 
     assert plan.max_bytes == granted
-    if sizes[0] != sizes[-1] and granted > 256 * MB + table_bytes and not most_bytes:
+    if sizes[0] != sizes[-1] and granted > 256 * MB + table_bytes and not segment_limit:
         assert plan.ragged_bytes >= 256 * MB  # a few examples say little about the rest
     columns_at = TABLE_AT + table_bytes
     assert plan.ragged_at + plan.ragged_bytes <= columns_at + 2 * max(0, granted - table_bytes) + 2 * 4096
@@ -83,15 +83,15 @@ def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
             assert plan.ragged_bytes >= num_samples * max(sizes)
         else:
             assert plan.rows == num_samples
-    if most_bytes:
-        assert plan.ragged_at + plan.ragged_bytes <= max(most_bytes, columns_at) + 2 * 4096
+    if segment_limit:
+        assert plan.ragged_at + plan.ragged_bytes <= max(segment_limit, columns_at) + 2 * 4096
 
 
 def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
-    monkeypatch.setattr("fastload.cache.ram.layout._LEAST_RAGGED_BYTES", 4096)
+    monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
 
     class Growing(Images):
         def sample(self, index: int) -> Any:

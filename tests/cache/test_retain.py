@@ -542,7 +542,7 @@ def test_other_samples_are_read_from_the_source() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make_loader", "method"), [(fastload.DataLoader, "spawn"), (torch.utils.data.DataLoader, "fork")]
+    ("make_loader", "method"), [(fastload.DataLoader, "forkserver"), (torch.utils.data.DataLoader, "fork")]
 )
 def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Path) -> None:
     """They drop and store samples as the parts change, and all batches are right."""
@@ -551,7 +551,7 @@ def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Pa
     loader = make_loader(
         ds,
         4,
-        num_workers=1 if method == "spawn" else 2,
+        num_workers=2,
         persistent_workers=True,
         multiprocessing_context=method,
         shuffle=True,

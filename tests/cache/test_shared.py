@@ -332,15 +332,15 @@ def test_missing_samples_are_those_that_are_not_stored_and_have_room() -> None:
     assert small.missing().tolist() == []
 
 
-@pytest.mark.parametrize("most_bytes", [1, 1000])
+@pytest.mark.parametrize("max_bytes", [1, 1000])
 def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
-    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+    max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in the middle of an array, and for a sample of more arrays than one call takes."""
     real = os.pwrite
 
     def cut(fd: int, data: Any, offset: int) -> int:
-        return real(fd, data if len(data) == 8 else data[:most_bytes], offset)  # an entry is never cut
+        return real(fd, data if len(data) == 8 else data[:max_bytes], offset)  # an entry is never cut
 
     monkeypatch.setattr(os, "pwrite", cut)
     samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]

@@ -51,7 +51,7 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
     A worker that finds the lock on ragged space held for long, on a busy machine, leaves its sample to
     another round, which reads it again.
     """
-    most_again = 10 if num_workers and kind is not Images else 0
+    max_again = 10 if num_workers and kind is not Images else 0
     dataset = kind(200, log=tmp_path / "reads")
     ds = CachedDataset(dataset, max_memory=64 << 20)
     info = ds.fill(num_workers, progress=False)
@@ -60,7 +60,7 @@ def test_fill_reads_each_sample_once(kind: type[Images], num_workers: int, tmp_p
         assert_same_samples(ds._view(index), dataset.sample(index))
 
     assert info.num_cached == 200
-    assert 202 <= reads <= 202 + most_again
+    assert 202 <= reads <= 202 + max_again
     assert sum(dataset.reads) == reads
 
 

@@ -54,8 +54,8 @@ def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
     """Parts are even, in order, no smaller than min_size, and their weights add up to 1."""
     step = OutOfMemoryAbove(fits)
     batch = numbered(num_samples)
-    most_parts = max(num_samples // min_size, 1)
-    can_fit = -(-num_samples // most_parts) <= fits
+    max_parts = max(num_samples // min_size, 1)
+    can_fit = -(-num_samples // max_parts) <= fits
     if not can_fit:
         with pytest.raises(torch.OutOfMemoryError):
             retry_on_oom(step, batch, model=None, min_size=min_size)

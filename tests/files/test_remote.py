@@ -306,7 +306,7 @@ FILES = [
 GOOD = to_bytes(CLASSES, FILES)
 TEXT = gzip.decompress(GOOD)
 HEAD, *LINES = [json.loads(line) for line in TEXT.splitlines()]
-MOST_BYTES = 4 << 20  # for a list of a few files
+MAX_BYTES = 4 << 20  # for a list of a few files
 
 values = st.recursive(
     st.one_of(
@@ -341,7 +341,7 @@ def read(data: bytes) -> tuple[list[str], list[RemoteFile]] | None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         FaultyFileSystem.reset()
-        assert peak < MOST_BYTES + 1000 * len(data)
+        assert peak < MAX_BYTES + 1000 * len(data)
     assert found is not None
     return found[1:]
 

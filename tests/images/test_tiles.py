@@ -74,6 +74,19 @@ def test_tiles_have_the_pixels_of_the_whole_picture(
 
 
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
+@pytest.mark.parametrize("width", [65, 66, 68, 69, 72])
+@mock.patch.object(regions, "_codec", return_value=None)
+def test_columns_at_the_edge(codec: Any, sampling: int, width: int) -> None:
+    """libjpeg-turbo does not interpolate colours in pictures of four columns, which a tile may have."""
+    content = tiled_file(40, width, 1, sampling)
+    whole = decode(content, "x")
+
+    for x_min in range(width - 6, width):
+        assert cut_jpeg(content, (x_min, 3, width, 30)) is not None
+        assert_is_part(content, (x_min, 3, width, 30), whole)
+
+
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
 @pytest.mark.parametrize(("interval", "share"), [(1, 0.35), (4, 0.4), (32, 0.6), (64, 0.8), (5, 0.9)])
 def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float) -> None:
     """The tiles in a region are kept: single ones, or whole rows if rows do not begin with markers."""

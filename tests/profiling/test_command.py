@@ -162,7 +162,7 @@ def test_words_after_the_script_belong_to_it(interpreter: Interpreter, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_worker_processes(interpreter: Interpreter, tmp_path: Path, method: str) -> None:
     """Workers of each start method find the script's dataset, and are watched."""
     write(tmp_path, WITH_WORKER)

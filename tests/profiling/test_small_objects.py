@@ -134,9 +134,9 @@ def test_profile_notes_what_forked_workers_copy(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_profile_notes_the_copies_of_spawned_workers() -> None:
+def test_profile_notes_the_copies_of_workers_that_are_not_forked_from_this_process() -> None:
     """They have a copy of all of it from the start."""
-    (note,) = notes("fastload", dicts(), multiprocessing_context="spawn")
+    (note,) = notes("fastload", dicts(), multiprocessing_context="forkserver")
 
     assert note.startswith("loader: each worker has a copy of dataset.items (200,000 elements, ")
 

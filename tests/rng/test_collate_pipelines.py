@@ -59,11 +59,11 @@ class TestStreams:
         assert not set(crops[0]) & set(crops[1])
 
     @pytest.mark.slow
-    def test_spawned_workers(self) -> None:
+    def test_workers_of_the_fork_server(self) -> None:
         """They seed the copy of the collate_fn that collates."""
-        spawned = run(zoo.Corners(), zoo.CropsBatch(), num_workers=1, multiprocessing_context="spawn")
+        found = run(zoo.Corners(), zoo.CropsBatch(), num_workers=1, multiprocessing_context="forkserver")
 
-        assert spawned == run(zoo.Corners(), zoo.CropsBatch(), num_workers=1)
+        assert found == run(zoo.Corners(), zoo.CropsBatch(), num_workers=1)
 
     @pytest.mark.parametrize("kind", COLLATES)
     def test_no_worker_draws_what_one_worker_draws(self, kind: str) -> None:

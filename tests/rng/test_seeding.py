@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 NUM_DRAWS = 2_000
 CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed, so no luck is involved
 
-METHODS = ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def load(dataset: Any, method: str, **options: Any) -> list[Any]:
 
 @functools.cache
 def crops(method: str, *, is_seeded: bool) -> list[tuple[int, int]]:
-    """The samples of `zoo.Crops`; kept, because to spawn workers takes seconds."""
+    """The samples of `zoo.Crops`; kept for the tests below."""
     return load(zoo.Crops(), method, worker_init_fn=seed_worker if is_seeded else None)
 
 
@@ -123,7 +123,7 @@ def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> Non
 
     samples = load(used, "fork", worker_init_fn=seed_worker)
 
-    assert samples == crops("fork", is_seeded=True) == crops("spawn", is_seeded=True)
+    assert samples == crops("fork", is_seeded=True) == crops("forkserver", is_seeded=True)
 
 
 def test_torchs_own_streams_are_left_as_torch_seeded_them() -> None:

@@ -20,9 +20,9 @@ from tests.soak.run import Soak, replay
 if TYPE_CHECKING:
     from tests.soak.case import Case
 
-MOST_FAILURES = 10
+MAX_FAILURES = 10
 WARM_CASES = 30  # after these the memory of this process is measured for the first time
-MOST_GROWTH_BYTES = 256 << 20
+MAX_GROWTH_BYTES = 256 << 20
 
 
 def main() -> int:
@@ -92,7 +92,7 @@ class Round:
         start_s = time.monotonic()
         say(f"soak: cases from seed {self._first} on for {self._seconds:.0f} s")
         seed = self._first
-        while time.monotonic() < start_s + self._seconds and len(self._failed) < MOST_FAILURES:
+        while time.monotonic() < start_s + self._seconds and len(self._failed) < MAX_FAILURES:
             self._run_case(draw(seed))
             seed += 1
         return self._conclude(time.monotonic() - start_s)
@@ -131,7 +131,7 @@ class Round:
             end_bytes = _resident_bytes()
             grown_bytes = end_bytes - self._warm_bytes
             say(f"memory: {self._warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now")
-        has_grown = grown_bytes > MOST_GROWTH_BYTES
+        has_grown = grown_bytes > MAX_GROWTH_BYTES
         if has_grown:
             say(f"FAILED: the memory of this process has grown by {grown_bytes >> 20} MB")
         for case in self._failed:

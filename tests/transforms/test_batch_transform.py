@@ -66,12 +66,12 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     )
 
 
-@pytest.fixture(params=["processes", "spawn", "threads", "torch"])
+@pytest.fixture(params=["processes", "forkserver", "threads", "torch"])
 def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Arguments for each kind of workers."""
     return {
         "processes": {"num_workers": 2},
-        "spawn": {"num_workers": 1, "multiprocessing_context": "spawn"},
+        "forkserver": {"num_workers": 1, "multiprocessing_context": "forkserver"},
         "threads": {"num_workers": 2, "worker_type": "thread"},
         "torch": {"num_workers": 1, "in_order": False},
     }[request.param]

@@ -262,7 +262,7 @@ class Sharing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_locks_values_shared_tensors_and_segments_reach_all_workers(method: str) -> None:
     """The dataset is pickled once, and both workers share what it shares; arrays stay private."""
     dataset = Sharing()

@@ -196,7 +196,7 @@ def told(batch: Any) -> Any:
     [
         (torch.strided, "fork"),
         pytest.param(torch.jagged, "fork", marks=pytest.mark.slow),
-        (torch.jagged, "spawn"),
+        (torch.jagged, "forkserver"),
     ],
 )
 def test_they_travel_through_workers(layout: torch.layout, start_method: str) -> None:

@@ -19,7 +19,7 @@ KINDS = [
 ]
 WORKERS = [
     pytest.param({"multiprocessing_context": "fork"}, id="fork"),
-    pytest.param({"multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
+    pytest.param({"multiprocessing_context": "forkserver"}, id="forkserver", marks=pytest.mark.slow),
     pytest.param({"worker_type": "thread"}, id="thread"),
 ]
 

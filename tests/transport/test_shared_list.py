@@ -211,7 +211,9 @@ class Records(torch.utils.data.Dataset[Any]):
         return self.train[index]["label"], self.reverse[index]["label"], inode, count_maps(inode)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("kind", LOADERS)
 def test_workers_map_the_memory_of_the_parent(kind: str, start_method: str) -> None:
     """A list and its slices are one mapping in each worker, of one inode, with either loader."""
@@ -265,7 +267,9 @@ def read_after(shared: Any, pipe: Any) -> None:
     pipe.send((list(shared), inode_of(shared)))
 
 
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
+)
 def test_a_process_keeps_the_memory_that_its_parent_gives_up(start_method: str) -> None:
     """The last holder frees it, whichever that is."""
     context = multiprocessing.get_context(start_method)

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
 _MAX_LISTED = 10  # shards that an error lists
-_MOST_LOOKED_AT = 1000  # samples whose shapes are compared
+_MAX_LOOKED_AT = 1000  # samples whose shapes are compared
 
 
 def build_lmdb(
@@ -458,7 +458,7 @@ def _publish(files: Unfinished, path: str, max_errors: int | float, reason: str)
 
 def _report_shapes(cache: LMDBCache) -> None:
     """Log if arrays of samples differ in shape, which would fail in the first training batch."""
-    looked_at = np.linspace(0, cache.num_samples - 1, min(cache.num_samples, _MOST_LOOKED_AT)).astype(int)
+    looked_at = np.linspace(0, cache.num_samples - 1, min(cache.num_samples, _MAX_LOOKED_AT)).astype(int)
     specs = {spec for index in looked_at.tolist() if (spec := cache.structure(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:

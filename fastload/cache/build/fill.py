@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from fastload.cache.sample_cache import SampleCache
 
-_MOST_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
+_MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so that workers finish at about the same time
 _ENOUGH_REFUSED = 64  # if the cache refuses this many samples in a row, it is full
-_MOST_IDLE_ROUNDS = 3
+_MAX_IDLE_ROUNDS = 3
 
 
 @dataclass(eq=False)
@@ -68,12 +68,12 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
         return
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
         # Samples that were refused because workers wanted space at the same moment get another round.
-        rounds_left = _MOST_IDLE_ROUNDS
+        rounds_left = _MAX_IDLE_ROUNDS
         while missing and rounds_left:
             if _read(dataset, cache, missing, num_workers, progress):
                 break
             left = cache.missing().tolist()
-            rounds_left = rounds_left - 1 if len(left) == len(missing) else _MOST_IDLE_ROUNDS
+            rounds_left = rounds_left - 1 if len(left) == len(missing) else _MAX_IDLE_ROUNDS
             missing = left
     log.info("cache: filled: %s", _held(cache))
 
@@ -88,7 +88,7 @@ def _read(
 ) -> bool:
     """Read these samples once; returns True, before the end, if the cache accepts no more."""
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
-    size = max(1, min(_MOST_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
+    size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = processes.run(_Chunks(dataset, cache, chunks), range(len(chunks)), num_processes)
     refused, nbytes = 0, cache.nbytes

@@ -22,9 +22,9 @@ from contextlib import chdir
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failures import most_failures
+from fastload.batch.failures import max_failures
 from fastload.cache.build.build import Build, BuiltShard, build_shard, join
-from fastload.cache.build.plan import MOST_SHARDS, source_of_build
+from fastload.cache.build.plan import MAX_SHARDS, source_of_build
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.files import check_openable
 from fastload.cache.progress import BuildProgress
@@ -119,7 +119,7 @@ def build_on(
     dataset = open_dataset()
     refuse_random(dataset)
     if shards is None and not os.path.lexists(path) and not Unfinished(path).open():
-        shards = max(1, min(MOST_SHARDS, SHARDS_PER_CPU * num_cpus))
+        shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))
     build = Build(source, path, shards, fingerprint=fingerprint, **options)
     if os.path.lexists(path):
@@ -139,7 +139,7 @@ def build_on(
 def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
     """Build the missing shards."""
     plan = files.plan
-    most = most_failures(build.max_errors, plan.num_samples)
+    maximum = max_failures(build.max_errors, plan.num_samples)
     failed: dict[int, str] = {}
     found = {shard: files.finished(shard) for shard in range(plan.num_shards)}
     # A finished shard that leaves samples out is an error without "skip", and its task says so.
@@ -167,10 +167,10 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
                     continue
                 progress.advance(built.nbytes, built.num_samples)
                 num_left_out += built.num_left_out
-                if num_left_out > most:
+                if num_left_out > maximum:
                     raise TooManyFailuresError(
                         f"{num_left_out:,} samples could not be read, and `max_errors` allows "
-                        f"{most:,} of {plan.num_samples:,}: raise it, or repair the files"
+                        f"{maximum:,} of {plan.num_samples:,}: raise it, or repair the files"
                     )
     except BaseException:
         executor.shutdown(cancel_futures=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 1 << 30  # of a shard, about, unless the user gives a number of shards
 # An open shard takes two descriptors, one of them for its mapping. Many systems give a process 1024.
-MOST_SHARDS = 128
+MAX_SHARDS = 128
 _QUALITY = 95  # of jpeg and webp, by default
 
 
@@ -96,7 +96,7 @@ def make_plan(
         parts, _ = record_parts(
             *flatten(first), "raw" if codec in UNDECODED else codec, quality or BEST_QUALITY
         )
-        num_shards = min(MOST_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
+        num_shards = min(MAX_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
     classes = getattr(dataset, "classes", None)
     is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     return Plan(

@@ -18,7 +18,7 @@ from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 _WORTH_WORKERS = 64  # samples; fewer samples are read before workers have started
 
 
@@ -32,7 +32,7 @@ def choose_workers(num_workers: int | None, num_samples: int) -> int:
     # A worker of torch's loader is a daemon process, which may not have child processes.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
-    return min(worthwhile_cpus(), _MOST_WORKERS)
+    return min(worthwhile_cpus(), _MAX_WORKERS)
 
 
 class _TaskLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # one or two, by torch's release

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
-_MOST_TASK_SAMPLES = 64
+_MAX_TASK_SAMPLES = 64
 _TASKS_EACH = 8  # at least, so that workers finish at about the same time
 
 
@@ -95,8 +95,8 @@ class RecordTasks(Dataset[list[bytes | FailedSample | Failed]]):
 
 def cut(spans: Sequence[range], example_bytes: int, num_workers: int) -> list[range]:
     """Cut ranges of indices into tasks; a task never crosses the end of a range."""
-    most = sum(map(len, spans)) // (_TASKS_EACH * max(1, num_workers))
-    size = max(1, min(_TASK_BYTES // max(1, example_bytes), most, _MOST_TASK_SAMPLES))
+    maximum = sum(map(len, spans)) // (_TASKS_EACH * max(1, num_workers))
+    size = max(1, min(_TASK_BYTES // max(1, example_bytes), maximum, _MAX_TASK_SAMPLES))
     return [
         range(start, min(start + size, span.stop))
         for span in spans

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fastload.cache.lmdb.description import Description
 
-_LEAST_MAP_BYTES, _MAP_BYTES = 1 << 26, 1 << 42  # only addresses: the file is as long as what is written
+_MIN_MAP_BYTES, _MAP_BYTES = 1 << 26, 1 << 42  # only addresses: the file is as long as what is written
 _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks during a commit
 
 
@@ -84,7 +84,7 @@ def _new_environment(path: str) -> Any:
             # this process's memory, and equal plans give equal files.
             return lmdb.open(path, subdir=False, map_size=map_bytes, lock=False, sync=False, **options)
         except lmdb.MemoryError:  # the process may use fewer addresses
-            if map_bytes <= _LEAST_MAP_BYTES:
+            if map_bytes <= _MIN_MAP_BYTES:
                 raise
             map_bytes //= 2
 

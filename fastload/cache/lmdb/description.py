@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 FORMAT_VERSION = 1
-MOST_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
+MAX_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
 
-_MOST_SAMPLES = 1 << 48
-_MOST_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
+_MAX_SAMPLES = 1 << 48
+_MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
 _PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
 _NUM_META_PAGES = 2
 _32_BITS = 1 << 32
@@ -252,8 +252,8 @@ def _are_texts_by_name(value: Any) -> bool:
 
 _PLAN_FIELDS: dict[str, Callable[[Any], bool]] = {
     "build_id": _is_text,
-    "num_samples": _int(0, _MOST_SAMPLES),
-    "num_shards": _int(1, _MOST_SAMPLES),
+    "num_samples": _int(0, _MAX_SAMPLES),
+    "num_shards": _int(1, _MAX_SAMPLES),
     "spec": _or_none(_is_text),
     "crc32": _or_none(_int(0, _32_BITS)),
     "codec": _one_of(CACHE_CODECS),
@@ -261,12 +261,12 @@ _PLAN_FIELDS: dict[str, Callable[[Any], bool]] = {
     "parts": _or_none(_are_texts_by_name),
     "classes": _or_none(_are_texts),
     "libraries": _are_texts_by_name,
-    "created_s": lambda value: type(value) in (int, float) and 0 <= value < _MOST_SECONDS,  # not NaN
+    "created_s": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,  # not NaN
 }
 _DESCRIPTION_FIELDS: dict[str, Callable[[Any], bool]] = {
     "version": _int(FORMAT_VERSION, FORMAT_VERSION + 1),
     "plan": lambda value: type(value) is dict,
-    "shard": _int(0, _MOST_SAMPLES),
+    "shard": _int(0, _MAX_SAMPLES),
     "missing": lambda value: type(value) is list,
     "page_bytes": _one_of(_PAGE_BYTES),
     "tree_runs": lambda value: type(value) is list,

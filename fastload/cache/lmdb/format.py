@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.lmdb.description import (
-    MOST_TEXT_BYTES,
+    MAX_TEXT_BYTES,
     Description,
     TreePlace,
     description_text,
@@ -98,9 +98,9 @@ def write_description(path: str, description: Description, num_pages: int, page_
         runs = list(_tree_runs(fd, num_pages, page_bytes))
         place = TreePlace(page_bytes, num_pages, runs, _crc_of_runs(fd, runs, page_bytes))
         text = description_text(description, place)
-        if len(text) > MOST_TEXT_BYTES:
+        if len(text) > MAX_TEXT_BYTES:
             raise CacheError(
-                f"the description of {path} would take {len(text):,} bytes, but at most {MOST_TEXT_BYTES:,} "
+                f"the description of {path} would take {len(text):,} bytes, but at most {MAX_TEXT_BYTES:,} "
                 "can be read back: build the cache with more shards"
             )
         os.lseek(fd, content_bytes, os.SEEK_SET)
@@ -157,7 +157,7 @@ def _read_text(fd: int, path: str) -> tuple[bytes, int]:
         )
     crc, length, _ = _TRAILER.unpack(trailer)
     content_bytes = nbytes - _TRAILER.size - length
-    is_possible = length <= MOST_TEXT_BYTES and content_bytes >= 0
+    is_possible = length <= MAX_TEXT_BYTES and content_bytes >= 0
     text = os.pread(fd, length, content_bytes) if is_possible else b""
     if not text or zlib.crc32(text) != crc:
         raise CacheCorruptError(f"{path}: its description is damaged: delete the file and build it again")

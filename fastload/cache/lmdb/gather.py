@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
 
 _INT64_BYTES = 8
-_MOST_DIMENSIONS = 64  # of an array; a batch has one more than its samples
+_MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
 def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | None:
@@ -39,7 +39,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     make = torch_side()
     if first.codec != "raw" or not all(make.collates(leaf) for leaf in first.spec.leaves):
         return None
-    if any(len(leaf.shape) >= _MOST_DIMENSIONS for leaf in first.spec.leaves):
+    if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
         return None
     size = len(first.prefix)
     end = max((sum(place) for place in first.places), default=size)

@@ -40,7 +40,7 @@ REMOTE_REPORT_NAME = "errors.jsonl"
 _DIGEST_BYTES = 32
 _DIGEST = re.compile(rf"[0-9a-f]{{{2 * _DIGEST_BYTES}}}")
 _BUILD_ID = re.compile(r"[0-9a-f]{1,32}")
-_MOST_BYTES = 1 << 60
+_MAX_BYTES = 1 << 60
 _S3_PARTS = 10  # of a shard, that s3fs writes at the same time
 
 
@@ -142,7 +142,7 @@ def _parse_shard(fields: Any, plan: Plan) -> ShardFile:
         number = int(found.name.partition("-")[0])
         numbers = (found.nbytes, found.num_left_out)
         is_valid = found.name == shard_name(plan, number) and number < plan.num_shards
-        is_valid &= all(type(one) is int and 0 <= one < _MOST_BYTES for one in numbers)
+        is_valid &= all(type(one) is int and 0 <= one < _MAX_BYTES for one in numbers)
         is_valid &= _DIGEST.fullmatch(found.blake2b) is not None
     except (TypeError, ValueError, AttributeError):
         is_valid = False

@@ -37,11 +37,11 @@ _BRANCH, _LEAF, _META = 0x01, 0x02, 0x08
 _PAGE_KINDS = 0x6F  # the flags that give the kind of a page; other flags are used only in memory
 _BIG = 0x01  # flag of a node: its value is in overflow pages
 _NODES_AT = PAGE_HEADER.size  # offset of the positions of a page's nodes, two bytes each
-_LEAST_BRANCH_NODE_BYTES = 8
-_LEAST_LEAF_NODE_BYTES = 24  # header, key, and the number of an overflow page or the header of a value
+_MIN_BRANCH_NODE_BYTES = 8
+_MIN_LEAF_NODE_BYTES = 24  # header, key, and the number of an overflow page or the header of a value
 _LEAF_HEADER_BYTES = 16  # header and key
 _KEY_BYTES = 8
-_MOST_LEVELS = 32  # as in LMDB
+_MAX_LEVELS = 32  # as in LMDB
 _LEAVES_AT_ONCE = 4096  # bounds the temporary memory of a walk
 
 # Magic, version, address, map size; for the free list and for the main tree: padding, flags, levels, branch
@@ -123,55 +123,55 @@ class _Walk:
     def _leaves(self, root: int) -> Numbers:
         """The numbers of all leaf pages, in the order of their keys."""
         pages = np.array([root], np.int64)
-        for _ in range(_MOST_LEVELS):
+        for _ in range(_MAX_LEVELS):
             self._check_inside(pages)
             kinds = self._headers["flags"][pages] & _PAGE_KINDS
             if (kinds == _LEAF).all():
                 return pages
             if not (kinds == _BRANCH).all():
                 raise ValueError("a page of it is neither a branch nor a leaf, or at the wrong level")
-            counts = self._counts(pages, _LEAST_BRANCH_NODE_BYTES)
+            counts = self._counts(pages, _MIN_BRANCH_NODE_BYTES)
             if counts.sum() > self._num_tree_pages:
                 raise ValueError(f"it refers to more pages than it has, which are {self._num_tree_pages:,}")
-            starts, _ = self._node_starts(pages, counts, _LEAST_BRANCH_NODE_BYTES)
+            starts, _ = self._node_starts(pages, counts, _MIN_BRANCH_NODE_BYTES)
             low, high = (self._nodes[name][starts].astype(np.int64) for name in ("low", "flags"))
             pages = low + (high << 32)
-        raise ValueError(f"it has more than {_MOST_LEVELS} levels")
+        raise ValueError(f"it has more than {_MAX_LEVELS} levels")
 
     def _check_inside(self, pages: Numbers) -> None:
         run = np.searchsorted(self._run_firsts, pages, "right") - 1
         if (run < 0).any() or (pages >= self._run_ends[run]).any():
             raise ValueError("it refers to a page outside of it")
 
-    def _counts(self, pages: Numbers, least_node_bytes: int) -> Numbers:
+    def _counts(self, pages: Numbers, min_node_bytes: int) -> Numbers:
         """The number of nodes on each page."""
         lower, upper = (self._headers[name][pages].astype(np.int64) for name in ("lower", "upper"))
         counts = (lower - _NODES_AT) // 2
         room = self._page_bytes - upper
-        if ((counts < 1) | (lower > upper) | (counts * least_node_bytes > room)).any():
+        if ((counts < 1) | (lower > upper) | (counts * min_node_bytes > room)).any():
             raise ValueError("a page of it states an impossible number of entries")
         return counts
 
-    def _node_starts(self, pages: Numbers, counts: Numbers, least_node_bytes: int) -> tuple[Numbers, Numbers]:
+    def _node_starts(self, pages: Numbers, counts: Numbers, min_node_bytes: int) -> tuple[Numbers, Numbers]:
         """Start of each node on these pages, and end of its page, in bytes from the start of the file."""
         total = int(counts.sum())
         page_starts = np.repeat(pages * self._page_bytes, counts)
         in_page = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
         ends = page_starts + self._page_bytes
         starts = page_starts + self._words[(page_starts + _NODES_AT) // 2 + in_page]
-        if (starts + least_node_bytes > ends).any():
+        if (starts + min_node_bytes > ends).any():
             raise ValueError("an entry of it lies outside its page")
         return starts, ends
 
     def _read_leaves(self, pages: Numbers, stored: StoredIndices) -> Table:
-        counts = self._counts(pages, _LEAST_LEAF_NODE_BYTES)
+        counts = self._counts(pages, _MIN_LEAF_NODE_BYTES)
         if int(counts.sum()) != len(stored):
             raise ValueError(f"it holds {int(counts.sum()):,} samples, but should hold {len(stored):,}")
         table = Table(np.empty(len(stored), np.int64), np.empty(len(stored), np.uint32))
         position = 0
         for first in range(0, len(pages), _LEAVES_AT_ONCE):
             some = slice(first, first + _LEAVES_AT_ONCE)
-            starts, ends = self._node_starts(pages[some], counts[some], _LEAST_LEAF_NODE_BYTES)
+            starts, ends = self._node_starts(pages[some], counts[some], _MIN_LEAF_NODE_BYTES)
             here = slice(position, position + len(starts))
             nodes = self._nodes[starts]
             keys = stored.between(here.start, here.stop)

@@ -54,7 +54,7 @@ ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
 
 _RAGGED_MULTIPLE = 8
-_LEAST_RAGGED_BYTES = 256 << 20
+_MIN_RAGGED_BYTES = 256 << 20
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _STAMP = struct.Struct("<QQ16s")
@@ -140,7 +140,7 @@ class Layout:
 
     @classmethod
     def plan(
-        cls, num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin, most_bytes: int = 0
+        cls, num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin, segment_limit: int = 0
     ) -> Layout:
         """Plan columns if the examples all have the same spec, else ragged records only.
 
@@ -152,14 +152,14 @@ class Layout:
 
         Args:
             num_samples: Number of samples of the dataset.
-            max_bytes: The most memory that the cache may take.
+            max_bytes: The maximum memory of the cache.
             examples: Samples that are typical of the dataset; without any, the area has `max_bytes`.
             origin: The process that makes the cache, and the fingerprint of the samples.
-            most_bytes: The largest segment that the system may grant; 0 to plan without such a limit. Columns
-                come first, and the ragged area gets the rest.
+            segment_limit: The largest segment that the system grants; 0 to plan without one. Columns come
+                first, and the ragged area gets the rest.
         """
-        if most_bytes:
-            max_bytes = max(1, min(max_bytes, most_bytes - TABLE_AT))
+        if segment_limit:
+            max_bytes = max(1, min(max_bytes, segment_limit - TABLE_AT))
         flat = [flatten(example) for example in examples]
         specs = {spec.node: spec for spec, _ in flat}
         spec = next(iter(specs.values())) if len(specs) == 1 else None
@@ -180,10 +180,10 @@ class Layout:
         is_packed = rows < num_samples and spec is not None
         if flat:
             largest_bytes = max(FRAME_BYTES + record_parts(*one)[1] for one in flat)
-            ragged_bytes = min(room, max(_LEAST_RAGGED_BYTES, _RAGGED_MULTIPLE * num_samples * largest_bytes))
+            ragged_bytes = min(room, max(_MIN_RAGGED_BYTES, _RAGGED_MULTIPLE * num_samples * largest_bytes))
         ragged_at = round_up(end, PAGE_BYTES)
-        if most_bytes:
-            ragged_bytes = max(0, min(ragged_bytes, most_bytes - ragged_at))
+        if segment_limit:
+            ragged_bytes = max(0, min(ragged_bytes, segment_limit - ragged_at))
         return cls(
             num_samples=num_samples,
             max_bytes=max_bytes,
@@ -293,7 +293,7 @@ def create(
             refused the lock under which space is claimed.
     """
     stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
-    least_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
+    min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
     layout, refusal = Layout.plan(num_samples, max_bytes, examples, origin), ""
     while True:
         try:
@@ -303,7 +303,7 @@ def create(
             refusal = refusal or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
             layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
-            if layout.room_bytes + layout.rows * layout.row_bytes < least_bytes:
+            if layout.room_bytes + layout.rows * layout.row_bytes < min_bytes:
                 raise
     if layout.spec is None or layout.is_packed:
         try:
