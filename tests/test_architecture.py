@@ -90,6 +90,7 @@ def _imports(path: Path, *, with_types: bool) -> set[str]:
     return found & set(FILES)
 
 
+@pytest.mark.slow
 def test_a_file_imports_from_its_own_folder_and_lower_ones_only() -> None:
     """See LAYERS."""
     imports = {name: _imports(path, with_types=True) for name, path in FILES.items()}
@@ -108,6 +109,7 @@ def _circles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
     return left
 
 
+@pytest.mark.slow
 def test_imports_make_no_circle() -> None:
     """Files can be read one after another, each after what it builds on."""
     assert _circles({name: _imports(path, with_types=False) for name, path in FILES.items()}) == {}
@@ -126,6 +128,7 @@ def test_folders_inside_the_cache_make_no_circle() -> None:
     assert _circles(needs) == {}
 
 
+@pytest.mark.slow
 def test_the_page_counts_the_lines_of_each_layer() -> None:
     """Within a tenth; `python docs/layers.py` counts again."""
     counted = layers.lines_of_layers(PACKAGE)

@@ -479,6 +479,7 @@ def test_the_trial_reads_and_draws_nothing_here() -> None:
     assert streams(generator) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("persistent_workers", "rng"), [(False, "worker"), (True, "sample")])
 def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: bool, rng: Any) -> None:
     """As if it had been given, in the order of a shuffled sampler, with the draws of the dataset."""
@@ -529,6 +530,7 @@ def test_the_trial_prepares_the_dataset_as_a_worker_does(dataset: Any, options: 
     assert "measured in" in chosen()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     method: str, monkeypatch: pytest.MonkeyPatch, chosen: Any
@@ -609,6 +611,7 @@ def test_a_dataset_that_cannot_be_pickled_is_an_error_of_the_epoch(chosen: Any) 
     assert "its process could not be started" in chosen()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "reason"),
     [
@@ -641,6 +644,7 @@ def test_a_trial_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, chosen:
     assert "the trial failed: the first sample took more than" in chosen()[0]
 
 
+@pytest.mark.slow
 def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forget: None
 ) -> None:
@@ -669,6 +673,7 @@ def test_a_process_that_may_start_none_has_no_workers(monkeypatch: pytest.Monkey
     assert "daemon" in chosen()[0]
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_full_is_measured_anew(chosen: Any) -> None:
     """Once: what is read from the cache needs other workers than what fills it."""
     dataset = fastload.CachedDataset(Counted(), cache="ram")
@@ -685,6 +690,7 @@ def test_a_cache_that_is_full_is_measured_anew(chosen: Any) -> None:
     assert sum("measured in" in line for line in chosen()) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "num_taken"), [(0, 4), (2, 2)])
 def test_a_state_of_the_dataset_decides_the_number(num_workers: int, num_taken: int, chosen: Any) -> None:
     """A resumed dataset needs as many copies as when its state was saved."""
@@ -714,6 +720,7 @@ def test_streams_and_other_words_are_refused() -> None:
         fastload.DataLoader(Counted(), num_workers="many")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next epoch has the new number of workers, and the same batches."""
     numbers = iter([1, 1, 2])

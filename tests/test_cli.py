@@ -240,6 +240,7 @@ class TestBuild:
         assert dest.is_dir()
         assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("needs_lmdb")
     def test_a_finished_cache_is_left_alone(self, tmp_path: Path) -> None:
         """The same command again finds nothing to do; a cache that does not fit is refused."""
@@ -273,6 +274,7 @@ class TestBuild:
         assert json.loads(result.stdout)["type"] == "RandomDatasetError"
         assert list(tmp_path.iterdir()) == []
 
+    @pytest.mark.slow
     def test_force_builds_anew(self, tmp_path: Path) -> None:
         """A finished or unfinished build goes first; a foreign file and a URL stay."""
         source, dest = "tests.cli_zoo:factory", built(tmp_path / "cache")
@@ -614,6 +616,7 @@ class TestLs:
 
 
 class TestRm:
+    @pytest.mark.slow
     @pytest.mark.usefixtures("needs_lmdb")
     def test_everything_of_a_cache_goes_at_once(self, tmp_path: Path) -> None:
         """The cache, what an earlier build left, its lock and its report; nothing beside them."""

@@ -322,6 +322,7 @@ class TestImpossible:
         assert said in error["error"]
         assert result.stderr == f"fastload: error: {error['error']}\n"
 
+    @pytest.mark.slow
     def test_a_failed_write_leaves_the_earlier_file(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

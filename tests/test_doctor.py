@@ -257,6 +257,7 @@ def _photos(root: Path, *, num_images: int, side: int) -> Path:
     return folder.parent
 
 
+@pytest.mark.slow
 def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way has its bytes, by the images and their files; the commands run as printed."""
     root = _photos(tmp_path, num_images=3, side=300)

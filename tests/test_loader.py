@@ -87,6 +87,7 @@ def test_making_a_loader_takes_nothing() -> None:
     assert loader._iterator is None
 
 
+@pytest.mark.slow
 def test_it_can_be_pickled_and_copied_while_it_is_iterated() -> None:
     """Nothing that is open belongs to the loader."""
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1)
@@ -105,6 +106,7 @@ class _OwnIterators(fastload.DataLoader[Any]):
         return (_MultiProcessingDataLoaderIter if self.num_workers else _SingleProcessDataLoaderIter)(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
     """Its batches are those of its iterators, which fastload does not measure."""
@@ -220,6 +222,7 @@ NOT_IMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -110,6 +110,7 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_memory_format_is_not_lost(num_workers: int) -> None:
     """Torch's loader gives the batches of ours, in shape, strides and values, without a warning."""

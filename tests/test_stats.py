@@ -102,6 +102,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 # --- what is counted --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[int]) -> None:
     """With its samples and bytes; what was fetched ahead does not count, nor do calls after the end."""
@@ -151,6 +152,7 @@ def test_samples_of_other_datasets(dataset: Any, batch_size: Any, num_samples: i
         assert loader.stats().num_batches == num_batches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OURS, ids=_name_of)
 def test_a_resumed_epoch_counts_its_rest(way: dict[str, Any]) -> None:
     """Batches that are skipped to get there are not received again."""
@@ -184,6 +186,7 @@ def test_copies_when_the_caller_holds_all_slots() -> None:
         assert 0 < loader.stats().num_copies <= 16
 
 
+@pytest.mark.slow
 def test_restarted_workers_count(tmp_path: Any) -> None:
     """And no batch counts twice."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 14, signal.SIGKILL)
@@ -243,6 +246,7 @@ def _cached() -> Any:
     return fastload.CachedDataset(ROWS, cache="ram")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", OURS, ids=_name_of)
 def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
     """All samples of the first epoch that were not read before are misses; later epochs hit."""
@@ -274,6 +278,7 @@ def test_caches_inside_other_datasets_count(num_workers: int, wrap: Any) -> None
         assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "has_transform"), [(0, False), (2, True)])
 def test_hits_of_every_tier_count(num_workers: int, has_transform: bool, tmp_path: Path) -> None:
     """A sample that the file holds is a hit, whether it is in RAM already or not."""

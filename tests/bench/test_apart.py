@@ -63,6 +63,7 @@ def ignore_and_sleep(pids: str) -> None:
     sleep_for_ever(pids)
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     """Each call has a process of its own, and starts from the same state."""
     (first, seen), (second, seen_again) = call(remember, 1), call(remember, 2)

@@ -79,6 +79,7 @@ class TestBusy:
         reading = CpuTimes.now()
         assert (reading.busy_s, others_share(reading, reading)) == (None, None)
 
+    @pytest.mark.slow
     def test_children_are_ours_while_they_live(self) -> None:
         """Workers of a loader may live on after the last reading."""
         burn = "import sys, time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); sys.stdin.read()"

@@ -100,6 +100,7 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
     assert lines[-1].startswith("slower or failed: 2 of the baseline's contenders. torch's loader")
 
 
+@pytest.mark.slow
 def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More contenders make a higher picture, with the reasons of those that failed.
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 # --- what is read and written ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "shards", "num_samples"), [(0, 3, 40), (2, 1, 700)])
 def test_build_reads_each_sample_once(
     num_workers: int, shards: int, num_samples: int, tmp_path: Path
@@ -290,6 +291,7 @@ def test_unsupported_samples_are_not_skipped(num_workers: int, tmp_path: Path) -
 # --- a system that refuses -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nbytes", "num_workers"), [(0, 0), (5_000, 0), (100_000, 0), (400_000, 2)])
 def test_file_size_limit(nbytes: int, num_workers: int, tmp_path: Path) -> None:
     """A limit that is met at any time is a clear error, and the build goes on where there is room."""

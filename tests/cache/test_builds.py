@@ -140,6 +140,7 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
         yield made
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([*WAYS]),
     st.integers(0, 13),

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.usefixtures("registry")
 # --- decode once -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
     [(Everything, "fork"), pytest.param(MixedImages, "forkserver", marks=pytest.mark.slow)],
@@ -69,6 +70,7 @@ def test_each_sample_is_decoded_once(kind: type[Images], method: str, tmp_path: 
     assert ds.cache_info().num_cached == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Images, MixedImages])
 def test_workers_that_meet_at_the_lock_cost_a_read_each(
     kind: type[Images], tmp_path: Any, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "way"),
     [

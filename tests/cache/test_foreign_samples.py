@@ -144,6 +144,7 @@ def row_to_arrays(row: Any) -> Any:
     return np.asarray(row["image"].convert("RGB")), row["label"]
 
 
+@pytest.mark.slow
 def test_rows_are_converted_by_prepare(rows: Any, cached: Callable[..., fastload.CachedDataset]) -> None:
     """A dataset of Hugging Face needs no wrapper; without `prepare`, the error names the column and it."""
     dataset = cached(rows, prepare=row_to_arrays)

@@ -191,6 +191,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in texts if "in memory already" in text]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [pixels(), pixels()[:, ::-1]])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, caplog: Any) -> None:

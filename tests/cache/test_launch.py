@@ -124,6 +124,7 @@ def endless() -> list[Any]:
     return held
 
 
+@pytest.mark.slow
 def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Path) -> None:
     """Nobody need name the samples; the n-th caches belong together; ranks say so, and warn of nothing."""
     cases = [
@@ -228,6 +229,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Job], tmp_path: Path) -> None:
     """All samples of both are right, and one warning of the second rank names the part that differs."""
     cases = [
@@ -243,6 +245,7 @@ def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Jo
         assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -378,6 +381,7 @@ def test_shared_lists_are_compared_by_their_items() -> None:
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attribute", "other"),
     [

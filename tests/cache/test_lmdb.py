@@ -500,6 +500,7 @@ def check_as_lmdb(path: Path, num_samples: int) -> None:
                 assert bytes(record) == value[VALUE_HEADER_BYTES:]
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.integers(-1, 200) | st.integers(1800, 2100) | st.integers(3900, 4200) | st.integers(0, 30_000),
@@ -531,6 +532,7 @@ def test_trees_of_many_levels(num_samples: int, size: int, tmp_path: Path) -> No
     check_as_lmdb(tmp_path / "cache", num_samples)
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=200)
 def test_stored_indices(data: st.DataObject) -> None:

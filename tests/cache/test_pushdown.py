@@ -272,6 +272,7 @@ def test_fast_decoding_of_small_images_is_exact() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crop", [A.Resize(50, 60), A.RandomResizedCrop((40, 56), scale=(0.5, 1))], ids=str)
 @given(share=st.floats(0, 1))
 @settings(max_examples=25)

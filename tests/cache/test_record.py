@@ -82,6 +82,7 @@ _SAMPLES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(_SAMPLES)
 def test_round_trip(sample: Any) -> None:
     """Any nest of supported leaves comes back with its exact types, dtypes, shapes and values."""
@@ -162,6 +163,7 @@ def test_arrays_are_views_and_tensors_are_not(tmp_path: Path) -> None:
     assert torch.equal(decode(record)[4], torch.arange(6).reshape(2, 3).T)
 
 
+@pytest.mark.slow
 @given(st.lists(_ARRAYS | st.integers(), min_size=1, max_size=5))
 @settings(max_examples=50)
 def test_payloads_are_aligned(sample: list[Any]) -> None:
@@ -534,6 +536,7 @@ def build(node: Any, arrays: Memory) -> Any:
     return Pair(*items) if kind == "pair" else tuple(items) if kind == "tuple" else items
 
 
+@pytest.mark.slow
 @given(NESTS)
 def test_no_leaf_of_any_nest_stays_in_cached_memory(node: Any) -> None:
     """After `detached` no leaf shares memory with the sample, and every leaf has its values."""
@@ -589,6 +592,7 @@ def test_outline(nest: Any, expected: str) -> None:
     assert outline(nest) == expected
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     st.recursive(

@@ -627,6 +627,7 @@ def open_it(url: str, log: Path) -> None:
     assert LMDBCache(url).get(19)[1] == 19
 
 
+@pytest.mark.slow
 def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
     """One downloads, and the others wait for it."""
     build(url=store)

@@ -319,6 +319,7 @@ def holds(cache: SharedMemoryCache, dataset: Images, number: int) -> bool:
     return is_held(number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_processes_that_retain_at_once(same: bool, start: Callable[..., Child]) -> None:
     """With the same indices one of them does the work; with others, one after another, and all agree."""
@@ -460,6 +461,7 @@ def put_shuffled(cache: SharedMemoryCache, dataset: Images, seed: int) -> int:
     return sum(cache.put(index, dataset.sample(index)) for index in [*order, *order])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
 def test_processes_that_store_at_once_stay_within_the_budget(
     kind: type[Images], start: Callable[..., Child]

@@ -245,6 +245,7 @@ def test_a_directory_that_is_removed_meanwhile_is_an_error(instead: str, tmp_pat
         assert files_at(partial) == found[0]
 
 
+@pytest.mark.slow
 def test_processes_that_begin_at_once_agree_on_one_plan(tmp_path: Path) -> None:
     """Six processes, released by one event; their shards have one id."""
     barrier = multiprocessing.get_context("fork").Barrier(6)

@@ -149,6 +149,7 @@ class Large(Images):
         return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Tiny, Large, MixedImages])
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
 @settings(max_examples=15)

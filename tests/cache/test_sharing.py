@@ -83,6 +83,7 @@ def test_a_second_job_finds_what_the_first_decoded(
     assert sum(dataset.reads) == 1
 
 
+@pytest.mark.slow
 def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], registry: Path) -> None:
     """What one job stores is there for all; another follows a killed maker; the last takes it along."""
     mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
@@ -106,6 +107,7 @@ def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], reg
     assert os.listdir(registry) == ["lock"]
 
 
+@pytest.mark.slow
 def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> None:
     """Of eight jobs that open the same at once, one makes the cache and all use it."""
     jobs = [start(look, KnownImages(30)) for _ in range(8)]
@@ -113,6 +115,7 @@ def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> N
     assert len({job.answer()[0] for job in jobs}) == 1
 
 
+@pytest.mark.slow
 def test_a_key_shares_any_dataset(start: Callable[..., Job]) -> None:
     """With cache_key= a dataset that says nothing of itself is shared by that name, and by no other."""
     maker = start(fill, Images(30), "photos").answer()

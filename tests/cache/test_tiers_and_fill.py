@@ -42,6 +42,7 @@ class Failing(Images):
         return super().sample(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "num_workers"), [(Images, 2), (RaggedImages, 0), (MixedImages, 2), (Everything, 0)]
 )
@@ -76,6 +77,7 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -
     assert ds.fill(0, progress=False).num_cached == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "cache", "num_workers"),
     [
@@ -170,6 +172,7 @@ def test_fill_of_a_finished_file_has_nothing_to_do(tmp_path: Path, caplog: Any) 
     assert "the cache is full already: 37 of 37 samples" in caplog.text
 
 
+@pytest.mark.slow
 def test_fill_of_a_private_cache_stays_here() -> None:
     """Workers fill a cache that they share; one that they could not share is filled in this process."""
     images = Images(100)
@@ -246,6 +249,7 @@ class Unreadable(Known):
         return super().sample(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ram", [False, True])
 def test_a_file_alone_is_a_dataset(tmp_path: Path, *, ram: bool) -> None:
     """from_cache() gives every sample and the classes, batches included, and reads no source."""
@@ -263,6 +267,7 @@ def test_a_file_alone_is_a_dataset(tmp_path: Path, *, ram: bool) -> None:
     assert ds.cache_info().num_cached == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tier", "num_workers"), [("lmdb", 2), ("ram, lmdb", 0)])
 def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
     tier: str, num_workers: int, tmp_path: Path

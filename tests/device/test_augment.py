@@ -70,6 +70,7 @@ def boxes_of_images(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=50)
 @given(case=boxes_of_images())
@@ -161,6 +162,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("transform", [RandomResizedCrop((9, 11)), RandomHorizontalFlip()])
 def test_on_an_accelerator_nothing_depends_on_values(transform: Any, dtype: torch.dtype) -> None:
@@ -196,6 +198,7 @@ class Replays(random.Random):
 ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25)])
 
 
+@pytest.mark.slow
 @given(
     image_size=st.tuples(st.integers(1, 600), st.integers(1, 600)),
     scale=st.sampled_from([SCALE, (1.0, 1.0), (0.5, 0.9), (0.9, 1.0)]),

@@ -91,6 +91,7 @@ if HAS_FIELDS:
 SWITCHES = st.sampled_from([None, True, False])
 
 
+@pytest.mark.slow
 @given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
 def test_everything_reads_the_same_afterwards(
     steps: list[str], tf32: bool | None, benchmark: bool | None

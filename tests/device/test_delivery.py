@@ -60,6 +60,7 @@ def doubled(batch: Any) -> Any:
 # --- what comes out ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @quietly
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=str)
@@ -218,6 +219,7 @@ def test_a_transform_needs_a_device_and_must_be_callable(arguments: dict[str, An
 # --- where it stands --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any]) -> None:
     """After each batch the state is that of a loader without a device, and brings the rest back."""
@@ -307,6 +309,7 @@ def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> N
     assert lasting._iterator is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "transform", "has_gpu"),
     [(WAYS[0], doubled, True), (WAYS[1], None, True), (WAYS[1], doubled, False), (WAYS[2], doubled, True)],

@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @given(
     arguments=cases(),
     sizes=st.tuples(st.integers(0, 3), st.integers(1, 9), st.integers(1, 9)),

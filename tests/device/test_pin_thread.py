@@ -43,6 +43,7 @@ def pinned_in(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return threads
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batches_come_pinned_in_order_from_another_thread(pinned_in: list[str], persistent: bool) -> None:
     """Two epochs, the first of them left early: right batches, all pinned by the one thread."""
@@ -68,6 +69,7 @@ def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> 
     assert next(iterator)[1].tolist() == [14, 15]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -> None:
     """The thread hands the error over instead of dying of it."""
     with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):

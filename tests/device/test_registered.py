@@ -297,6 +297,7 @@ def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
     fake.check()
 
 
+@pytest.mark.slow
 def test_a_real_fork_in_the_middle_of_an_epoch_leaves_the_registrations(fake: FakeBackend) -> None:
     """The child drops everything and leaves; the parent's epoch comes whole."""
     with DataLoader(IMAGES, 4, **PERSISTENT) as loader:

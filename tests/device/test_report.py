@@ -30,6 +30,7 @@ def bytes_of(kind: str, found: MemoryReport) -> int:
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fastload-cache", "fastload-slot", "fastload-message"])
 def test_segments_are_counted_by_the_pages_they_have(name: str) -> None:
     """Each kind grows by its taken pages, once, while a descriptor or a mapping is there."""

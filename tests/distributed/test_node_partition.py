@@ -209,6 +209,7 @@ def numbers(loader: Any) -> list[int]:
     return [int(number) for batch in loader for number in batch]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     num_nodes=st.integers(1, 3),
@@ -276,6 +277,7 @@ def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_n
     assert len(numbers(resumed)) == 60 // (num_nodes * per_node)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_partition": 0}])
 def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     """The epoch stays."""
@@ -380,6 +382,7 @@ class Images(torch.utils.data.Dataset[Any]):
         return np.full((64, 64, 4), index, np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}], ids=["local", "workers"]
 )

@@ -358,6 +358,7 @@ def test_damaged_bytes_are_the_same_files_or_the_error(start: int, length: int, 
     assert read(GOOD[:start] + instead + GOOD[start + length :]) in ((CLASSES, FILES), None)
 
 
+@pytest.mark.slow
 @given(st.sampled_from([*HEAD, 0, 1, 2]), st.integers(0, 2), values)
 @settings(max_examples=150)
 def test_other_values_are_what_they_say_or_the_error(where: str | int, place: int, value: Any) -> None:
@@ -421,6 +422,7 @@ def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str,
     assert from_bytes(to_bytes(classes, files.values()))[1:] == (classes, sorted(files.values()))
 
 
+@pytest.mark.slow
 def test_a_small_list_that_grows_takes_no_memory() -> None:
     """Its decompressed length is bounded."""
     packer = zlib.compressobj(9, wbits=31)

@@ -72,6 +72,7 @@ trees = st.sets(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(tree=trees)
 def test_any_tree_has_torchvisions_order(
@@ -98,6 +99,7 @@ def test_any_tree_has_torchvisions_order(
     assert ours.targets == theirs.targets
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader_of", "num_workers"),
     [(fastload.DataLoader, 0), (fastload.DataLoader, 2), (torch.utils.data.DataLoader, 1)],
@@ -268,6 +270,7 @@ def test_workers_fill_a_cache_from_it(cache: str, url: str, tmp_path: Path) -> N
     assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_file_that_is_gone_is_an_error_at_its_batch(
     url: str, faulty: type[FaultyFileSystem], num_workers: int
@@ -450,6 +453,7 @@ def web(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{server}/train"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_it_has_the_classes_and_the_images(web: str, num_workers: int) -> None:
     """Found by following the links of each page."""

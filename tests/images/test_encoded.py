@@ -180,6 +180,7 @@ class TestBoxes:
 
 
 class TestReduced:
+    @pytest.mark.slow
     @settings(max_examples=60, deadline=None)
     @given(
         height=st.integers(8, 150),
@@ -271,6 +272,7 @@ class TestHeader:
             assert header is not None
             assert (header.height, header.width, header.tags_at) == (61, 83, [])
 
+    @pytest.mark.slow
     @settings(max_examples=400, deadline=None)
     @given(
         kind=st.sampled_from(["4:2:0", "progressive", "grey", "cmyk", "rgb"]),

@@ -33,6 +33,7 @@ def contents(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.glob("*/*"))}
 
 
+@pytest.mark.slow
 def test_size_and_classes(photos: ModuleType, tmp_path: Path) -> None:
     """Each source gives one picture here: about 500 x 375 pixels and 60-120 KB, in a folder of its own."""
     pytest.importorskip("sklearn")  # two of the sources

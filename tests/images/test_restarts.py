@@ -92,6 +92,7 @@ def test_other_segments_stay() -> None:
     np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(2, 3000), st.integers(0, 255)), min_size=1, max_size=3))
 def test_a_damaged_file_is_a_value_error_or_keeps_its_size(edits: list[tuple[int, int]]) -> None:

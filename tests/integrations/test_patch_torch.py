@@ -71,6 +71,7 @@ def test_every_name_of_torch_s_class_builds_ours(way: str) -> None:
     assert issubclass(type(loader), tud.DataLoader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_torch_s(num_workers: int) -> None:
     """In values and order, with the same draws from the seed."""

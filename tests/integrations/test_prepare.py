@@ -77,6 +77,7 @@ def plain(batches: Any) -> list[Any]:
     return [[part.tolist() for part in batch] for batch in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "num_workers"), [(0, 1), (1, 0)])
 def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, rank: int, num_workers: int) -> None:
     """Over two epochs, with the order and the draws of torch's loader that Accelerate itself prepared."""
@@ -119,6 +120,7 @@ def test_accelerate_keeps_all_arguments(hf: Any) -> None:
     assert kept.batch_sampler.batch_sampler is loader.batch_sampler
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_batches", "num_workers", "seedable"),
     [(1, 1, False), (1, 0, True), (3, 0, False), (3, 1, True), (4, 0, True), (4, 1, False)],

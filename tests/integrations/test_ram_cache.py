@@ -83,6 +83,7 @@ def counting_loader(path: str) -> Any:
     return torchvision_zoo.pil_loader(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_workers", "rng"), [(0, "sample"), (2, "worker"), (2, "sample")])
 def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int, rng: str) -> None:
     """What a random transform sees and draws, in the epoch that fills the cache and in the next one."""

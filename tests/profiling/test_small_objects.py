@@ -62,6 +62,7 @@ def test_the_size_is_that_of_the_objects() -> None:
     assert str(found).startswith("dataset.items (200,000 elements, about ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "path"),
     [
@@ -80,6 +81,7 @@ def test_its_place_is_named(wrap: Any, path: str) -> None:
     assert [found.path for found in find_small_objects(wrap(dicts()))] == [path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -172,6 +172,7 @@ def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
             assert epoch == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
 def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any]) -> None:
     """Two epochs, whose draws differ, and so do those of all batches and positions."""
@@ -182,6 +183,7 @@ def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any
     assert first != drawn(2, generator=torch.Generator().manual_seed(6), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rng", "num_workers"), [("worker", (2, 1)), ("sample", (0, 2))])
 def test_a_resumed_epoch_continues_with_the_same_draws(rng: Any, num_workers: tuple[int, int]) -> None:
     """After each number of batches, the rest of the epoch draws what it would have drawn."""

@@ -47,6 +47,7 @@ def test_every_claim_has_a_test_of_its_name() -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_default_is_torch_s() -> None:
     """Bit-identical to torch's loader for two epochs with 0 and 2 workers, with what the dataset draws."""
     for num_workers in (0, 2):

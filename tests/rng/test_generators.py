@@ -56,6 +56,7 @@ def run(dataset: Any, epochs: int = 2, **options: Any) -> list[Any]:
     return [sorted(batches, key=repr) for batches in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", WORKERS)
 def test_workers_draw_what_the_parent_draws(options: dict[str, Any], caplog: Any) -> None:
     """For every kind of generator, with workers of any kind, in two epochs; no warning is given."""
@@ -91,6 +92,7 @@ def test_the_state_before_the_sample_does_not_matter() -> None:
     assert run(Drawn(*used)) == run(Drawn(*every_kind()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_rest_of_a_resumed_epoch(num_workers: int) -> None:
     """In mid-epoch, with another number of workers."""
@@ -127,6 +129,7 @@ def cached() -> Any:
     return CachedDataset(Arrays(), transform=WithNumber())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -142,6 +145,7 @@ def test_wherever_it_is_held(make: Any, options: dict[str, Any]) -> None:
     assert run(make(), **options) == run(make())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [way for way in WORKERS if way.id != "forkserver"])
 def test_a_collate_fn_draws_anew_for_each_batch(options: dict[str, Any]) -> None:
     """The same number for a batch with workers of any kind, and another one for each batch."""
@@ -255,6 +259,7 @@ class TestWarnings:
             run(dataset, **options)
         return [record.getMessage() for record in caplog.records if record.name == "fastload"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("generator", "what", "num_workers"),
         [

@@ -228,6 +228,7 @@ class TestCost:
 THINGS = "abc"
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.data())
 def test_takeovers_in_any_order(data: Any) -> None:

@@ -48,6 +48,7 @@ def expected() -> list[dict[int, list[int]]]:
 
 
 class TestSamePixels:
+    @pytest.mark.slow
     def test_workers(self, expected: Any) -> None:
         """Three workers draw what none draws; test_claims.py has other numbers, start methods and threads."""
         options: dict[str, Any] = {"num_workers": 3, "prefetch_factor": 3, "persistent_workers": True}
@@ -57,6 +58,7 @@ class TestSamePixels:
         """Shuffling moves samples; each draws what it drew."""
         assert epochs(Dice(), shuffle=True, batch_size=5) == expected
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("batch_size", "persistent"), [(4, True), (None, False)])
     def test_batches_as_they_come(self, batch_size: int | None, persistent: bool, expected: Any) -> None:
         """in_order=False, which torch's own iterator serves, moves batches and changes none."""
@@ -77,6 +79,7 @@ class TestSamePixels:
 
         assert epochs(Dice(), 1, batch_size=1, batch_sampler=batches) == expected[:1]
 
+    @pytest.mark.slow
     def test_torchs_subset_draws_by_its_own_indices(self, expected: Any) -> None:
         """A Subset is asked sample by sample, though it has a `__getitems__`."""
         found = epochs(Subset(Dice(), range(24)), num_workers=2)
@@ -149,6 +152,7 @@ class TestCollate:
         assert all(len(set(column)) == 12 for column in list(zip(*drawn, strict=True))[:4])
         assert len({tuple(numbers[4:]) for numbers in drawn}) == 12
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("batch_size", [4, None])
     def test_batches_as_they_come(self, batch_size: int | None) -> None:
         """Workers of torch's own iterator (in_order=False) draw the same for each batch."""
@@ -156,6 +160,7 @@ class TestCollate:
 
         assert sorted(found) == sorted(collated(Dice(), 1, batch_size=batch_size))
 
+    @pytest.mark.slow
     def test_a_batch_whose_last_sample_is_made_up(self) -> None:
         """The draws follow on those before the error."""
 
@@ -238,6 +243,7 @@ class TestIndices:
 
     keys = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner).map(tuple), max_leaves=6)
 
+    @pytest.mark.slow
     @given(keys, keys)
     def test_different_indices_have_different_keys(self, one: Any, other: Any) -> None:
         """No two indices share a key."""

@@ -65,6 +65,7 @@ def crops_of(worker: int, samples: list[Any]) -> list[int]:
 # --- the libraries ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker_id", [0, 3])
 def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
     """seed_libraries gives the streams of a real torch worker with the same base seed."""
@@ -126,6 +127,7 @@ def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> Non
     assert samples == crops("fork", is_seeded=True) == crops("forkserver", is_seeded=True)
 
 
+@pytest.mark.slow
 def test_torchs_own_streams_are_left_as_torch_seeded_them() -> None:
     """seed_worker draws nothing: the libraries' streams are those of a worker without it."""
     assert load(zoo.Draws(), "fork", worker_init_fn=seed_worker) == load(zoo.Draws(), "fork")

@@ -77,6 +77,7 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
     }[request.param]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rng", ["worker", "sample"])
 def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any]) -> None:
     """A list of fastload's own transforms gives the same pixels in any kind of workers and on the device."""
@@ -117,6 +118,7 @@ def test_whole_batches_without_collation_are_transformed() -> None:
     assert batches == [2 * index for index in range(22)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["processes", "threads"], indirect=True)
 def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> None:
     """With rng="sample", a function that draws from the global generators gives the same in any worker."""
@@ -129,6 +131,7 @@ def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> Non
         assert equal(epoch_of(rng="sample", batch_transform=noisy, num_workers=1), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rng", ["worker", "sample"])
 def test_a_resumed_epoch_draws_the_same(rng: str) -> None:
     """The rest of an epoch has the pixels that it would have had."""
@@ -162,6 +165,7 @@ def test_both_transforms_draw_numbers_of_their_own() -> None:
     assert 0 < sum(twice) < len(twice)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["processes", "threads", "torch"], indirect=True)
 @pytest.mark.parametrize("transform", [same, transforms.RandomHorizontalFlip(0), [], [same]])
 def test_batches_that_the_caller_keeps_never_change(transform: Any, workers: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ class OnEachPath:
 on_each_path = OnEachPath()
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 def test_a_crop_is_a_box_of_the_padded_image(batch: tuple[torch.Tensor, str], data: st.DataObject) -> None:
     """Each result is the padded image at one of all places, on every path and in the layout of the input."""
@@ -98,6 +99,7 @@ def test_every_place_of_a_crop_is_equally_likely() -> None:
     assert math.isclose(counts[0] / 20000, 16 / 25, abs_tol=0.02)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(0, 99))
 def test_a_flip_is_the_same_on_every_path(batch: tuple[torch.Tensor, str], seed: int) -> None:
     """Each image is itself or its mirror image, for all dtypes and strides."""
@@ -110,6 +112,7 @@ def test_a_flip_is_the_same_on_every_path(batch: tuple[torch.Tensor, str], seed:
         assert torch.equal(after, before) or torch.equal(after, mirror)
 
 
+@pytest.mark.slow
 @given(batches(), st.integers(0, 99), st.booleans())
 def test_erasing_fills_one_box(batch: tuple[torch.Tensor, str], seed: int, is_cutout: bool) -> None:
     """The changed pixels of an image are within one box of the value, and the rest are as before."""

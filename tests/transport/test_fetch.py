@@ -55,6 +55,7 @@ def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> Non
 # --- datasets that read in their own way -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", fetch_zoo.OWN_READERS)
 @pytest.mark.parametrize(
     ("wrap", "num_workers"),

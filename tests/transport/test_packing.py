@@ -74,6 +74,7 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.mark.slow
 @given(NESTS, st.sampled_from([0, 1, 4096]))
 @settings(deadline=None)
 def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> None:
@@ -191,6 +192,7 @@ def told(batch: Any) -> Any:
     return type(batch), batch.layout, batch.dtype, [part.tolist() for part in batch.unbind()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "start_method"),
     [
@@ -210,6 +212,7 @@ def test_they_travel_through_workers(layout: torch.layout, start_method: str) ->
     assert [told(batch) for batch in DataLoader(dataset, 1, num_workers=num_workers, **options)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> None:

@@ -267,6 +267,7 @@ def _num_sockets(index: int = 0) -> int:
     return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
 
 
+@pytest.mark.slow
 def test_a_forked_worker_keeps_no_end_of_a_pipe_but_its_own() -> None:
     """Neither the parent's end of it nor those of workers that were started before."""
     before = _num_sockets()
@@ -279,6 +280,7 @@ def test_a_forked_worker_keeps_no_end_of_a_pipe_but_its_own() -> None:
 # --- the end of an epoch ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_last_batch() -> None:
     """They do not wait for the caller to take it, who gets all batches nevertheless."""
     loader = fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=2)

@@ -57,6 +57,7 @@ def count_maps(inode: int) -> int:
 # --- a sequence -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(nests, max_size=6))
 def test_it_holds_what_a_list_holds(items: list[Any]) -> None:
     """Length, items by position from both ends, order both ways, `in`, `index` and `count`."""
@@ -75,6 +76,7 @@ def test_it_holds_what_a_list_holds(items: list[Any]) -> None:
             shared[index]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(), max_size=12), slices, slices)
 def test_slices_are_those_of_a_list(items: list[int], one: slice, other: slice) -> None:
     """Slices of slices, too; each is a SharedList."""
@@ -211,6 +213,7 @@ class Records(torch.utils.data.Dataset[Any]):
         return self.train[index]["label"], self.reverse[index]["label"], inode, count_maps(inode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
 )

@@ -37,6 +37,7 @@ shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
 orders = st.sampled_from(["C", "C", "C", "F", "reversed", "read-only"])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(shapes, st.sampled_from(DTYPES + NO_TENSORS), orders), min_size=1, max_size=2),
     st.sampled_from(["whole", "tuple", "dict"]),
