@@ -25,7 +25,7 @@ demo: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
 
 test: $(BIN)/.ready
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
 # What to run at each edit: about a minute on two cores.
 test-fast: $(BIN)/.ready
@@ -90,7 +90,7 @@ release: $(BIN)/.ready
 # SINCE is the revision whose changed files are mutated.
 SINCE ?= HEAD~20
 test-all: test-clients test-emulated docs
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --durations 10 --thorough
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 --thorough
 	$(MAKE) mutants FILE="--since $(SINCE)"
 	$(MAKE) soak MINUTES=30
 

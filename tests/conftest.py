@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from fastload.cache import launch, rate_limit
-from tests.kit import accelerator, leaks
+# Not what imports torch: the process that hands tests to those that run them needs none of it.
+from tests.kit import leaks
 from tests.kit.processes import Gate, Interpreter
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if hypothesis.settings.get_current_profile_name() == "default":  # the mutants h
 TESTS = Path(__file__).parent
 INTERPRETERS = {"spawn", "forkserver"}  # start methods
 MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
+# Their tests import Lightning or torch's compiler, and each later fork of that process takes a half longer.
+LAST = {"test_stats.py", "test_train.py", "test_lightning.py", "test_launchers.py", "test_culprits.py"}
 # What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.
 READY = """
@@ -96,12 +98,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test-fast` leaves out, where it shows in a test's parameters, fixtures or folder.
 
-    Leave out what is marked `thorough`, unless it was asked for.
+    Leave out what is marked `thorough`, unless it was asked for. Put the files in `LAST` last.
     """
     if not config.getoption("--thorough"):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    items.sort(key=lambda item: item.path.name in LAST)
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         texts = {value for value in parameters.values() if isinstance(value, str)}
@@ -125,12 +128,16 @@ def imports_out_of_collections() -> None:
 @pytest.fixture(autouse=True)
 def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches store each sample at its first access, however long that takes: no timing decides a test."""
+    from fastload.cache import rate_limit
+
     monkeypatch.setattr(rate_limit, "CHEAP_S", float("inf"))
 
 
 @pytest.fixture(autouse=True)
 def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process does not become Lightning's rank 0, although a test may have imported Lightning."""
+    from fastload.cache import launch
+
     monkeypatch.setattr(launch, "_LIGHTNING", ())
 
 
@@ -163,6 +170,8 @@ def needs_lmdb() -> None:
 @pytest.fixture
 def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it, and the loaders of this test pin their batches in a thread."""
+    from tests.kit import accelerator
+
     return lambda: accelerator.pretend_accelerator(monkeypatch.setattr)
 
 
