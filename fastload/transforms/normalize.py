@@ -23,7 +23,7 @@ from fastload.transforms.images import check_layout, find_images, layout_of, new
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FORMATS = (torch.channels_last, torch.contiguous_format)
+_FORMATS = (None, torch.channels_last, torch.contiguous_format)
 
 
 class Normalize(nn.Module):
@@ -43,7 +43,8 @@ class Normalize(nn.Module):
         std: One value per channel, in the same units, above zero.
         dtype: The floating dtype of the result. ``half()`` and ``to(dtype)``, on this module or a model
             around it, do not change it.
-        memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``.
+        memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``; None keeps
+            the order of the images in memory, so ``(B, H, W, C)`` batches become channels-last.
         max_pixel_value: The value that counts as 1. Pass 1 for a mean and std of 0 to 255.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is ``len(mean)``.
         key: The place of the images in a batch: an index, or the key of a mapping.
@@ -68,7 +69,7 @@ class Normalize(nn.Module):
         mean: Sequence[float],
         std: Sequence[float],
         dtype: torch.dtype = torch.float32,
-        memory_format: torch.memory_format = torch.channels_last,
+        memory_format: torch.memory_format | None = None,
         *,
         max_pixel_value: float = 255.0,
         layout: str = "auto",
@@ -94,7 +95,7 @@ class Normalize(nn.Module):
             raise TypeError(f"dtype should be a floating dtype, such as torch.bfloat16, but got {dtype!r}")
         if memory_format not in _FORMATS:
             raise ValueError(
-                "memory_format should be torch.channels_last or torch.contiguous_format, "
+                "memory_format should be None, torch.channels_last or torch.contiguous_format, "
                 f"but got {memory_format}"
             )
         self.dtype = dtype
@@ -131,17 +132,19 @@ class Normalize(nn.Module):
     def _normalize(self, images: torch.Tensor) -> torch.Tensor:
         if images.device != self._scale.device:
             self._make_constants(images.device)
+        memory_format = self.memory_format
+        if memory_format is None:
+            is_planar = images.is_contiguous() and images.shape[1] > 1
+            memory_format = torch.contiguous_format if is_planar else torch.channels_last
         if images.device.type == "cpu":
-            return self._on_cpu(images).to(self.dtype)
-        out = torch.empty(
-            images.shape, dtype=self.dtype, device=images.device, memory_format=self.memory_format
-        )
+            return self._on_cpu(images, memory_format).to(self.dtype)
+        out = torch.empty(images.shape, dtype=self.dtype, device=images.device, memory_format=memory_format)
         return torch.addcmul(self._bias, images, self._scale, out=out)
 
-    def _on_cpu(self, images: torch.Tensor) -> torch.Tensor:
+    def _on_cpu(self, images: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
         dtype, pixels = self._scale.dtype, images.permute(0, 2, 3, 1)
-        if self.memory_format != torch.channels_last or not pixels.is_contiguous():
-            exact = images.to(dtype, memory_format=self.memory_format)
+        if memory_format != torch.channels_last or not pixels.is_contiguous():
+            exact = images.to(dtype, memory_format=memory_format)
             return torch.addcmul(self._bias, exact, self._scale, out=exact)
         # Constants for each value of a row: an inner loop over three channels takes six times as long.
         num_images, height, width, num_channels = pixels.shape
