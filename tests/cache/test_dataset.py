@@ -375,7 +375,7 @@ def test_a_place_without_its_prefix_is_an_error_with_the_prefix(tmp_path: Any) -
     """A path or a URL in the place of "lmdb:PATH" is an error that has the right argument."""
     (tmp_path / "cache").touch()
     for place in (str(tmp_path / "cache"), "memory://bucket/cache"):
-        with pytest.raises(ValueError, match=f'give cache="lmdb:{place}"'):
+        with pytest.raises(ValueError, match=f'pass cache="lmdb:{place}"'):
             CachedDataset(Images(4), cache=place)
 
 
