@@ -347,7 +347,7 @@ def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
 @pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
 def test_odd_fingerprints_are_refused(said: Any) -> None:
     """A fingerprint() that gives no text is an error that names the class and what it gave."""
-    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should give"):
+    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should return"):
         fingerprint_of(KnownImages(8, version=said))
 
 
