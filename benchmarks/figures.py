@@ -151,7 +151,7 @@ def section(question: dict[str, Any]) -> list[str]:
 
 
 def headline() -> str:
-    """What each change brings against torch's loader: one figure for each, and how far the first one varies."""
+    """What each change brings against torch's loader: a figure for each, and how far the first varies."""
     demo, memory, small, cached, training, remote = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in ("demo", "throughput", "small_images", "cached", "training", "remote")
@@ -179,9 +179,9 @@ def headline() -> str:
     lowest, highest = (f"{end(import_ratios()):.1f}" for end in (min, max))
     return (
         "\n".join(lines) + "\n\n"
-        f"Two cores, no GPU; nothing is trained unless it says so. The first row varies with the dataset and the "
-        f"machine, from {lowest} to {highest} over all benchmarks that decode. [All figures](benchmarks/README.md) "
-        "include those where torch's loader is faster."
+        "Two cores, no GPU; nothing is trained unless it says so. The first row varies with the dataset and "
+        f"the machine, from {lowest} to {highest} over all benchmarks that decode. "
+        "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
 
 
@@ -193,7 +193,7 @@ def ratio(rates: list[float], others: list[float]) -> float:
 def import_ratios() -> list[float]:
     """What a changed import brought wherever each epoch decodes, in all results files."""
     found = []
-    for name in ("demo", "import_only", "training", "peers", "first_epoch", "bare"):
+    for name in ("demo", "import_only", "training", "peers", "first_epoch"):
         for question in json.loads((RESULTS / f"{name}.json").read_text())["questions"]:
             for label, row in question["ratios"].items():
                 is_import = name == "import_only" or "import only" in label or "only import" in label
@@ -410,11 +410,6 @@ def best(rows: dict[str, Any], prefix: str) -> list[float]:
     some = [row for label, row in rows.items() if label.startswith(prefix)]
     runs: list[float] = max(some, key=lambda row: row["median"])["figures"]
     return runs
-
-
-def times(ratios: list[float]) -> str:
-    """A ratio and its range."""
-    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
 def latencies() -> str:

@@ -110,7 +110,10 @@ ASSUMED = {
     "network_bytes_per_s": ("bytes/s a node", "assumed: 25 Gbit/s"),
     "store_bytes_per_s": ("bytes/s, all nodes", "assumed"),
     "latency_s": ("s a request", "the guidelines of Amazon S3 name 100 to 200 ms for small objects"),
-    "requests_in_flight": ("requests a node", "assumed: a worker for each CPU; `ImageFolder` keeps 64 requests in flight in each"),
+    "requests_in_flight": (
+        "requests a node",
+        "assumed: a worker for each CPU; `ImageFolder` keeps 64 requests in flight in each",
+    ),
     "images_per_request": ("images", "assumed: each image is a file"),
     "consumer_images_per_s": (
         "images/s a node",

@@ -125,7 +125,9 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
 
 
 @pytest.mark.slow
-def test_the_recipe_with_checkpoints_goes_on_after_a_kill(folder: Path, ready_interpreter: Interpreter) -> None:
+def test_the_recipe_with_checkpoints_goes_on_after_a_kill(
+    folder: Path, ready_interpreter: Interpreter
+) -> None:
     """Killed in the middle of its first epoch, the script continues there, and ends as the page shows."""
     page = DOCS / "howto" / "imagenet.md"
     script = _script(page)
