@@ -18,9 +18,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     "demo": "Nothing is trained; each round runs in a fresh process, and its first epoch fills the cache.",
     "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2.",
-    "never_slower": (
-        "Time of torch's loader / time of ours, only the import changed, samples that cost their dataset "
-        "nothing; above 1 is faster."
+    "zero_cost": (
+        "Time of torch's loader / time of ours, only the import changed, datasets that take no time to make "
+        "their samples; above 1 is faster."
     ),
     "training": "Steps a second of a small model on the same two cores.",
     "bare": "Two workers against two processes that only read, transform and store.",
@@ -151,29 +151,55 @@ def section(question: dict[str, Any]) -> list[str]:
 
 
 def headline() -> str:
-    """What a changed import, a cache and batch transforms bring, with the spread over the runs."""
-    demo, memory, small = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("demo", "throughput", "small_images")
+    """What each change brings against torch's loader: a figure for each, and how far the first varies."""
+    demo, memory, small, cached, training, remote = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("demo", "throughput", "small_images", "cached", "training", "remote")
     )
     later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
-    torch_rates, imported, *_, cached = (row["figures"] for row in later.values())
+    rates, imported, cropped, kept = (row["figures"] for row in later.values())
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
     bare, ours = (sorted(best(in_memory, prefix)) for prefix in ("torch, ", "fastload, import only"))
     one_by_one, *_, together = (row["figures"] for row in small["questions"][0]["rows"].values())
-    jpegs, moved, kept, batches = (
-        times([a / b for a, b in zip(some, others, strict=True)])
-        for some, others in (
-            *((imported, torch_rates), (ours, bare), (cached, torch_rates), (together, one_by_one)),
-        )
-    )
-    machine = demo["machine"]
-    where = f"{machine['cores']} cores, {machine['cpu']}, {machine['gpu'] or 'no GPU'}"
+    (large,) = (q["ratios"].values() for q in cached["questions"] if q["title"].startswith("2048"))
+    steps = next(q for q in training["questions"] if q["title"].startswith("JPEG"))["ratios"]
+    slow = next(q for q in remote["questions"] if "50 ms" in q["title"])["ratios"]
+    rows = {
+        "only the import, where each epoch decodes small JPEGs": ratio(imported, rates),
+        "only the import, where 224 x 224 images are in memory already": ratio(ours, bare),
+        "decode only the crop of small JPEGs (`cache=None`)": ratio(cropped, rates),
+        "cache small JPEGs, from the second epoch on": ratio(kept, rates),
+        "cache photographs of 2048 x 1536 pixels": next(iter(large))["value"],
+        "cache, beside a small model: training steps": steps["fastload, cached / torch"]["value"],
+        "cache and `batch_transform`, 32 x 32 images in memory": ratio(together, one_by_one),
+        "`ImageFolder` over a bucket that takes 50 ms a request": next(iter(slow.values()))["value"],
+    }
+    lines = ["| change | times torch's rate |", "|---|---:|"]
+    lines += [f"| {label} | {value:.2g} |" for label, value in rows.items()]
+    lowest, highest = (f"{end(import_ratios()):.1f}" for end in (min, max))
     return (
-        f"Change only the import: **{jpegs}** torch's rate where each epoch decodes small JPEGs, and "
-        f"**{moved}** where decoded 224 x 224 images are in memory. Add the cache: **{kept}** from the "
-        f"second epoch on. Transform batches of cached 32 x 32 images: **{batches}**. ({where}; nothing is "
-        "trained. [All figures](benchmarks/README.md), those where torch's loader is faster among them.)"
+        "\n".join(lines) + "\n\n"
+        "Two cores, no GPU; nothing is trained unless it says so. The first row varies with the dataset and "
+        f"the machine, from {lowest} to {highest} over all benchmarks that decode. "
+        "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
+
+
+def ratio(rates: list[float], others: list[float]) -> float:
+    """The median ratio of interleaved runs."""
+    return statistics.median(a / b for a, b in zip(rates, others, strict=True))
+
+
+def import_ratios() -> list[float]:
+    """What a changed import brought wherever each epoch decodes, in all results files."""
+    found = []
+    for name in ("demo", "import_only", "training", "peers", "first_epoch"):
+        for question in json.loads((RESULTS / f"{name}.json").read_text())["questions"]:
+            for label, row in question["ratios"].items():
+                is_import = name == "import_only" or "import only" in label or "only import" in label
+                if is_import and re.search(r"JPEG|photos,", question["title"]):
+                    found.append(row["value"])
+    return found
 
 
 def peers() -> str:
@@ -258,7 +284,7 @@ def computed() -> str:
     """The cells of the model of several nodes: a table for each kind of images and number of nodes."""
     results = scale()
     note = (
-        "computed, not measured; [Sizing](../docs/howto/sizing.md) has the assumptions. The head of a column "
+        "computed, not measured; [Sizing](../docs/sizing.md) has the assumptions. The head of a column "
         "is the size of all JPEGs. A cell has the time of the first epoch (with the work that must be done "
         "before it) and of a mean later epoch, each with the resource that limits it. Below are the bytes "
         "that the network brings to each node / to all nodes, in the first and in a mean later epoch."
@@ -386,11 +412,6 @@ def best(rows: dict[str, Any], prefix: str) -> list[float]:
     return runs
 
 
-def times(ratios: list[float]) -> str:
-    """A ratio and its range."""
-    return f"{statistics.median(ratios):.1f}x ({min(ratios):.1f} to {max(ratios):.1f})"
-
-
 def latencies() -> str:
     """Images a second by the latency of an object store, a column for each latency."""
     results = json.loads((RESULTS / "remote.json").read_text())
@@ -433,7 +454,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
-        ROOT / "docs" / "howto" / "sizing.md": {
+        ROOT / "docs" / "sizing.md": {
             "best": best_designs(),
             "largest": largest_sets(),
             "rates": resource_rates(),

@@ -15,10 +15,10 @@ The designs:
 * encoded, RAM, whole set: every node first reads all files into RAM, and decodes the crops in each epoch.
 * encoded, RAM: as "decoded, RAM", with files instead of decoded images.
 
-Held out: see docs/howto/sizing.md. The parts of an epoch overlap entirely, so an epoch takes as long as its
+Held out: see docs/sizing.md. The parts of an epoch overlap entirely, so an epoch takes as long as its
 slowest resource; nodes are equal.
 
-Command: python benchmarks/scale.py [--save] [--chart docs/sizing.png] [--set latency_s=0.005 ...]
+Command: python benchmarks/scale.py [--save] [--set latency_s=0.005 ...]
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Constants:
     network_bytes_per_s: float = 25e9 / 8
     store_bytes_per_s: float = 100e9
     latency_s: float = 0.1
-    requests_in_flight: float = 4 * 96
+    requests_in_flight: float = 64 * 96
     images_per_request: float = 1
     consumer_images_per_s: float = 16_621
     epochs_per_partition: int = 5
@@ -110,7 +110,10 @@ ASSUMED = {
     "network_bytes_per_s": ("bytes/s a node", "assumed: 25 Gbit/s"),
     "store_bytes_per_s": ("bytes/s, all nodes", "assumed"),
     "latency_s": ("s a request", "the guidelines of Amazon S3 name 100 to 200 ms for small objects"),
-    "requests_in_flight": ("requests a node", "assumed: four workers a CPU, one request each"),
+    "requests_in_flight": (
+        "requests a node",
+        "assumed: a worker for each CPU; `ImageFolder` keeps 64 requests in flight in each",
+    ),
     "images_per_request": ("images", "assumed: each image is a file"),
     "consumer_images_per_s": (
         "images/s a node",
@@ -409,7 +412,7 @@ def constants(kind: str) -> Constants:
     return Constants(images=KINDS[kind], **{name: value for name, (value, _, _) in measured(kind).items()})
 
 
-# --- results, table and chart ----------------------------------------------------------------------------
+# --- results and table -----------------------------------------------------------------------------------
 
 
 def rounded(value: float) -> float | None:
@@ -469,77 +472,10 @@ def results(kinds: dict[str, Constants]) -> dict[str, Any]:
     }
 
 
-def mean_rate(c: Constants, design: str, data_bytes: float, num_nodes: int) -> float:
-    """Images a second of each node over a whole run; 0 if the data do not fit."""
-    images = c.epochs * data_bytes / c.encoded_bytes / num_nodes
-    return images / simulate(c, design, data_bytes, num_nodes).total_s(c.epochs)
-
-
 def size_name(nbytes: float) -> str:
     """A size in words, with three digits at most."""
     unit, divisor = ("TB", 1e12) if nbytes >= 0.9995e12 else ("GB", 1e9)
     return f"{float(f'{nbytes / divisor:.3g}'):,g} {unit}"
-
-
-def draw_chart(kinds: dict[str, Constants], path: Path) -> None:
-    """Images a second of a node over the size of the data, for each kind of images and number of nodes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # a file, no window
-
-    import matplotlib.pyplot as plt
-
-    styles = {  # wide lines lie below narrow ones: several designs are as fast as the GPUs
-        NO_CACHE: ("#9aa5b1", "-", 2),
-        DECODED: ("#8fb8de", "-", 5),
-        LMDB: ("#d1773c", "-", 3),
-        ENCODED_WHOLE: ("#2f7d4f", "--", 1.5),
-        ENCODED: ("#2f7d4f", "-", 1.5),
-    }
-    figure, grid = plt.subplots(
-        len(kinds), len(NUM_NODES), figsize=(10, 6), sharex=True, sharey=True, layout="constrained"
-    )
-    sizes = [10 ** (10 + step / 50) for step in range(201)]
-    for c, line in zip(kinds.values(), grid, strict=True):
-        line[0].set_ylabel(f"{c.images}\nimages/s a node")
-        for num_nodes, axes in zip(NUM_NODES, line, strict=True):
-            axes.axhline(c.consumer_images_per_s, color="#555555", linewidth=1, linestyle=":")
-            for design in designs(num_nodes):
-                colour, dashes, width = styles[design]
-                largest = (1 - 1e-9) * largest_bytes(c, design, num_nodes)  # roundings may exceed it
-                shown = [size for size in sizes if size < largest] + (
-                    [largest] if largest < sizes[-1] else []
-                )
-                images_per_s = [mean_rate(c, design, size, num_nodes) for size in shown]
-                axes.plot(shown, images_per_s, color=colour, linestyle=dashes, linewidth=width)
-                if largest < sizes[-1]:
-                    axes.plot(largest, images_per_s[-1], "o", color=colour, markersize=3 + width)
-            axes.set_xscale("log")
-            axes.set_yscale("log")
-            axes.spines[["top", "right"]].set_visible(False)
-    for num_nodes, top, bottom in zip(NUM_NODES, grid[0], grid[-1], strict=True):
-        top.set_title(f"{num_nodes} node{'s' if num_nodes > 1 else ''}")
-        bottom.set_xticks(SIZES_BYTES, [size_name(size) for size in SIZES_BYTES])
-    handles = [
-        plt.Line2D([], [], color=colour, linestyle=dashes, linewidth=width)
-        for colour, dashes, width in styles.values()
-    ]
-    handles.append(plt.Line2D([], [], color="#555555", linewidth=1, linestyle=":"))
-    names = [*(label(design, 2) for design in styles), "as fast as the GPUs"]
-    figure.legend(handles, names, loc="outside upper center", ncols=3, frameon=False)
-    c = next(iter(kinds.values()))
-    note = (
-        f"Computed, not measured: a run of {c.epochs} epochs over JPEGs of so many bytes; a dot marks the "
-        "largest set that fits.\n"
-        f"A node has {c.cores:g} CPUs, {c.ram_bytes / 2**30:,.0f} GiB of RAM, {c.disk_bytes / 1e12:g} TB of "
-        "disk, "
-        f"{c.network_bytes_per_s * 8 / 1e9:g} Gbit/s; {c.latency_s * 1e3:g} ms a request, "
-        f"{c.requests_in_flight:g} in flight; parts change every {c.epochs_per_partition} epochs."
-    )
-    figure.supxlabel(note, fontsize="small", color="#555555")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def show(kinds: dict[str, Constants]) -> None:
@@ -575,15 +511,12 @@ def overrides(words: list[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other parameters")
-    parser.add_argument("--chart", type=Path, help="the PNG to write")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/scale.json")
     args = parser.parse_args()
     if args.save and args.set:
         parser.error("--save writes the results of the default parameters: leave --set away")
     kinds = {kind: dataclasses.replace(constants(kind), **overrides(args.set)) for kind in KINDS}
     show(kinds)
-    if args.chart:
-        draw_chart(kinds, args.chart)
     if args.save:
         (RESULTS / "scale.json").write_text(json.dumps(results(kinds), indent=1) + "\n")
 

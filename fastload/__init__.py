@@ -1,8 +1,8 @@
 """A drop-in DataLoader for PyTorch over a shared cache of decoded images.
 
-`import fastload` imports nothing else; each public name imports its module at its first use. The public
-modules are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.training` and
-`fastload.transforms`, and those below `fastload.integrations`.
+`import fastload` imports nothing else; each public name imports its module on first use. The public modules
+are `fastload.cache`, `fastload.errors`, `fastload.profiling`, `fastload.training` and `fastload.transforms`,
+and those below `fastload.integrations`.
 
 Add a new name in two places, the imports that type checkers read and the table that Python reads; a test
 compares the two.

@@ -23,7 +23,7 @@ _PLACES = ("fastload: batch ", "fastload: worker ")
 def add_place(error: BaseException, place: str) -> None:
     """Add a note that says where an error occurred, such as ``"batch 3, worker 0, dataset index 7"``.
 
-    It replaces the note of an earlier batch: a dataset may raise the same exception object several times.
+    It replaces the note of an earlier batch: a dataset can raise the same exception object several times.
     """
     with contextlib.suppress(Exception):
         notes = getattr(error, "__notes__", [])
@@ -34,11 +34,11 @@ def add_place(error: BaseException, place: str) -> None:
 def short_repr(value: Any) -> str:
     """The repr of a user's object (an index, an error) for a message, cut to 200 characters.
 
-    If repr() raises, the text names the type instead, so that the error being reported is not lost.
+    If repr() raises, the text names the type instead, so the error being reported is not lost.
     """
     try:
         text = repr(value)
-    except Exception as error:  # noqa: BLE001  # the object may be of a class of the user's
+    except Exception as error:  # noqa: BLE001  # the user's class can raise anything
         text = f"<{type(value).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -51,15 +51,15 @@ class FastloadError(Exception):
 
 
 class WorkerDiedError(FastloadError, RuntimeError):
-    """A worker process ended before it had sent all its batches (torch raises RuntimeError here)."""
+    """A worker process ended with batches outstanding (torch raises RuntimeError here)."""
 
 
 class BatchLostError(FastloadError, RuntimeError):
-    """A batch was lost on its way from a worker; the message says why."""
+    """A batch was lost in transit from a worker; the message says why."""
 
 
 class TooManyFailuresError(FastloadError, RuntimeError):
-    """More samples of an epoch could not be read than the loader's `max_errors` allows."""
+    """More samples of an epoch failed than the loader's `max_errors` allows."""
 
 
 class WorkerStartError(FastloadError, RuntimeError):
@@ -82,10 +82,10 @@ class ResumeError(FastloadError, ValueError):
 
 
 class RanksDisagreeError(FastloadError, RuntimeError):
-    """The ranks would split different datasets, or one in different ways; the message has both values.
+    """The ranks would split different datasets, or split one differently; the message has both values.
 
-    A rank raises it if it differs from the rank that came first. A launcher such as torchrun then ends the
-    other ranks.
+    Raised by each rank that differs from the first one to arrive. A launcher such as torchrun then stops the
+    others.
     """
 
 
@@ -97,7 +97,7 @@ class CacheError(FastloadError):
 
 
 class RandomDatasetError(CacheError, ValueError):
-    """The dataset returns a different sample at each access, so a cache would freeze one random draw."""
+    """The dataset returns a different sample on every access, so a cache would freeze one random draw."""
 
 
 class UnsupportedSampleError(CacheError, TypeError):
@@ -122,10 +122,10 @@ class CacheBusyError(CacheError, OSError):
 class ImageReadError(FastloadError, OSError):
     """An image file could not be read or decoded.
 
-    Torch's own loader makes an error of this class from a text alone if a worker raises it.
+    torch's own loader re-creates the error from its text alone if a worker raises it.
 
     Attributes:
-        path: The file; empty from a worker of torch's own loader.
+        path: The file; empty if it comes from a worker of torch's own loader.
         reason: Why it could not be read.
     """
 
@@ -152,4 +152,4 @@ class RemoteFolderError(FastloadError, OSError):
 
 
 class DeviceUnavailableError(FastloadError, RuntimeError):
-    """The device that was requested by name is not available; the message says why."""
+    """The requested device is not available; the message says why."""

@@ -1,8 +1,8 @@
 """The DataLoader class: torch's arguments and batches, over fastload's own transport.
 
 The class holds settings only. The iterators that `iter(loader)` makes (folder epochs/) own everything that
-must be stopped or freed. It is therefore safe to copy, pickle or drop a loader, or to re-create it from its
-public attributes, as frameworks do.
+must be stopped or freed. So a loader is safe to copy, pickle, drop, or re-create from its public attributes,
+as frameworks do.
 """
 
 from __future__ import annotations
@@ -56,36 +56,34 @@ _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
 class DataLoader(LoaderSettings):
-    """`torch.utils.data.DataLoader` with another transport: same arguments, batches, order and errors.
+    """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
-    Only albumentations pipelines draw other numbers than under torch's loader; see `seed_albumentations`.
+    Only albumentations pipelines draw different numbers than under torch's loader; see `seed_albumentations`.
 
-    Workers write batches directly into shared memory, which is reused; your tensors are views of it. A batch
-    stays valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists
-    all differences from torch's loader, and how to undo them.
+    Workers write batches directly into reused shared memory; your tensors are views of it. A batch stays
+    valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists all
+    differences from torch's loader, and how to undo them.
 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
         num_workers: As in torch, or ``"auto"``: the number of workers with the shortest epochs. The first
-            `iter(loader)` measures some batches in a separate process: for 2 s, or a tenth of the epoch if
-            that is longer, at most. The loader chooses again when an epoch has shown how long the consumer
-            computes, and when the cache of a `CachedDataset` is full. The attribute is always an int:
-            before the first `iter(loader)`, this rank's share of the CPUs, at most 16. One log line explains
-            each choice. Needs a map-style dataset. With ``rng="worker"`` the random streams depend on the
-            number.
-        memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with
-            channels-last strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or
-            floating leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay as they
-            are.
-        prefetch_memory: Upper bound for the memory that holds batches in flight: bytes, ``"2GB"``, a share of
-            free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
+            `iter(loader)` measures some batches in a separate process, for at most 2 s or a tenth of the
+            epoch, whichever is longer. The loader chooses again once an epoch has shown how long the consumer
+            computes, and once the cache of a `CachedDataset` is full. The attribute is always an int: before
+            the first `iter(loader)`, this rank's share of the CPUs, at most 16. One log line explains each
+            choice. Needs a map-style dataset. With ``rng="worker"`` the random streams depend on the number.
+        memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
+            strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
+            leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
+        prefetch_memory: Upper bound on the memory for batches in flight: bytes, ``"2GB"``, a share of free
+            memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_albumentations: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
-            random stream in each worker. Without workers, the pipelines use those of worker 0 during each
-            batch and are restored after it. False leaves the pipelines as torch does: albumentations 2.0.8
-            then draws the same "random" numbers in all workers, and without workers no seed controls its
-            draws.
-        rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators run on from
+            random stream in each worker. Without workers, the pipelines use the stream of worker 0 during
+            each batch and are restored after it. False leaves the pipelines alone, as torch does:
+            albumentations 2.0.8 then draws the same "random" numbers in all workers, and without workers no
+            seed controls its draws.
+        rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
             `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
@@ -95,44 +93,42 @@ class DataLoader(LoaderSettings):
             batch. A warning names generators that cannot be seeded. Needs a map-style dataset without
             `__getitems__`.
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
-            without a GIL. Threads pickle and send nothing. The dataset must allow reads from several
-            threads; each thread gets its own copies of the pipelines in the dataset and in the
-            `collate_fn` (with ``rng="sample"`` also of their generators), and `iter(loader)` raises
-            ValueError if a pipeline is held by a function, a class or a set. The generators of `random`,
-            `numpy.random` and torch are shared by all threads, so that their draws have no fixed order: use
-            `fastload.sample_rng()` with ``rng="sample"`` instead.
-        device: The device of the batches that the caller gets: "cuda" (the device that is current at the
-            first `iter(loader)`), "cuda:1" or the int 1, "cpu", or "auto": CUDA if it is available, else the
-            CPU, with one log line. On CUDA, batches are copied two ahead, on a side stream, directly from
-            the memory that workers write; `pin_memory` then has no further effect. The caller owns the
-            batches. None leaves batches on the host, as torch does. "mps" and "xpu" are experimental and
-            copy nothing ahead.
+            without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
+            each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
+            ``rng="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline is
+            held by a function, a class or a set. All threads share the generators of `random`, `numpy.random`
+            and torch, so their draws have no fixed order: use `fastload.sample_rng()` with ``rng="sample"``
+            instead.
+        device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
+            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU, with one log line. On
+            CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
+            `pin_memory` then has no further effect. The caller owns the batches. None leaves batches on the
+            host, as torch does. "mps" and "xpu" are experimental and prefetch nothing.
         batch_transform: Called with each whole batch in the worker that made it, without gradients: one of
-            `fastload.transforms`, any callable or module, or a list of these, which are applied in its order.
-            Its result is the batch that the caller gets. Small images are transformed many times as fast
-            together as one by one. The draws of fastload's own transforms are those that they would make as
-            a `device_transform`. Others draw from the worker's generators, which ``rng="sample"`` seeds for
-            each batch.
-        device_transform: Called with each whole batch on the device, without gradients, autocast or
-            inference mode: one of `fastload.transforms`, any callable or module whose own tensors are on the
-            device, or a list of these, which are applied in its order. On CUDA it runs ahead on the side
-            stream; it should not wait for the device or keep its input. The draws of fastload's own
-            transforms follow the rules of `rng`: with ``"worker"`` from the seed, the epoch, the rank and the
-            batch's number, and with ``"sample"`` from the sample.
+            `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
+            gets its result. Small images are transformed many times faster together than one by one.
+            fastload's own transforms draw the same numbers as in a `device_transform`. Others draw from the
+            worker's generators, which ``rng="sample"`` seeds for each batch.
+        device_transform: Called with each whole batch on the device, without gradients, autocast or inference
+            mode: one of `fastload.transforms`, any callable or module whose own tensors are on the device, or
+            a list of these, applied in order. On CUDA it runs ahead on the side stream; it should not wait
+            for the device or keep its input. The draws of fastload's own transforms depend on the seed, the
+            epoch, the rank and the batch's number with ``rng="worker"``, and on the sample with
+            ``rng="sample"``.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
-            ``"replace"``: use another sample instead, so that batch sizes and order stay the same. The other
-            sample follows from the seed, the epoch and the position, so it is the same for any number of
-            workers and after a resume. It comes from the indices of the sampler if the sampler is torch's,
-            else from the same batch. A function: it is called where the sample was read, with a
-            `FailedSample`, and returns the sample to use, or raises. Needs a map-style dataset.
-            `failed_samples` lists the failures; the log names some of them.
-        max_errors: How many samples of an epoch may fail: a number (int) or a share of them (float).
-            One more failure raises TooManyFailuresError in place of its batch.
-        max_worker_restarts: How many dead worker processes one iterator may replace; their unfinished batches
-            are read again. 0: the death of a worker raises an error. The cause is logged in both cases. With
+            ``"replace"``: use a different sample instead, so batch sizes and order stay the same. Its index
+            depends on the seed, the epoch and the position, so it is the same for any number of workers and
+            after a resume. It comes from the sampler's indices if the sampler is torch's, else from the same
+            batch. A function: called where the sample was read, with a `FailedSample`; it returns the sample
+            to use, or raises. Needs a map-style dataset. `failed_samples` lists the failures; the log names
+            some of them.
+        max_errors: How many samples of an epoch can fail: a number (int) or a share of them (float). One more
+            failure raises TooManyFailuresError instead of its batch.
+        max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
+            are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
-        snapshot_every_n_steps: Accepted for scripts of torchdata's `StatefulDataLoader`, and has no effect:
-            `state_dict()` is exact after every batch.
+        snapshot_every_n_steps: Accepted for compatibility with torchdata's `StatefulDataLoader`, without
+            effect: `state_dict()` is exact after every batch.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -140,7 +136,7 @@ class DataLoader(LoaderSettings):
     Raises:
         DeviceUnavailableError: From `iter(loader)`: the device named by `device` is not available.
         RanksDisagreeError: From the first `iter(loader)`: the ranks of torch.distributed have a
-            `DistributedSampler` or a `NodePartitionSampler`, and it splits another dataset on another rank.
+            `DistributedSampler` or a `NodePartitionSampler` that split different datasets.
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
@@ -227,8 +223,8 @@ class DataLoader(LoaderSettings):
     def collate_fn(self) -> Callable[[list[Any]], Any]:
         """The function that makes a batch from samples: the argument, or torch's default.
 
-        With arguments that torch's loader does not have, this is a wrapper around that function, which warns
-        if one of torch's loaders calls it. `vars(loader)["collate_fn"]` is always the function itself.
+        With arguments that torch's loader lacks, this is a wrapper around that function, which warns if
+        torch's loader calls it. `vars(loader)["collate_fn"]` is always the function itself.
         """
         try:
             own: Callable[[list[Any]], Any] = self.__dict__["collate_fn"]
@@ -259,7 +255,7 @@ class DataLoader(LoaderSettings):
             self._set_num_workers(self._auto_workers.choose(self))
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
-        # A subclass may make iterators of its own, as LitData's loader does; they are not measured.
+        # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
             iterator.clock = Clock(recorder_of(self), num_workers, self._auto_workers, began_ns)
@@ -287,8 +283,8 @@ class DataLoader(LoaderSettings):
             self._refuse_torch(reason)
             if not self.in_order:
                 say_once(
-                    "in_order=False uses torch's own workers and transport, which are slower than those of "
-                    "fastload. in_order=True uses fastload's, and batches come in the order of the sampler"
+                    "in_order=False uses torch's own workers and transport, which are slower than "
+                    "fastload's. in_order=True uses fastload's, and batches come in the sampler's order"
                 )
             log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(self, reason)
@@ -340,10 +336,10 @@ class DataLoader(LoaderSettings):
     def state_dict(self) -> dict[str, Any]:
         """The position of this loader: a new, small dict of plain types, to save with a checkpoint.
 
-        The position counts the batches that the caller has received, not those fetched ahead. The call takes
+        The position counts the batches that the caller has received, not those prefetched. The call takes
         microseconds at any moment and starts nothing. JSON and `torch.load(weights_only=True)` can read the
-        dict, if they can read the `state_dict()` of the samplers and iterable datasets: it holds copies. A
-        subclass whose iterators do not take their batches from this class needs a method of its own.
+        dict if they can read the `state_dict()` of the samplers and iterable datasets, which it copies. A
+        subclass whose iterators do not take their batches from this class needs its own method.
 
         Raises:
             Exception: The error of such a `state_dict()` within this epoch; the batches were not affected.
@@ -355,21 +351,21 @@ class DataLoader(LoaderSettings):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state of `state_dict()` with the next `iter(loader)`.
 
-        The rest of the epoch has the same samples in the same batches, for any number of workers; no sample
-        is read to get there, except from a stream without a state_dict(): its batches are read again, with a
-        warning. The loader needs the same dataset, batch size and kind of sampler. A sampler
-        needs a generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's
-        default generator does not change.
+        The rest of the epoch has the same samples in the same batches, for any number of workers. Resuming
+        reads no samples, except from a stream without a state_dict(), whose batches are read again, with a
+        warning. The loader needs the same dataset, batch size and kind of sampler. A sampler needs a
+        generator (torch's own have one, or draw from torch's default one) or a state_dict(). torch's default
+        generator does not change.
 
         Every rank can load the state that one rank saved; each skips that many batches of its own share.
 
-        Nothing in the state is unpickled or run. If an error is raised, the loader, its samplers and all
-        generators stay unchanged, and a state that was loaded before stays loaded.
+        Nothing in the state is unpickled or run. After an error the loader, its samplers and all generators
+        are unchanged, and a state loaded before stays loaded.
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
-                gives other indices than before, another rank saved the state and its loader differs from
-                this one, the batch size differs, or the epoch cannot be resumed in the middle.
+                gives different indices than before, a different rank saved the state and its loader differs
+                from this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
 
@@ -377,8 +373,8 @@ class DataLoader(LoaderSettings):
         """What this loader did so far: batches, waits, busy workers, cache hits and more.
 
         The counters are always on. They add up over all epochs and iterators of this loader object in this
-        process: a copy of it, an unpickled one and the loader of a forked process start at zero. The call may
-        come at any moment, from any thread.
+        process: a copy, an unpickled loader and the loader of a forked process start at zero. Call it at any
+        moment, from any thread.
 
         Args:
             reset: Start over at zero after this call; `log_stats` is not affected.
@@ -390,13 +386,14 @@ class DataLoader(LoaderSettings):
     ) -> None:
         """Report the figures of the last interval, every ``every_s`` seconds from now on.
 
-        The report comes when the caller asks for a batch and the time is over, in the caller's thread: no
-        thread or timer is started. It ends with this loader object; copies do not report.
+        The report comes with the first batch requested after the interval, in the caller's thread: there is
+        no extra thread or timer. Reports end with this loader object; copies do not report.
 
         Args:
-            every_s: The least seconds between two reports; 0 reports at each batch; None ends the reports.
-            callback: Called with the figures since the last report. If it raises, the error reaches the
-                caller of ``next()``; no batch is lost, and the next call returns the batch that was due. None
+            every_s: The minimum number of seconds between two reports; 0 reports on every batch; None ends
+                the reports.
+            callback: Called with the figures since the last report. If it raises, the caller of ``next()``
+                gets the error; no batch is lost, and the next call returns the batch that was due. None
                 writes one line to the logger "fastload", at level INFO.
 
         Raises:
@@ -407,15 +404,15 @@ class DataLoader(LoaderSettings):
                 f"every_s should be a number of seconds of at least 0, or None, but got {every_s!r}"
             )
         if callback is not None and not callable(callback):
-            raise ValueError(f"callback should be a function that gets a LoaderStats, but got {callback!r}")
+            raise ValueError(f"callback should be a function of a LoaderStats, but got {callback!r}")
         recorder_of(self).report_every(every_s, callback)
 
     def close(self) -> None:
         """Stop all workers of this loader and free its memory; batches in use stay valid.
 
-        You can iterate over the loader again. An iterator that was open raises LoaderClosedError.
+        You can iterate over the loader again. Open iterators raise LoaderClosedError.
         """
-        for reference in _live.keyrefs():  # an atomic copy: other threads may make iterators meanwhile
+        for reference in _live.keyrefs():  # an atomic copy: other threads can make iterators meanwhile
             iterator = reference()
             if iterator is not None and iterator.owner() is self:
                 iterator.close()
@@ -431,7 +428,7 @@ class DataLoader(LoaderSettings):
 
 @functools.cache
 def _warn_of_workers(num_workers: int) -> None:
-    """Warn once of more workers than CPUs of this rank, if torch, which knows only the host, does not."""
+    """Warn once about more workers than this rank's CPUs, if torch, which knows only the host, does not."""
     all_cpus = cpus.usable_cpus()
     if 1 < num_workers <= all_cpus and num_workers > cpus.rank_cpus():
         say_once(

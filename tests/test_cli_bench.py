@@ -285,7 +285,7 @@ class TestImpossible:
             (["tests.cli_zoo:factory", "--size", "8x8"], 2, "--size is for folders"),
             (["tests.test_cli_bench:Empty"], 1, "has no samples"),
             (["tests.test_cli_bench:ends_the_process"], 1, "exit code 4"),
-            (["tests.cli_zoo:factory", "--transform", "tests.cli_zoo:number"], 2, "cannot be called"),
+            (["tests.cli_zoo:factory", "--transform", "tests.cli_zoo:number"], 2, "is not callable"),
             (["tests.cli_zoo:factory", "--transform", "no name"], 2, "should be MODULE:NAME"),
             (["tests.cli_zoo:factory", "--transform", "tests.cli_zoo:nothing"], 2, "has no 'nothing'"),
             (["tests.cli_zoo:factory", "--workers", "0,two"], 2, "--workers should be numbers from 0"),

@@ -40,7 +40,7 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-OF_RANKS = ("ranks", "several-nodes")
+OF_RANKS = ("ranks", "imagenet")
 # Runs `python -m fastload`. Epochs of a benchmark are repeated for as long as a figure needs, not a command.
 COMMAND = """
 import runpy
@@ -124,6 +124,38 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
     assert done.stdout == "".join(block.text for block in _blocks(page) if block.language == "text")
 
 
+@pytest.mark.slow
+def test_the_recipe_with_checkpoints_goes_on_after_a_kill(
+    folder: Path, ready_interpreter: Interpreter
+) -> None:
+    """Killed in the middle of its first epoch, the script continues there, and ends as the page shows."""
+    page = DOCS / "howto" / "imagenet.md"
+    script = _script(page)
+    first_checkpoint = "                save(epoch)\n"
+    assert first_checkpoint in script
+    (folder / "killed.py").write_text(
+        script.replace(first_checkpoint, first_checkpoint + "                os._exit(9)\n")
+    )
+    (folder / "train.py").write_text(
+        script.replace("optimizer.step()", "optimizer.step(); steps = globals().get('steps', 0) + 1", 1)
+        .replace("def main():", "def main():\n    global steps", 1)
+        .replace('print(f"trained', "print(steps, 'steps'); print(f\"trained", 1)
+    )
+    environment = {**_registry(folder), **ONE_RANK}
+
+    killed = ready_interpreter.run(
+        AS_A_SCRIPT, str(folder / "killed.py"), cwd=folder, environment=environment, limit_s=100
+    )
+    assert killed.returncode == 9, killed.stderr
+    done = ready_interpreter.run(
+        AS_A_SCRIPT, str(folder / "train.py"), cwd=folder, environment=environment, limit_s=100
+    )
+
+    assert done.returncode == 0, done.stderr
+    shown = next(block.text for block in _blocks(page) if block.language == "text")
+    assert done.stdout == "11 steps\n" + shown  # of 15, four were trained before
+
+
 def test_code_that_is_not_run_compiles() -> None:
     """What needs a package that is not installed here is Python at least, and its page says what it needs."""
     for page in ALL:
@@ -201,6 +233,26 @@ def test_the_table_of_torchs_arguments_is_complete() -> None:
         (one.name, "required" if one.default is inspect.Parameter.empty else repr(one.default))
         for one in parameters
     ]
+
+
+def test_every_environment_variable_is_in_the_table() -> None:
+    """The page has each variable that the package names, and no other."""
+    page = (DOCS / "configuration.md").read_text()
+    named = {
+        name for path in PACKAGE.rglob("*.py") for name in re.findall(r"FASTLOAD_[A-Z_]+", path.read_text())
+    }
+
+    assert set(re.findall(r"^\| `(FASTLOAD_\w+)` \|", page, re.MULTILINE)) == named
+
+
+def test_the_landing_page_and_the_navigation_have_every_page() -> None:
+    """docs/index.md links each page, and mkdocs.yml lists each once."""
+    pages = sorted(str(page.relative_to(DOCS)) for page in PAGES)
+    linked = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text())}
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
+
+    assert [page for page in pages if page not in linked and page != "index.md"] == []
+    assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
 def test_no_page_offers_a_strangers_package() -> None:

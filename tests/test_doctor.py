@@ -292,7 +292,7 @@ def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) 
 def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:
     """A remote file is in memory when its decoding is measured; a local folder has no such line."""
     root = _photos(tmp_path, num_images=2, side=64)
-    said = "requests to it take more time"
+    said = "requests to it take longer"
 
     assert said in run(f"local://{root}").stdout
     assert said not in run(str(root)).stdout
@@ -343,5 +343,5 @@ def test_no_cache_is_advised_for_random_samples(tmp_path: Path, monkeypatch: pyt
     found = json.loads(run("noise_of_mine:Noise", "--json").stdout)
 
     assert [option["name"] for option in found["options"]] == ["no cache"]
-    assert "Noise[0] gives another sample at each access" in found["notes"][-1]
+    assert "Noise[0] returns a different sample on every access" in found["notes"][-1]
     assert "no cache can hold these samples" in run("noise_of_mine:Noise").stdout

@@ -157,11 +157,11 @@ def test_interpreters_are_known_by_what_they_answer(program: Any, tmp_path: Path
     assert list(found) == [version + ("t" if "t" in sys.abiflags else "")]
 
 
-# --- docs/howto/clients.md -------------------------------------------------------------------------------
+# --- docs/howto/integrations.md --------------------------------------------------------------------------
 
 
 PINS = ROOT / "tests" / "clients" / "requirements"
-PAGE = ROOT / "docs" / "howto" / "clients.md"
+PAGE = ROOT / "docs" / "howto" / "integrations.md"
 
 
 def _pins(text: str) -> dict[str, str]:

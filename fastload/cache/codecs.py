@@ -4,12 +4,12 @@ Rules:
 
 1. A codec is requested for the whole record; the leaf alone determines whether it is encoded: C-contiguous
    uint8 arrays `(H, W, 3)`, `(H, W, 1)` and `(H, W)` are, and all other leaves stay raw.
-2. jpeg and webp change pixels, so only `(H, W, 3)` uses them. One channel may be a mask, whose numbers must
+2. jpeg and webp change pixels, so only `(H, W, 3)` uses them. One channel can be a mask, whose values must
    not change: it is encoded as png, which is lossless. webp of quality 100 is lossless, too.
 3. Pillow is imported only when it is used: code that inspects a cache without decoding does not need it.
 4. Decoding returns exactly the leaf's shape and dtype, or raises CacheCorruptError; a truncated file is never
-   decoded as an image.
-5. jpeg files have restart markers, which change no pixel, so that a crop decodes only its tiles.
+   decoded.
+5. jpeg files have restart markers, which change no pixel, so a crop decodes only its tiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CACHE_CODECS = (*CODECS, *UNDECODED)
 LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
-# Of an image that is handed out undecoded: crops of smaller ones take no less time than the whole.
+# Of an image handed out undecoded: crops of smaller ones are no faster than the whole.
 _MIN_PIXELS = 1 << 16
 _MCU_SIDE = 16  # of the JPEGs that Pillow writes by default (4:2:0), in pixels
 _MAX_SIDE = 16383  # the limit of webp; the limit of jpeg is 65535
@@ -94,7 +94,7 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
 
 
 def encoded_image(codec: str, payload: memoryview, leaf: Leaf) -> EncodedImage | None:
-    """An image file as an undecoded image; None if it is to be decoded now, by `decode_image`."""
+    """An image file as an undecoded image; None if `decode_image` should decode it now."""
     from fastload.images.jpeg import parse_jpeg
 
     if codec != "jpeg" or leaf.shape[0] * leaf.shape[1] < _MIN_PIXELS:

@@ -72,7 +72,7 @@ def plan_columns(
         examples: The values of some samples; they determine the width of text columns.
         rows_at: Offset of the first column.
         max_bytes: Limit for all columns together; it determines the number of rows.
-        num_samples: The most rows that are useful.
+        num_samples: Maximum number of useful rows.
 
     Returns:
         The columns, the number of rows, and the offset behind the last column.
@@ -161,7 +161,7 @@ class ColumnReader:
 def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
     """A function that returns the value in a row, by the row's number."""
     if leaf.kind == "array":
-        # Of a row with dimensions, one index makes an array, and faster than with an ellipsis.
+        # One index of a row with dimensions makes an array, faster than an ellipsis.
         return (lambda row: array[row]) if array.ndim > 1 else (lambda row: array[row, ...])
     if leaf.kind == "tensor":
         array_tensor = torch_side().array_tensor

@@ -1,7 +1,7 @@
 """Count the hits and misses of all caches that a thread reads.
 
-The code that fetches a batch reads these counts before and after it. The difference includes every cache
-inside the dataset, at any depth, and no accesses of other threads.
+The code that fetches a batch reads these counts before and after it. The difference covers every cache inside
+the dataset, at any depth, and no other threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
-The parent makes it; the parent and the workers of fastload's or torch's loader use it, under every start
+The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
 method. It pickles as handles, so all workers read and fill one cache. Rules:
 
 1. The first access to a sample reads the source, in any process; later accesses read the cache. If the
@@ -8,8 +8,8 @@ method. It pickles as handles, so all workers read and fill one cache. Rules:
    epoch (see `rate_limit`).
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
-4. Attributes of the dataset inside that this class lacks are also attributes of this class, except for those
-   that are true only of the dataset inside (see `_NOT_FORWARDED`).
+4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
+   true only of the wrapped dataset (see `_NOT_FORWARDED`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.sample_cache import SampleCache
 
-# Samples of a CachedDataset went through `prepare` and `transform`. If it had the fingerprint of the dataset
-# inside, other jobs would take a cache of these samples for a cache of that dataset, and get wrong images.
-# The state and the epoch of that dataset do not describe cached samples. A new epoch must not change the
-# samples that are cached later, and neither must the setters of Hugging Face datasets.
+# Samples of a CachedDataset went through `prepare` and `transform`. If it had the wrapped dataset's
+# fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong
+# images. The state and the epoch of that dataset do not describe cached samples. Neither a new epoch nor the
+# setters of Hugging Face datasets can change the samples that are cached later.
 _NOT_FORWARDED = frozenset(
     {
         *("fingerprint", "state_dict", "load_state_dict", "set_epoch"),
@@ -66,7 +66,7 @@ class CacheInfo:
     Attributes:
         num_samples: Number of samples of the dataset.
         num_cached: Samples that are stored now.
-        nbytes: Bytes that they take.
+        nbytes: Size of the stored samples in bytes.
         max_bytes: The limit for `nbytes`; None for a finished file.
         layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.
     """
@@ -81,60 +81,57 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
-    Epochs fill a cache in RAM as they run; this makes an epoch at most about 1.2 times as long. If the
-    machine provides memory slowly, a sample may be decoded two or three times before it is stored. `fill`
-    stores all samples at once.
+    A cache in RAM fills as epochs run, which makes an epoch at most about 1.2 times as long. Where page
+    allocation is slow, a sample can be decoded two or three times before it is stored. `fill` stores all
+    samples at once.
 
-    Public attributes of the dataset inside (`classes`, `targets`, `class_to_idx`) are also attributes of this
-    dataset, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
+    Public attributes of the wrapped dataset (`classes`, `targets`, `class_to_idx`) are also attributes of
+    this one, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
     `reset_format` and `set_transform`.
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
             numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `prepare` converts
             other samples, such as PIL images, graphs and subclasses of tensors.
-        transform: The random part, run at every access: an albumentations pipeline (it gets the targets of a
-            dict sample, the sample if it is an array, or the array that the sample starts with) or any other
-            callable (it gets the whole sample). It gets private copies of the arrays, and may write to them.
-            A pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
-            copy.
+        transform: The random part, run on every access: an albumentations pipeline (it gets the targets of a
+            dict sample, the sample if it is an array, or else its first element) or any other callable (it
+            gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
+            albumentations' own transforms gets the cached arrays, read-only, if that saves the copy.
         cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `"lmdb:s3://..."` or any other URL
             (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
-            (samples that are not in RAM are read from the file, and kept in RAM), or a cache object.
-            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
-            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
-            as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
-            every time.
-        prepare: The deterministic part, run once per sample, before the sample is cached; called in the same
-            way as `transform`.
-        cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user that
-            give the same key share one cache in RAM. A dataset that has a `fingerprint()` (ImageFolder, and
-            torch's Subset of one) is shared without a key. Any other dataset is shared by the ranks of one
-            job on a host, if their datasets are equal.
+            (samples read from the file are kept in RAM), or a cache object. `"ram-encoded"` caches the files
+            of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them on every
+            access; `["ram", "ram-encoded"]` keeps as many samples decoded as `max_memory` allows beside the
+            files of the others. None stores nothing, and reads the dataset every time.
+        prepare: The deterministic part, run once per sample, before it is cached; called like `transform`.
+        cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user with
+            the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and torch's
+            Subset of one) are shared without a key. Any other dataset is shared by the ranks of one job on a
+            host, if their datasets are equal.
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit.
-        num_workers: Processes that build an LMDB cache; None for one per usable CPU.
+        num_workers: Number of processes to build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
-        decode: How undecoded images are decoded, if the cache stores such images or nothing. Undecoded images
-            come from an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache that
-            was built with codec "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the
-            transform is an albumentations pipeline that begins with a crop, only the crop's region is
-            decoded, to the same pixels (needs the extra `regions`, or restart markers in the files;
-            `explain()` says whether it happens, and why not). `"fast"`: also at a half, a quarter
-            or an eighth of the size, if the pipeline begins by making the image smaller.
+        decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
+            an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
+            "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
+            albumentations pipeline that begins with a crop, only the crop's region is decoded, to the same
+            pixels (needs the extra `regions`, or restart markers in the files; `explain()` says whether this
+            happens, and why not). `"fast"`: also at a half, a quarter or an eighth of the size, if the
+            pipeline begins by shrinking the image.
 
     Attributes:
         dataset: As given.
-        transform: As given; may be set. Set a new pipeline instead of modifying this one in place.
+        transform: As given; can be set. Set a new pipeline instead of modifying this one in place.
         prepare: As given.
         cache_key: As given.
-        cache: The cache in use; `cache.explain()` gives the reason why it is in use.
+        cache: The cache in use; `cache.explain()` says why.
         decode: As given.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
-            `prepare` cannot be called.
+            `prepare` is not callable.
         RandomDatasetError: Two readings of one sample differ.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
@@ -187,7 +184,7 @@ class CachedDataset(Dataset[Any]):
         decode: Literal["exact", "fast"] = "exact",
         storage_options: Mapping[str, Any] | None = None,
     ) -> CachedDataset:
-        """A finished LMDB cache as a dataset of its own; the source is not needed any more.
+        """A finished LMDB cache as a dataset; the source is no longer needed.
 
         Samples that could not be read during the build are left out, and the other samples are renumbered.
         `classes` holds the names of ImageFolder's classes.
@@ -195,12 +192,12 @@ class CachedDataset(Dataset[Any]):
         Args:
             path: The file, or the directory of shards; or the URL of a cache in an object store, which is
                 downloaded once per host.
-            transform: The random part, run at every access.
+            transform: The random part, run on every access.
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How the images of a cache that was built with codec "source", "tiles" or "jpeg" are
-                decoded; as above.
+            decode: How images are decoded, in a cache built with codec "source", "tiles" or "jpeg" ; as
+                above.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
@@ -238,10 +235,10 @@ class CachedDataset(Dataset[Any]):
         Raises:
             IndexError: `index` is not in `-len(self) <= index < len(self)`.
             UnsupportedSampleError: A value in the sample cannot be cached.
-            TypeError: `transform` was set to an object that cannot be called.
+            TypeError: `transform` was set to an object that is not callable.
             Exception: An error of the transform, with a note that describes its input.
         """
-        transform = self.transform  # read once: another thread may set it
+        transform = self.transform  # read once: other threads can set it
         if transform is None:
             return private_copy(self._lend(index))
         return self._caller_of(transform)(self._view, index)
@@ -270,7 +267,7 @@ class CachedDataset(Dataset[Any]):
         return caller
 
     def explain(self) -> str:
-        """Why this cache is in use, and what is decoded at each access."""
+        """Why this cache is in use, and what is decoded on every access."""
         text = self.cache.explain()
         if not self._holds_images:
             return text
@@ -281,7 +278,7 @@ class CachedDataset(Dataset[Any]):
     def _view(self, index: int) -> Any:
         """The sample before the transform, without a copy if it is cached.
 
-        Arrays are read-only, and valid for as long as they are referenced; tensors are private copies. Images
+        Arrays are read-only, and valid as long as they are referenced; tensors are private copies. Images
         that the cache stores undecoded are `EncodedImage` objects.
 
         Raises:
@@ -333,7 +330,7 @@ class CachedDataset(Dataset[Any]):
         return sample
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Tell the dataset inside which samples, of those that are not cached, are read next."""
+        """Tell the wrapped dataset which uncached samples are read next."""
         wanted = []
         for index in indices:
             position = index + self._num_samples if index < 0 else index
@@ -343,7 +340,7 @@ class CachedDataset(Dataset[Any]):
 
     @property
     def _reads_ahead(self) -> bool:
-        """Whether the dataset inside wants to know which samples are read next."""
+        """Whether the wrapped dataset wants to know which samples are read next."""
         return reads_ahead(self._source)
 
     def _gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
@@ -379,7 +376,7 @@ class CachedDataset(Dataset[Any]):
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
 
         Returns:
-            The state of the cache afterwards, including samples that other processes stored meanwhile.
+            The state of the cache afterwards, including samples that other processes have stored meanwhile.
 
         Raises:
             UnsupportedSampleError: A value in a sample cannot be cached.
@@ -391,36 +388,35 @@ class CachedDataset(Dataset[Any]):
     def retain(self, indices: Any) -> None:
         """Let the cache in RAM hold only these samples; all other samples are read from their source.
 
-        Samples of other indices are dropped and not stored again. This makes room in a cache that cannot hold
-        the whole dataset, for example if each node reads another part of it for some epochs. All processes
-        that share the cache follow at their next access: workers, persistent ones too, and other ranks. Each
-        rank of a host may call this with the same indices; the first call does the work.
+        Other samples are dropped and not stored again. This makes room in a cache that cannot hold the whole
+        dataset, for example if each node reads a different part of it for some epochs. All processes that
+        share the cache follow on their next access: workers, persistent ones too, and other ranks. Each rank
+        of a host can call this with the same indices; the first call does the work.
 
         The cache starts empty and fills again: samples that stay are read from their source once more. The
-        old memory is freed when all processes have followed and nobody holds a sample of it, so a sample that
-        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the
-        memory that it took before, and the new memory. The same indices again change nothing.
+        old memory is freed once all processes have followed and no sample in it is in use, so a sample that
+        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the old
+        memory and the new. Calling it again with the same indices changes nothing.
 
-        If the system refuses the new memory, or has no /proc, the cache goes on with the samples that it has,
-        and the log gives the reason. On a system without shared memory, each process has its own cache, and
-        workers that run already do not follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`,
-        only the cache in RAM does.
+        If the new memory cannot be allocated, or there is no /proc, the cache keeps its samples, and the log
+        gives the reason. Without shared memory, each process has its own cache, and running workers do not
+        follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`, only the cache in RAM does.
 
         Args:
             indices: A sequence, range, array or tensor of ints, each `0 <= index < len(self)`; duplicates
                 count once. None lets the cache hold any sample again.
 
         Raises:
-            TypeError: The indices are not ints in one dimension, or the cache object is yours and has no
-                method `retain`.
-            IndexError: An index is outside of the dataset.
+            TypeError: The indices are not ints in one dimension, or a custom cache object has no method
+                `retain`.
+            IndexError: An index is out of range.
         """
         method = getattr(self.cache, "retain", None)
         if method is None:
             raise TypeError(
                 f"{type(self.cache).__name__} has no method retain(indices): add one that drops all samples "
                 "but these and stores no others (indices is an ascending integer array, or None for all "
-                "samples), or let the class inherit from one of fastload's caches"
+                "samples), or inherit from one of fastload's caches"
             )
         method(None if indices is None else _checked_indices(indices, self._num_samples))
 
@@ -435,7 +431,7 @@ def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
 
     Raises:
         TypeError: They are not ints in one dimension.
-        IndexError: One of them is outside of the dataset.
+        IndexError: One of them is out of range.
     """
     try:
         given = np.asarray(indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices)
@@ -454,5 +450,5 @@ def _check_map_style(dataset: Any) -> None:
     if isinstance(dataset, IterableDataset) or not is_indexed:
         raise TypeError(
             f"{type(dataset).__name__} is not a map-style dataset, but a cache needs samples with an index: "
-            "give a dataset with __len__ and __getitem__"
+            "pass a dataset with __len__ and __getitem__"
         )

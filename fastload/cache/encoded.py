@@ -1,4 +1,4 @@
-"""Samples with images that are not decoded yet: where they come from, and how they are decoded.
+"""Samples with undecoded images: where they come from, and how they are decoded.
 
 A dataset hands out undecoded images if its samples hold `EncodedImage` values, or if it has a method
 ``encoded(index)`` that returns such samples (`ImageFolder` has one).
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class DerivedSamples(Dataset[Any]):
-    """A dataset whose samples are those of another dataset in another form.
+    """A dataset with the samples of a different dataset, converted.
 
     Attributes:
         dataset: The other dataset.
-        classes: Its classes, for a file that is built from this dataset; None if it has none.
+        classes: Its classes, for a file built from this dataset; None if it has none.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -55,14 +55,14 @@ class EncodedSamples(DerivedSamples):
 
 
 class DecodedSamples(DerivedSamples):
-    """The samples of a dataset that may give undecoded images, with decoded ones."""
+    """The samples of a dataset that can return undecoded images, decoded."""
 
     def __getitem__(self, index: int) -> Any:
         return decode_images(self.dataset[index])
 
 
 def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
-    """The dataset whose samples hold undecoded images, as far as this dataset can give them.
+    """The dataset whose samples hold undecoded images, as far as this dataset has them.
 
     Args:
         dataset: Map-style.
@@ -80,9 +80,9 @@ def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
 
 
 def _has_encoded(cls: type) -> bool:
-    """Whether a class has a method `encoded` that gives the samples of its `__getitem__`.
+    """Whether a class has a method `encoded` that returns the samples of its `__getitem__`.
 
-    A subclass that overrides only `__getitem__`, such as one that changes labels, has not.
+    A subclass that overrides only `__getitem__`, for example to change labels, has not.
     """
     for part in cls.__mro__:
         if callable(part.__dict__.get("encoded")):
@@ -93,7 +93,7 @@ def _has_encoded(cls: type) -> bool:
 
 
 def holds_images(sample: Any) -> bool:
-    """Whether a sample holds an image that is not decoded."""
+    """Whether a sample holds an undecoded image."""
     return any(type(leaf) is EncodedImage for leaf in leaves(sample))
 
 
@@ -144,7 +144,7 @@ def decode_images(sample: Any) -> Any:
 
 
 def decode_others(sample: Any) -> Any:
-    """The sample with decoded images, but for the image of an albumentations pipeline.
+    """The sample with decoded images, except for the image of an albumentations pipeline.
 
     This is the value of `"image"` in a dict, the first one in a tuple or list, or the sample itself.
 

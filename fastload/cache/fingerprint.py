@@ -1,14 +1,14 @@
 """Fingerprints: named parts that identify a cache's samples, and the name by which other processes find it.
 
-A wrong match would put wrong images into a training, so a fingerprint exists only in two cases:
+A false match would feed wrong images to a training run, so a fingerprint exists only in two cases:
 
 1. The dataset has a method `fingerprint()`, which returns a str, or a dict of str with named parts. None
-   means that the dataset cannot say what its samples are.
+   means that the dataset cannot identify its samples.
 2. The user passes `cache_key=`, which promises that this key always means these samples.
 
 torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and only ranks that were
-started together share its cache (see `launch`).
-A fingerprint does not cover the code of a user's own `__getitem__`: it stays the same when that code changes.
+started together share its cache (see `launch`). A fingerprint does not cover the code of a custom
+`__getitem__`: it stays the same when that code changes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
         dataset: Map-style.
         key: The user's name for the samples.
         prepare: The deterministic part that runs before the cache: an albumentations pipeline, an object with
-            a `fingerprint()` of its own, or any other callable, which requires `key`.
+            a `fingerprint()`, or any other callable, which requires `key`.
 
     Raises:
         TypeError: `key` is not a str, or a `fingerprint()` does not return a str or a dict of str.
@@ -91,12 +91,12 @@ def check_key(key: object) -> None:
         raise TypeError(f"cache_key should be a str, but got {key!r}")
     if key == "":
         raise ValueError(
-            "cache_key is empty: give a name that always means these samples, such as 'photos-v1'"
+            "cache_key is empty: pass a name that always means these samples, such as 'photos-v1'"
         )
 
 
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
-    """The reason why these samples have no fingerprint and no key, as a clause that says what to do."""
+    """Why these samples have neither a fingerprint nor a key, as a clause that says what to do."""
     named, prepared = type(dataset).__name__, ""
     if prepare is not None:
         named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
@@ -140,13 +140,14 @@ def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
     for part, value in parts.items():
         if not isinstance(part, str) or not isinstance(value, str):
             raise TypeError(
-                f"{type(owner).__name__}.fingerprint() should give a str or a dict of str, but gave {given!r}"
+                f"{type(owner).__name__}.fingerprint() should return a str or a dict of str, but returned "
+                f"{given!r}"
             )
     return parts
 
 
 def prepare_parts(prepare: Any) -> dict[str, str] | None:
-    """The parts of a fingerprint for the deterministic part; None if it cannot say what it is."""
+    """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
     if callable(getattr(prepare, "fingerprint", None)):
         given = _given_parts(prepare, "fingerprint")
         return None if given is None else {f"prepare {part}": value for part, value in given.items()}
@@ -169,7 +170,7 @@ def is_albumentations(value: Any) -> bool:
 def qualified_name(kind: Any) -> str:
     """The module and name of a class or function, or of the class of any other object."""
     named = kind if hasattr(kind, "__qualname__") else type(kind)
-    # multiprocessing imports the main script under another name in spawned workers.
+    # multiprocessing imports the main script under a different name in spawned workers.
     module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
     return f"{module}.{named.__qualname__}"
 

@@ -1,4 +1,4 @@
-"""Finds datasets whose samples are in memory already: a cache in RAM would hold them a second time."""
+"""Finds datasets that hold their samples in memory already: a cache in RAM would duplicate them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import numpy as np
 
 from fastload.nested.tree import leaves
 
-_SHARE = 0.5  # of all samples; less may be a buffer of a few samples
+_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
 
 def held_bytes(sample: Any, num_samples: int) -> int:
     """The bytes of the array that holds the samples of a dataset; 0 if none is found.
 
-    Arrays over other memory do not count: a mapped file, which np.memmap and torch.load can give, may not be
-    in memory.
+    Arrays over foreign memory do not count: a mapped file (np.memmap, torch.load) might not be in memory.
 
     Args:
-        sample: One sample of the dataset, as the dataset returned it.
+        sample: One sample, as the dataset returned it.
         num_samples: How many it has.
     """
     arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]

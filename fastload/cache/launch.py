@@ -1,11 +1,11 @@
 """Which processes are ranks of one launch, and so share caches that have neither a fingerprint nor a key.
 
-Two jobs must never be taken for one, so the name of a launch is one that no other launch can have:
+Two jobs must never be taken for one, so the name of a launch is unique:
 
 1. Ranks of a process group take a random name from the group's store, in one round trip.
-2. Before there is a group, ranks are named after the process that started them and the variables that they
-   were started with. Variables that were set later do not count: workers of different Ray jobs have one
-   parent, and set theirs themselves.
+2. Before there is a group, ranks are named after the process that started them and the variables they were
+   started with. Variables set later do not count: workers of different Ray jobs have one parent, and set
+   their own.
 3. Lightning's rank 0 starts the other ranks, often after it has made its caches. These are named after rank 0
    itself, and the ranks that it starts look for them first.
 """
@@ -28,9 +28,9 @@ _LIGHTNING = ("lightning", "lightning_fabric")
 
 
 def names() -> list[str]:
-    """What the launch of this process can be called; the first choice comes first, the last is always right.
+    """The possible names of this process's launch; the first choice comes first, the last is always right.
 
-    Empty if this process is not a rank, nor may become rank 0, or its launch cannot be told from others.
+    Empty if this process is not a rank and cannot become rank 0, or its launch cannot be told from others.
     """
     watch_forks()
     if is_worker():
@@ -56,7 +56,7 @@ def _group_name() -> str | None:
         return None
     try:
         name = store_of(group).compare_set("fastload/launch", "", secrets.token_hex(16))
-    except Exception as error:  # noqa: BLE001  # other libraries' stores may raise anything; training goes on
+    except Exception as error:  # noqa: BLE001  # other libraries' stores can raise anything
         log.debug("cache: the store of the process group cannot be used: %r", error)
         return None
     return f"the ranks of process group {name.decode()}"
@@ -67,11 +67,11 @@ def _led_by(pid: int) -> str:
 
 
 def _identified(pid: int) -> str:
-    """A process as no later process can be called."""
+    """A name that no later process can have."""
     return f"{pid} (start tick {owners.start_time(pid)})"
 
 
 def _started_with() -> dict[str, str]:
-    """The environment that this process was started with; empty if the system does not tell."""
+    """The environment that this process was started with; empty if unknown."""
     lines = read_text(Path("/proc/self/environ")).split("\0")
     return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}

@@ -1,14 +1,14 @@
 """What ranks compare before they share a cache without a key: class, length, attributes and some samples.
 
-A wrong match would put wrong images into a training, so each part covers what the others miss:
+A false match would feed wrong images to a training run, so each part covers what the others miss:
 
-- Attributes show that ranks hold different parts of one dataset, or different folds, although the samples
-  that are compared are the same.
-- Samples show what no attribute tells, such as a variable of the environment. They prove nothing if they are
-  all alike, as blank images are.
+- Attributes show that ranks hold different parts of one dataset, or different folds, although the compared
+  samples are the same.
+- Samples show what no attribute does, such as an environment variable. They prove nothing if they are all
+  alike, as blank images are.
 
-What differs for no reason costs only the sharing. Attributes are read after the samples, because datasets
-open files and load lists at their first access.
+A needless difference costs only the sharing. Attributes are read after the samples, because datasets open
+files and load lists on first access.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _RANDOM_PROBES = 5
 _DIGEST_BYTES = 16
-_MAX_BYTES = 128 << 20  # of a pickle, and of an array: more would delay the start of a training
+_MAX_BYTES = 128 << 20  # of a pickle, and of an array: more would delay the start of training
 _ARRAY_PROBES = 1024  # elements of a larger array, evenly spaced
 
 _PLAIN = frozenset({str, int, float, bool, bytes, type(None), tuple, list, dict})
@@ -48,7 +48,7 @@ _NAMED = (
 
 
 def probed_indices(num_samples: int) -> list[int]:
-    """The first, the middle and the last sample, and pseudo-random ones that depend on the length alone."""
+    """The first, the middle and the last sample, and pseudo-random ones that depend only on the length."""
     chosen = random.Random(num_samples).sample(range(num_samples), min(num_samples, _RANDOM_PROBES))
     return list(dict.fromkeys([0, num_samples // 2, num_samples - 1, *chosen]))
 
@@ -106,7 +106,7 @@ def _digest(value: Any) -> str:
         pickler.dump(value)
     except _EnoughError:
         pass
-    except Exception:  # noqa: BLE001  # methods of the user's objects may raise anything
+    except Exception:  # noqa: BLE001  # methods of the user's objects can raise anything
         return f"a {qualified_name(type(value))}"
     return f"digest {digest.hexdigest()}"
 

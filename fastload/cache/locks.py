@@ -24,7 +24,7 @@ AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_
 
 
 def try_lock(fd: int, *, wait_s: float = 0.0) -> bool:
-    """Take the exclusive lock, or return False if another holder has it for so long."""
+    """Take the exclusive lock, or return False if a different holder keeps it for so long."""
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
@@ -38,7 +38,7 @@ def try_lock(fd: int, *, wait_s: float = 0.0) -> bool:
 
 
 def share_lock(fd: int) -> bool:
-    """Take the shared lock, or return False if another holder has the exclusive one.
+    """Take the shared lock, or return False if a different holder has the exclusive one.
 
     On a system without locks there is nothing to take.
     """
@@ -58,12 +58,12 @@ def locked(
     wait_s: float = 0.0,
     refused: Callable[[OSError], object] | None = None,
 ) -> Iterator[bool]:
-    """Hold the exclusive lock on a descriptor that is opened for it; gives whether the lock was free.
+    """Hold the exclusive lock on a descriptor opened for it; yields whether the lock was free.
 
     Args:
         open_file: Opens the descriptor.
-        wait_s: How long to wait for another holder.
-        refused: Called if the file cannot be opened, or the system refuses the lock; None to raise the error.
+        wait_s: How long to wait for a different holder.
+        refused: Called if the file cannot be opened or locked; None to raise the error.
     """
     fd, has_lock = -1, False
     try:
@@ -77,7 +77,8 @@ def locked(
         yield has_lock
     finally:
         if has_lock:
-            # A fork in another thread may have copied the descriptor, so close() may not release the lock.
+            # A fork in another thread might have copied the descriptor, so close() might not release the
+            # lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
         if fd >= 0:
             os.close(fd)
@@ -85,13 +86,13 @@ def locked(
 
 @contextlib.contextmanager
 def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
-    """Hold the exclusive lock on a lock file, which is made now and removed at the end.
+    """Hold the exclusive lock on a lock file, which is created now and removed at the end.
 
-    The file holds the number of this process. Gives whether the lock is held; it always is with `waits`.
+    The file holds this process's id. Yields whether the lock is held; with `waits` it always is.
 
     Args:
         name: The path of the lock file.
-        waits: Wait for another holder.
+        waits: Wait for a different holder.
         by_process: Forked children do not hold the lock, and threads of one process do not exclude each
             other.
 
@@ -105,7 +106,7 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
             is_taken = True
             try:
                 take(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            except (BlockingIOError, PermissionError):  # fcntl(2) may give either
+            except (BlockingIOError, PermissionError):  # fcntl(2) can return either
                 is_taken = False
             if not is_taken:
                 yield False
@@ -113,7 +114,7 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
             if not _is_at(fd, name):
                 continue  # its holder removed the file after this process had opened it
             try:
-                os.ftruncate(fd, 0)  # a killed holder left its number
+                os.ftruncate(fd, 0)  # a killed holder left its id
                 os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
                 yield True
             finally:
@@ -125,7 +126,7 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
 
 
 def is_held(name: str) -> bool:
-    """Whether another process holds a lock file `by_process`."""
+    """Whether a different process holds a lock file `by_process`."""
     try:
         fd = os.open(name, os.O_RDONLY | AS_IT_IS)
     except FileNotFoundError:

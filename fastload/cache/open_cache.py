@@ -1,4 +1,4 @@
-"""Opens the cache that a user asked for: finds it, builds it or makes it, and logs the decision.
+"""Opens the requested cache: finds it, builds it or makes it, and logs the decision.
 
 Rules:
 
@@ -6,8 +6,8 @@ Rules:
    structure of its samples? A dataset with a fingerprint is examined by the process that makes its cache.
    Ranks that were started together also compare datasets without fingerprint and key (see `likeness`), and
    share the n-th cache of this kind that each of them makes. Other such caches are private.
-2. A process that attaches to a cache that other processes filled reads sample 0 from the source and compares
-   it. Only this check can detect a key that is used twice or a fingerprint that covers too little.
+2. A process that attaches to a cache filled by other processes reads sample 0 from the source and compares
+   it. Only this check can detect a key used twice or a fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
 """
 
@@ -55,7 +55,7 @@ _LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
 _BUSY_LOG_POLLS = 50
 _USAGE = (
-    'give "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
+    'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
     "object"
 )
 _ENCODED = "ram-encoded"
@@ -69,8 +69,8 @@ class Opener:
 
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
-        holds_images: Whether samples may hold images that are not decoded.
-        jpegs: The cache in use, if its images are in jpeg and decoded at each access.
+        holds_images: Whether samples can hold undecoded images.
+        jpegs: The cache in use, if its images are jpegs, decoded on every access.
         examples: Samples that were already read from the source, by index.
     """
 
@@ -94,11 +94,11 @@ class Opener:
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
-        """Identifies the samples, or None; asked for when it is needed: a folder calls stat for each file."""
+        """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
         return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
 
     def _use_encoded_source(self, asked: str) -> None:
-        """Let the source give undecoded images.
+        """Make the source return undecoded images.
 
         Raises:
             ValueError: The dataset has none, or `prepare` needs decoded ones.
@@ -114,13 +114,13 @@ class Opener:
         example = random_check.read_unnoticed(self.source, 0) if self._num_samples else None
         if example is not None and not holds_images(example):
             raise ValueError(
-                f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] "
-                f"is {outline(example)}: return fastload.EncodedImage(path) in place of the decoded array, "
-                "or use fastload.ImageFolder"
+                f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] is "
+                f"{outline(example)}: return fastload.EncodedImage(path) instead of the decoded array, or "
+                "use fastload.ImageFolder"
             )
 
     def open(self, cache: str | SampleCache | Sequence[str | SampleCache] | None) -> SampleCache:
-        """The cache, or the tiers of caches, that the user asked for.
+        """The requested cache, or tiers of caches.
 
         Raises:
             RandomDatasetError: Two readings of one sample differ.
@@ -132,7 +132,7 @@ class Opener:
             if self.prepare is None:
                 self.source = encoded_source(self.dataset, is_needed=False)
                 self.holds_images = True
-            log.info("cache: none, each access reads the dataset")
+            log.info("cache: none, every access reads the dataset")
             return Stack(self._num_samples)
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
         if isinstance(opened, (LMDBCache, StoredSamples)) and opened.codec == "jpeg":
@@ -180,7 +180,7 @@ class Opener:
             return self._open_ram()
         if isinstance(cache, str) or not isinstance(cache, SampleCache):
             is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
-            hint = f'give cache="{_LMDB_PREFIX}{cache}" for the cache at this place' if is_place else _USAGE
+            hint = f'pass cache="{_LMDB_PREFIX}{cache}" for the cache at this path' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
             self.holds_images = cache.codec in UNDECODED
@@ -211,7 +211,7 @@ class Opener:
         stores = decoded._open_ram(), self._open_ram()
         for cache in stores:
             if isinstance(cache, SharedMemoryCache):
-                cache.expect_short()  # what does not fit into one of them may fit into the other one
+                cache.expect_short()  # what does not fit into one of them can fit into the other
         return Stack(self._num_samples, stores)
 
     def _open_ram(self) -> SampleCache:
@@ -242,8 +242,8 @@ class Opener:
         except CacheMismatchError as error:
             if self.fingerprint is not None:
                 raise CacheMismatchError(
-                    f"{error}. If the cache is right, change the dataset. If the dataset is right, give "
-                    "another key, or end the processes that hold the cache"
+                    f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
+                    "different key, or end the processes that hold the cache"
                 ) from None
             cache, why_private = None, str(error)
         why = "" if self.fingerprint else without_fingerprint(self.dataset, self.prepare)
@@ -264,7 +264,7 @@ class Opener:
         return cache
 
     def _names(self) -> tuple[list[Fingerprint], str]:
-        """The fingerprints by which other processes may know the cache, and the reason if there are none.
+        """The fingerprints under which other processes can find the cache, and the reason if there are none.
 
         Without a fingerprint or a key, it is the n-th cache of this kind that each rank of this launch makes.
         """
@@ -274,7 +274,7 @@ class Opener:
         self._examine()
         launches = launch.names() if self._num_samples else []
         if not launches:
-            return [], "before init_process_group() it is not known which processes these are"
+            return [], "before init_process_group() it is unknown which processes these are"
         parts = likeness(self.dataset, self.prepare, self._probed())
         if parts is None:
             return [], "the samples that the ranks would compare are all alike"
@@ -291,7 +291,7 @@ class Opener:
                 if index not in self.examples:
                     self.examples |= random_check.probe(self.source, [index], rechecked=[])
                 probed[index] = self.examples[index]
-            except Exception as error:  # noqa: BLE001  # whoever reads this sample later gets the error
+            except Exception as error:  # noqa: BLE001  # the error is raised when this sample is read
                 probed[index] = error
         return probed
 
@@ -309,8 +309,8 @@ class Opener:
             cache.close()
             raise CacheMismatchError(
                 f"sample 0 of the dataset differs at {path} from the one in the shared cache of the same "
-                f"fingerprint ({reason}): the dataset was changed, or is random, or its fingerprint() or key "
-                "covers too little. Give another key, or end the processes that hold that cache"
+                f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
+                "covers too little. Use a different key, or end the processes that hold that cache"
             )
 
     def _build_lmdb(self, path: str) -> LMDBCache:
@@ -364,8 +364,8 @@ class Opener:
             if is_own and self._held_bytes:
                 log.warning(
                     "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
-                    "much memory again and, with a transform, is no faster than the dataset. Give the loader "
-                    "a dataset that calls the transform itself, without CachedDataset",
+                    "much memory again and, with a transform, is no faster than the dataset. Give the "
+                    "loader a dataset that calls the transform itself, without CachedDataset",
                     readable_size(self._held_bytes),
                 )
             if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself

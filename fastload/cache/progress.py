@@ -1,7 +1,7 @@
 """Shows the progress of work on a cache: a bar on a terminal, occasional log lines elsewhere.
 
 It starts no thread, because a build forks workers. A title contains a user's path: it is drawn as plain text,
-not parsed as markup, and cut where the terminal is narrow.
+not parsed as markup, and truncated on narrow terminals.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BuildProgress:
             log.info("%s: finished: %s", self._title, self._figures())
 
     def advance(self, nbytes: int, count: int = 1) -> None:
-        """Count this many more samples, with this many bytes in total; any thread may do so."""
+        """Count this many more samples, with this many bytes in total; thread-safe."""
         with self._lock:
             self._done += count
             self._bytes += nbytes

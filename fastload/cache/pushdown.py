@@ -1,6 +1,6 @@
 """Pushes the crop at the start of an albumentations pipeline down into the decoder.
 
-A crop's box follows from the image's height and width, which are in the file's header. So the first transform
+A crop's box depends on the image's height and width, which are in the file's header. So the first transform
 chooses its box before the image is decoded, and only that region is decoded. Rules:
 
 1. albumentations itself draws all parameters, from its own generators and in its own order. Boxes, flips and
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     Pixels = npt.NDArray[np.uint8]
 
-# Transforms that first cut out the box `crop_coords`. They may resize it then, to the size of these
-# attributes, so that a region of reduced size is enough.
+# Transforms that first cut out the box `crop_coords`. Some then resize it to the size in these attributes, so
+# a region of reduced size is enough.
 _CROPS: dict[str, tuple[str, ...]] = {
     "RandomResizedCrop": ("size",),
     "RandomSizedCrop": ("size",),
@@ -54,8 +54,8 @@ class Pushdown:
 
     Args:
         pipeline: A Compose, or a single transform.
-        reduces: Whether JPEGs may be decoded at a half, a quarter or an eighth of their size if the first
-            transform makes them smaller anyway.
+        reduces: Whether to decode JPEGs at a half, a quarter or an eighth of their size if the first
+            transform shrinks them anyway.
 
     Attributes:
         obstacle: Why images are decoded in full; None if they are not.
@@ -86,7 +86,7 @@ class Pushdown:
         return "; ".join(ways)
 
     def __call__(self, **data: Any) -> dict[str, Any]:
-        """The pipeline's output for these targets, of which `image` is an `EncodedImage`.
+        """The pipeline's output for these targets; `image` is an `EncodedImage`.
 
         Raises:
             ImageReadError: The image cannot be decoded.
@@ -118,18 +118,18 @@ class Pushdown:
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
             if not self._reduces:
-                return f'{name} needs all pixels; decode="fast" may decode JPEGs at a reduced size'
+                return f'{name} needs all pixels; decode="fast" can decode JPEGs at a reduced size'
         elif name not in _CROPS:
             return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
         if getattr(first, "p", 0) < 1:
-            return f"{name} has p={first.p}, so that some images are not cropped"
+            return f"{name} has p={first.p}, so some images are not cropped"
         if getattr(first, "replay_mode", False) or getattr(first, "deterministic", False):
             return "the pipeline is replayed"
         return None
 
 
 def _first_with(first: Any, image: Any, *, reduces: bool) -> Any:
-    """The first transform, applied to this image instead of the image that it is given."""
+    """The first transform, applied to this image instead of its argument."""
     copied = _shallow_copy(first)
     apply = functools.partial(_apply, first, image, reduces)
     copied._key2func = {**first._key2func, "image": apply}
@@ -137,7 +137,7 @@ def _first_with(first: Any, image: Any, *, reduces: bool) -> Any:
 
 
 def _apply(first: Any, image: EncodedImage, reduces: bool, _: Any, **params: Any) -> Pixels:
-    """The first transform's `apply`, for an image that is not decoded yet."""
+    """The first transform's `apply`, for an undecoded image."""
     height, width, _channels = image.shape
     if type(first).__name__ in _SCALINGS:
         return _scaled(first, image, params)

@@ -1,4 +1,4 @@
-"""Detects random datasets: reads a sample twice under different seeds, and raises if the readings differ.
+"""Detects random datasets: reads a sample twice under different seeds, and raises if the results differ.
 
 A cache would silently freeze one draw of a random dataset, which makes training worse. All random state is
 restored afterwards.
@@ -40,14 +40,14 @@ def probe(
         look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:
-        RandomDatasetError: The second reading differs from the first; names the leaf.
+        RandomDatasetError: Reading a sample twice gave different results; names the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
     transforms = _transforms(dataset)
     with _random_state_kept(transforms):
         for index in indices:
-            # Copied as bytes: a dataset may return the same buffer again at its next access.
+            # Copied as bytes: a dataset can reuse its buffer on the next access.
             fresh = _read(dataset, index, transforms, _SEEDS[0])
             if look is not None:
                 look(fresh)
@@ -59,9 +59,9 @@ def probe(
                         dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
                     )
                     raise RandomDatasetError(
-                        f"{type(of_user).__name__}[{index}] gives another sample at each access: {path} "
-                        "differs. A cache would freeze one draw. Move the random part out of the dataset, "
-                        "to CachedDataset(dataset, transform), which runs it at every access"
+                        f"{type(of_user).__name__}[{index}] returns a different sample on every access: "
+                        f"{path} differs. A cache would freeze one draw. Move the random part out of the "
+                        "dataset, to CachedDataset(dataset, transform), which runs it on every access"
                     )
     return samples
 
@@ -73,7 +73,7 @@ def read_unnoticed(dataset: Any, index: int) -> Any:
 
 
 def _transforms(dataset: Any) -> list[Any]:
-    """The transforms of albumentations that the dataset holds, with generators of their own."""
+    """The transforms of albumentations that the dataset holds, with their own generators."""
     return [
         transform
         for transform in parts_of(find_pipelines(dataset))
@@ -106,12 +106,12 @@ def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
 
 
 def refuse_random(dataset: Any) -> None:
-    """Refuse a dataset that returns a different sample at each access; a cache would freeze one draw.
+    """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
 
     An `ImageFolder` is known not to; none of its files is read.
 
     Raises:
-        RandomDatasetError: Two readings of the first, the middle or the last sample differ.
+        RandomDatasetError: Reading the first, the middle or the last sample twice gave different results.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
     if isinstance(dataset, ImageFolder):

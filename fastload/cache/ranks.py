@@ -1,6 +1,6 @@
 """Detects whether several ranks of one training run share this host.
 
-Each launcher indicates it in its own way. A wrong answer costs a warning, or waiting for a builder, but never
+Each launcher indicates it differently. A wrong answer costs a warning, or waiting for a builder, but never
 causes a wrong sample.
 """
 
@@ -36,8 +36,8 @@ def are_several() -> bool:
 def are_several_in(environment: Mapping[str, str]) -> bool:
     """Whether the variables of PyTorch's launchers name several ranks.
 
-    torchrun tells how many are on this host. Lightning and DeepSpeed give a rank its number on the host, and
-    tell how many there are on all hosts.
+    torchrun sets the number of ranks on this host. Lightning and DeepSpeed set a rank's number on the host,
+    and the number of ranks on all hosts.
     """
     total = environment.get("WORLD_SIZE") if environment.get("LOCAL_RANK") else None
     return (environment.get("LOCAL_WORLD_SIZE") or total or "1") != "1"

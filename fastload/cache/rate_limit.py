@@ -1,11 +1,11 @@
 """Limits how fast epochs of training fill a cache in RAM, so that no epoch takes much longer.
 
-On some machines, memory that was never touched takes longer to fill than a JPEG takes to decode. An epoch
-that stored every sample would then take twice as long as an epoch without a cache. Storing therefore
-has a time budget, which reads and cache hits refill:
+On some machines, filling fresh memory takes longer than decoding a JPEG. An epoch that stored every sample
+would then take twice as long as an epoch without a cache. So storing has a time budget, which reads and cache
+hits refill:
 
 1. A sample that is read from its source earns a fifth of its reading time, or `CHEAP_S` if that is more.
-2. A sample that is found in the cache earns the time that reading it would have taken, plus a fifth.
+2. A sample found in the cache earns the time that reading it would have taken, plus a fifth.
 3. A sample is stored if the budget is not negative. Otherwise it is read again in the next epoch.
 
 An epoch therefore takes at most about 1.2 times as long as without a cache, and later epochs store the
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from fastload.cache.sample_cache import SampleCache
 
 SHARE = 0.2  # of the reading time
-CHEAP_S = 0.0001  # samples that are stored faster are never deferred: only complete batches can be gathered
+CHEAP_S = 0.0001  # samples stored faster are never deferred: only complete batches can be gathered
 _BEGIN_S = 0.2  # initial budget: a small dataset is stored in its first epoch
-_MAX_S = 1.0  # highest budget, so that no single epoch spends the savings of many
+_MAX_S = 1.0  # maximum budget, so no single epoch spends the savings of many
 _NEW_WEIGHT = 0.1  # weight of the newest sample in the running mean
 
 
 class RateLimit:
-    """Stores samples as far as the time budget allows.
+    """Stores samples within the time budget.
 
     Attributes:
         hits: Samples that were found in the cache since the last miss; the owner counts them.
@@ -65,8 +65,9 @@ class RateLimit:
         if not self._has_logged:
             self._has_logged = True
             log.info(
-                "cache: a sample takes %.2f ms to read and %.2f ms to store, because this machine provides "
-                "memory slowly: several epochs fill the cache. CachedDataset.fill() fills it at once",
+                "cache: a sample takes %.2f ms to read and %.2f ms to store, because this machine "
+                "allocates memory slowly: several epochs fill the cache. CachedDataset.fill() fills it "
+                "at once",
                 1e3 * self._read_s,
                 1e3 * self._store_s,
             )

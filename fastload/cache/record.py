@@ -125,7 +125,7 @@ def outline(record: bytes | memoryview) -> Outline:
         raise CacheCorruptError(f"a record names codec {codec}, but there are only {len(CODECS)}")
     payloads_at = round_up(_HEADER.size + spec_bytes, _WORD_BYTES) + _WORD_BYTES * num_leaves
     if not payloads_at <= total <= len(memory):
-        raise CacheCorruptError(f"a record states {total:,} bytes, but only {len(memory):,} are there")
+        raise CacheCorruptError(f"a record claims {total:,} bytes, but only {len(memory):,} are there")
     return _outline_of(bytes(memory[:payloads_at]))
 
 
@@ -145,7 +145,7 @@ def _outline_of(prefix: bytes) -> Outline:
         end = start + nbytes
         expected = fixed_nbytes(leaf) if way == "raw" else None
         if end > total or (expected is not None and expected != nbytes):
-            raise CacheCorruptError(f"a record's {leaf.kind} states {nbytes:,} bytes, which is impossible")
+            raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which is impossible")
         places.append((start, nbytes))
     return Outline(spec, codec, prefix, places, ways)
 
@@ -153,12 +153,12 @@ def _outline_of(prefix: bytes) -> Outline:
 def decode(record: bytes | memoryview, *, undecoded: bool = False) -> Any:
     """The sample of a record that starts at `record[0]`; bytes after it are ignored.
 
-    Arrays are views of `record`, read-only if it is, and keep it alive. Decoded images are read-only arrays
-    of their own. All other values are copies.
+    Arrays are views of `record`, read-only if it is, and keep it alive. Decoded images are new, read-only
+    arrays. All other values are copies.
 
     Args:
         record: The bytes.
-        undecoded: Give images in jpeg as `EncodedImage`, but for small ones.
+        undecoded: Return images in jpeg as `EncodedImage`, except for small ones.
 
     Raises:
         CacheCorruptError: The bytes are not a record of this format version.

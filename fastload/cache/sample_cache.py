@@ -1,6 +1,6 @@
 """SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
-A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process may use it. A cache may
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process can use it. A cache can
 have one more method, `retain(indices)`, which `CachedDataset.retain` needs; see `BaseCache`.
 """
 
@@ -34,7 +34,7 @@ class SampleCache(Protocol):
 
     @property
     def max_bytes(self) -> int | None:
-        """The most bytes that it takes; None if it has no limit of its own."""
+        """Maximum size in bytes; None if it has no limit."""
 
     @property
     def is_shared(self) -> bool:
@@ -42,13 +42,13 @@ class SampleCache(Protocol):
 
     @property
     def layout(self) -> str:
-        """One word for how samples are stored."""
+        """How samples are stored, in one word."""
 
     def explain(self) -> str:
         """The reason why this cache is in use, and the parts of its fingerprint."""
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored and that `put` may accept, ascending."""
+        """Indices of the samples that are not stored and that `put` might accept, ascending."""
 
     def __contains__(self, index: object) -> bool:
         """Whether the sample of this index is stored now."""
@@ -57,7 +57,7 @@ class SampleCache(Protocol):
         """The sample, with read-only arrays and private tensors, or None if it is not cached."""
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit. May be repeated."""
+        """Store a sample; False if it does not fit. Can be repeated."""
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch that torch's default_collate would make of these samples, in one call.
@@ -67,7 +67,7 @@ class SampleCache(Protocol):
             allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
 
         Returns:
-            None if a sample is not stored in a suitable form, or the batch needs default_collate itself.
+            None if a sample is not stored suitably, or the batch needs default_collate itself.
         """
 
     def close(self) -> None:
@@ -75,11 +75,11 @@ class SampleCache(Protocol):
 
 
 class BaseCache(SampleCache):
-    """Default methods of caches. They describe a finished cache: nothing is missing, `put` stores nothing."""
+    """Default methods of caches, for a finished cache: nothing is missing, `put` stores nothing."""
 
     @property
     def max_bytes(self) -> int | None:
-        """None: the cache has no limit of its own."""
+        """None: the cache has no limit."""
         return None
 
     @property

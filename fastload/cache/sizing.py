@@ -1,4 +1,4 @@
-"""Which cache fits a source on this machine, with bytes and images a second, for `fastload doctor SOURCE`.
+"""Which cache fits a source on this machine, with bytes and images per second, for `fastload doctor SOURCE`.
 
 It reads a few samples, and measures on one CPU. The rates are those of all usable CPUs, after the first
 epoch, for a random crop to 224 x 224 pixels and a flip; transport and training cost more. It writes nothing.
@@ -45,10 +45,10 @@ class Option:
 
     Attributes:
         name: In words.
-        how: The arguments of CachedDataset, or the command, that choose it.
+        how: The arguments of CachedDataset, or the command, to choose it.
         place: `"RAM"`, `"disk"`, or `""` if nothing is stored.
         needed_bytes: For all samples.
-        fits: Whether so many bytes are free there.
+        fits: Whether that many bytes are free there.
         images_per_s: By the measured times, on all usable CPUs.
     """
 
@@ -70,8 +70,8 @@ class Sizing:
         num_cpus: The usable CPUs.
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.
-        notes: What is decoded of an undecoded image, why no cache can hold the samples, what the rates lack,
-            and what workers copy of the dataset.
+        notes: What is decoded of an undecoded image, why no cache can hold the samples, what the rates leave
+            out, and what workers copy of the dataset.
         options: The ways, fastest first.
     """
 
@@ -142,7 +142,7 @@ def size_up(dataset: Any, source: str) -> Sizing:
         notes.append(f"no cache can hold these samples: {error}")
         ways.clear()
     if reads_ahead(dataset):
-        notes.append("the source is remote: without a cache, requests to it take more time than is shown")
+        notes.append("the source is remote: without a cache, requests to it take longer than shown")
     notes += [f"each worker copies what it reads of {one}: {CURE}" for one in find_small_objects(dataset)]
     ways.append(("no cache", "cache=None", "", 0, read_s + crop_s))
     num_cpus = usable_cpus()
@@ -212,7 +212,7 @@ def _with_tiles(
 def _random_crop() -> tuple[Callable[[Any], Any], Callable[[EncodedImage], Any], str]:
     """A random crop and a flip of pixels, the same of an undecoded image, and what the latter decodes.
 
-    Without albumentations, pixels are only copied, and an image is only decoded.
+    Without albumentations, pixels are only copied, and images only decoded.
     """
     try:
         import albumentations

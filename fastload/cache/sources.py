@@ -1,6 +1,6 @@
 """Datasets that CachedDataset makes itself: a dataset after its deterministic part, and a finished cache.
 
-`dataset` makes them in the parent; any process reads them for samples that are missing in its cache.
+`dataset` makes them in the parent; any process reads them for samples missing from its cache.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PreparedDataset(DerivedSamples):
 
     Args:
         dataset: Map-style.
-        prepare: An albumentations pipeline or any other callable, as CachedDataset takes them; it gets the
-            dataset's own sample.
+        prepare: An albumentations pipeline or any other callable, as for CachedDataset; it gets the dataset's
+            own sample.
 
     Raises:
-        TypeError: `prepare` cannot be called.
+        TypeError: `prepare` is not callable.
     """
 
     def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
@@ -46,7 +46,7 @@ class PreparedDataset(DerivedSamples):
 
     def __getitem__(self, index: int) -> Any:
         sample = decode_images(self.dataset[index])
-        # A shallow copy for the note on an error, because `prepare` may modify the containers.
+        # A shallow copy for the note on an error, because `prepare` can modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
         return self._call(before, sample, index)
 
@@ -58,7 +58,7 @@ def decoded_source(dataset: Any, prepare: Callable[..., Any] | None = None) -> A
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
-    # These never give undecoded images, or are meant to. All others may, and so may a subclass.
+    # These never return undecoded images, or are meant to. All others can, and so can a subclass.
     return dataset if type(inner) in (ImageFolder, StoredSamples) else DecodedSamples(dataset)
 
 
@@ -72,7 +72,7 @@ class StoredSamples(Dataset[Any], BaseCache):
 
     Attributes:
         cache: The same.
-        classes: Names of the classes of the dataset that it was built from, or None.
+        classes: Class names of the dataset that it was built from, or None.
         codec: How its images are encoded.
     """
 
@@ -103,7 +103,7 @@ class StoredSamples(Dataset[Any], BaseCache):
         return {**(self.cache.parts or {}), "build": self.cache.plan.build_id, "codec": self.cache.codec}
 
     def explain(self) -> str:
-        """The reason why this cache is in use, and the parts of its fingerprint."""
+        """Why this cache is in use, and the parts of its fingerprint."""
         return self.cache.explain()
 
     def __contains__(self, index: object) -> bool:

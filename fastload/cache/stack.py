@@ -1,11 +1,11 @@
 """Stack: stores in front of a dataset; the first one that holds a sample returns it.
 
-- `cache=["ram", "lmdb:PATH"]`: a store in RAM, with a finished file behind it. A sample of the file is kept
-  in RAM, if it fits.
+- `cache=["ram", "lmdb:PATH"]`: a store in RAM, with a finished file behind it. A sample read from the file is
+  kept in RAM, if it fits.
 - `cache=["ram", "ram-encoded"]`: two stores in RAM. A sample is decoded and stored in the first one while
-  that has room; afterwards its files are stored in the second one. `split_budget` divides the memory so that
-  all samples fit into one of the two, if they can.
-- `cache=None`: no store. Each access reads the dataset.
+  that has room; afterwards its files are stored in the second one. `split_budget` divides the memory such
+  that all samples fit into one of the two, if they can.
+- `cache=None`: no store. Every access reads the dataset.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from fastload.cache.columns import Allocate
 
-# A cache without room for one sample may have room for a smaller one, but decoding costs time.
+# A cache without room for one sample can have room for a smaller one, but decoding costs time.
 _MAX_REFUSED = 16
-_EMPTY_BYTES = 32 << 10  # a cache takes these at most beside its samples and 8 bytes for each of them
+_EMPTY_BYTES = 32 << 10  # the maximum beside its samples and 8 bytes for each of them
 
 
 class Stack(BaseCache):
@@ -38,8 +38,8 @@ class Stack(BaseCache):
 
     Args:
         num_samples: Number of samples of the dataset.
-        stores: Caches in RAM that store samples that were read: one, none, or a first one for decoded samples
-            and a second one for the samples with undecoded images that do not fit into it.
+        stores: Caches in RAM that store samples after reading: one, none, or a first one for decoded samples
+            and a second one, with undecoded images, for the samples that do not fit into it.
         behind: A finished cache that holds all samples, or nearly all; None if there is none.
 
     Attributes:
@@ -57,7 +57,7 @@ class Stack(BaseCache):
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
         self._rate_limit = RateLimit()
-        self._num_refused = 0  # decoded samples in a row that this generation of the first store has refused
+        self._num_refused = 0  # decoded samples in a row that did not fit into the first store
         self._generation = 0
 
     @property
@@ -72,7 +72,7 @@ class Stack(BaseCache):
 
     @property
     def max_bytes(self) -> int | None:
-        """The most memory that the stores take; None without stores."""
+        """Maximum memory of the stores; None without stores."""
         return sum(store.max_bytes for store in self.stores) if self.stores else None
 
     @property
@@ -89,13 +89,13 @@ class Stack(BaseCache):
         return " over ".join(layouts) or "none"
 
     def explain(self) -> str:
-        """The reasons why these caches are in use, and the parts of their fingerprints."""
+        """Why these caches are in use, and the parts of their fingerprints."""
         if not self._caches:
-            return "no cache, as cache=None was given: each access reads the dataset"
+            return "no cache, because of cache=None: every access reads the dataset"
         return "first " + "\nthen ".join(cache.explain() for cache in self._caches)
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that no store holds and the last one may accept."""
+        """Indices of the samples that no store holds and the last one might accept."""
         if not self.stores:
             return super().missing()
         *first, last = self.stores
@@ -160,7 +160,7 @@ class Stack(BaseCache):
 def split_budget(
     max_bytes: int, num_samples: int, decoded_bytes: float, encoded_bytes: float
 ) -> tuple[int, int]:
-    """The budgets of the two caches, so that as many samples as possible are decoded and all others fit.
+    """The budgets of the two caches, to decode as many samples as possible while all others fit.
 
     Args:
         max_bytes: For both.

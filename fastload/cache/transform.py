@@ -2,9 +2,9 @@
 
 Rules:
 
-1. The transform gets private copies of the sample's arrays: it may write to them, and torch would write even
-   to read-only memory, which ends the process.
-2. Only an albumentations pipeline of which all code is known (see `zero_copy`) gets the cache's own read-only
+1. The transform gets private copies of the sample's arrays: it can write to them, and torch would write even
+   to read-only memory, which kills the process.
+2. Only an albumentations pipeline whose code is all known (see `zero_copy`) gets the cache's own read-only
    arrays, and only if they are uint8.
 3. Its output shares no memory with the cache: arrays and tensors that lie in the cache's memory are copied.
 """
@@ -33,7 +33,7 @@ _UINT8 = np.dtype(np.uint8)
 
 
 class Call:
-    """Calls a user's function by its convention, and adds a note about its input to its errors.
+    """Calls a user's function by its convention, and notes its input on its errors.
 
     Args:
         role: The name of the function's argument: `"transform"` or `"prepare"`.
@@ -42,7 +42,7 @@ class Call:
             or `"fast"` (see CachedDataset); None: samples hold no undecoded images.
 
     Raises:
-        TypeError: The function cannot be called.
+        TypeError: The function is not callable.
     """
 
     def __init__(self, role: str, function: Callable[..., Any], decode: str | None = None) -> None:
@@ -53,7 +53,7 @@ class Call:
         self._function = function
         self._is_albumentations = is_albumentations(function)
         self._decode = decode
-        # The pipeline that decodes the image itself; None if the function is not of albumentations.
+        # The pipeline that decodes the image itself; None if the function is not albumentations'.
         self.pushdown: Pushdown | None = None
         if decode is not None and self._is_albumentations:
             self.pushdown = Pushdown(function, reduces=decode == "fast")
@@ -63,7 +63,7 @@ class Call:
 
         Args:
             sample: The sample, or the same sample without copies, for the note on an error.
-            given: The sample as the function gets it; the function may change it.
+            given: The sample as the function gets it; the function can change it.
             index: The sample's index, for the note.
 
         Raises:
@@ -100,7 +100,7 @@ class TransformCaller:
         decode: The same.
 
     Raises:
-        TypeError: The transform cannot be called.
+        TypeError: The transform is not callable.
     """
 
     def __init__(self, transform: Callable[..., Any], decode: str | None = None) -> None:
@@ -154,18 +154,18 @@ def check_callable(role: str, function: Any) -> None:
     """
     if isinstance(function, type) and is_albumentations(function):  # by its metaclass
         raise TypeError(
-            f"{role} is the class {function.__name__}: give an instance of it, such as "
+            f"{role} is the class {function.__name__}: pass an instance of it, such as "
             f"{role}={function.__name__}(p=0.5)"
         )
     if not callable(function):
         raise TypeError(
-            f"{role}={function!r:.80} is of type {type(function).__name__}, which cannot be called: give an "
+            f"{role}={function!r:.80} is of type {type(function).__name__}, which is not callable: pass an "
             "albumentations pipeline, a function that takes a sample, or None"
         )
 
 
 def _is_uint8(sample: Any) -> bool:
-    """Whether all images and masks of a sample are uint8 arrays, or not decoded yet."""
+    """Whether all images and masks of a sample are uint8 arrays, or undecoded."""
     if not isinstance(sample, dict):
         return getattr(_image_of(sample), "dtype", _UINT8) == _UINT8
     return all(
@@ -188,8 +188,8 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
     """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
     Raises:
-        TypeError: The sample has none of these forms, is a tuple whose mask would not be transformed, or is a
-            dict without a target of the transform.
+        TypeError: The sample is none of these, is a tuple whose mask would not be transformed, or is a dict
+            without a target of the transform.
     """
     if (
         type(sample) is tuple

@@ -1,14 +1,14 @@
-"""Decides which transforms may run on the cache's own read-only memory, without a copy.
+"""Decides which transforms can run on the cache's own read-only memory, without a copy.
 
 Rules:
 
-1. NumPy and OpenCV refuse to write to an array that is marked read-only. Other libraries ignore the mark and
-   write to the pages, which ends the process: torch makes writable tensors of read-only arrays, and older
-   releases of stringzilla write in place. So a transform gets private copies unless all of its code is known.
+1. NumPy and OpenCV do not write to an array marked read-only. Other libraries ignore the mark and write to
+   the pages, which kills the process: torch makes writable tensors of read-only arrays, and older releases of
+   stringzilla write in place. So a transform gets private copies unless all of its code is known.
 2. The code of one release of albumentations is known: the tests run each of its transforms on sealed memory.
-   A pipeline is known if it holds only objects of that library and plain data, and no subclasses or functions
-   of the user. Parts that are put into a pipeline later are not checked. No such transform refuses the memory
-   of uint8 images; Normalize divides float32 images in place.
+   A pipeline is known if it holds only objects of that library and plain data, and no user subclasses or
+   functions. Parts added to a pipeline later are not checked. All such transforms accept the memory of uint8
+   images; Normalize divides float32 images in place.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _PLAIN = frozenset(
 
 
 def keeps_read_only(transform: Any) -> bool:
-    """Whether a transform is an albumentations pipeline of which all code respects the read-only mark.
+    """Whether a transform is an albumentations pipeline whose code all respects the read-only mark.
 
     ToTensorV2 is not accepted: it passes a read-only array to torch.from_numpy, which warns.
     """
     if not is_tested_release() or not _is_known_class(type(transform)):
         return False
-    seen = {id(transform): transform}  # keeps the objects alive, so that their ids stay unique
+    seen = {id(transform): transform}  # keeps the objects alive, so their ids stay unique
     queue = [transform]
     while queue:
         parts = _parts(queue.pop())
@@ -59,7 +59,7 @@ def is_tested_release() -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """The parts of an object, or None if it may run unknown code."""
+    """The parts of an object, or None if it can run unknown code."""
     cls = type(value)
     if cls in _PLAIN or issubclass(cls, (np.generic, np.dtype)):
         return ()

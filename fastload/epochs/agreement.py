@@ -1,18 +1,18 @@
-"""Before a loader's first epoch: check that the samplers of all ranks split one dataset in one way.
+"""Before a loader's first epoch: check that the samplers of all ranks split the same dataset in the same way.
 
 If the dataset of one rank is shorter, its epoch ends earlier, and the other ranks wait in an all-reduce until
-the launcher or a timeout ends them. The check turns this into an error within seconds. It is no collective,
-because some ranks may not iterate: each rank compares its facts with those of the rank that came first,
-through the store of the process group. A wrong alarm would be worse than none. Rules:
+the launcher or a timeout ends them. The check turns this into an error within seconds. It is not a
+collective, because some ranks might not iterate: each rank compares its facts with those of the first rank,
+through the store of the process group. A false alarm would be worse than none. Rules:
 
 1. Only torch's DistributedSampler is checked, its subclasses that keep its order, and NodePartitionSampler;
    only if they split the dataset among all ranks of the default process group.
-2. The n-th loader of one rank is compared with the n-th of the other one, among loaders with the same
-   classes, `shuffle`, batch size and `drop_last`.
-3. Their difference is an error only if neither rank has made a loader with the facts of the other one. Ranks
-   may therefore make loaders in another order, or make more of them.
-4. Facts that may differ for a good reason are not compared: the batch size and the number of batches (faster
-   ranks may get more samples), and the epoch (one rank may have read an epoch before).
+2. The n-th loaders of two ranks are compared, among loaders with the same classes, `shuffle`, batch size and
+   `drop_last`.
+3. A difference is an error only if neither rank has made a loader with the other's facts. So ranks can make
+   loaders in a different order, or make more of them.
+4. Facts that can differ for a good reason are not compared: the batch size and the number of batches (faster
+   ranks can get more samples), and the epoch (one rank might have read an epoch before).
 5. If the store cannot be used, there is no check.
 """
 
@@ -47,7 +47,8 @@ class _Ledger:
         keys: The key under which a loader will be compared, without the parts that name the run.
         counts: How many loaders were made with the same key before.
         made: The facts of all loaders.
-        num_joined: How many processes of this rank have used the store, with this one; None: not asked yet.
+        num_joined: How many processes of this rank have used the store, including this one; None: not asked
+            yet.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,7 @@ _ledger = _Ledger()
 
 
 def note(loader: DataLoader[Any]) -> None:
-    """Record a loader that was just made, if its sampler splits the dataset among ranks."""
+    """Record a new loader, if its sampler splits the dataset among ranks."""
     watch_forks()
     sampler = _splitting_sampler(loader)
     if sampler is None:
@@ -79,10 +80,10 @@ def note(loader: DataLoader[Any]) -> None:
 
 
 def check(loader: DataLoader[Any]) -> None:
-    """Compare this rank's loader with that of the rank that began its first epoch first.
+    """Compare this rank's loader with that of the first rank to begin an epoch.
 
     Raises:
-        RanksDisagreeError: Both split the dataset in different ways.
+        RanksDisagreeError: They split the dataset in different ways.
     """
     key = _ledger.keys.get(loader)
     if key is None:
@@ -108,7 +109,7 @@ def _splitting_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | Non
 
 
 def _num_replicas(sampler: DistributedSampler[Any]) -> int:
-    # A subclass may set its attributes later.
+    # A subclass can set its attributes later.
     return integer_or_none(getattr(sampler, "num_replicas", None)) or 1
 
 
@@ -127,16 +128,16 @@ def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
 
 def _first(group: Any, rank: int, key: str, ours: dict[str, Any]) -> dict[str, Any]:
     """What the first rank published under this key: one round trip. Ours if the store cannot be used."""
-    # torchrun may serve several starts of the workers from one store; their keys must differ.
+    # torchrun can serve several starts of the workers from one store; their keys must differ.
     run = "/".join([str(group.get_world_size()), *(os.environ.get(name, "") for name in _RUN)])
     try:
         store = store_of(group)
         if _ledger.num_joined is None:
-            # After a change of the nodes, torchrun may give the same names: a new process counts on.
+            # After a change of the nodes, torchrun can reuse names: a new process continues the count.
             _ledger.num_joined = int(store.add(f"fastload/joined/{run}/{rank}", 1))
         name = f"fastload/loader/{run}/{_ledger.num_joined}/{key}"
         found: dict[str, Any] = json.loads(store.compare_set(name, "", json.dumps(ours)))
-    except Exception as error:  # noqa: BLE001  # other libraries' stores may raise anything; training goes on
+    except Exception as error:  # noqa: BLE001  # other libraries' stores can raise anything
         log.debug("the loaders of the ranks are not compared, because the store cannot be used: %r", error)
         return ours
     return found
@@ -146,11 +147,11 @@ def _compare(ours: dict[str, Any], first: dict[str, Any]) -> None:
     mine, theirs = ours["facts"], first["facts"]
     different = [name for name in mine if name in theirs and mine[name] != theirs[name]]
     if not different or mine in first["made"] or theirs in ours["made"]:
-        return  # the same, or the ranks made their loaders in another order
+        return  # the same, or the ranks made their loaders in a different order
     name = different[0]
     raise RanksDisagreeError(
         f"the {name} is {mine[name]} on {ours['rank']}, but {theirs[name]} on {first['rank']}. Samples would "
-        "be repeated or missing, and training may hang at the end of the shortest epoch. Give all ranks the "
-        "same dataset and the same arguments of the sampler: look for files that are missing on a node, and "
-        "for code that filters the dataset by rank before the sampler splits it"
+        "be repeated or missing, and training could hang at the end of the shortest epoch. Use the same "
+        "dataset and the same sampler arguments on all ranks: look for files missing on a node, and for "
+        "code that filters the dataset by rank before the sampler splits it"
     )

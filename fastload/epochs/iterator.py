@@ -1,4 +1,4 @@
-"""The common bases of all iterators over an epoch."""
+"""The base classes of all iterators over an epoch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EpochIterator:
 
 
 class HostIterator(EpochIterator, _BaseDataLoaderIter):
-    """The base of the iterators with and without workers: torch's, which takes 5 us less for each batch.
+    """The base of the iterators with and without workers: torch's, minus 5 us per batch.
 
     torch's `__next__` labels each batch in the profile; this one does so only while a profiler is on.
 

@@ -1,13 +1,13 @@
-"""NodePartitionSampler: each node trains on a part of the dataset of its own, for several epochs.
+"""NodePartitionSampler: each node trains on its own part of the dataset, for several epochs.
 
 Every rank computes its indices from its arguments and the epoch alone; the ranks do not communicate. Rules:
 
 1. A partition of the indices stays the same for some consecutive epochs: ``partition = epoch //
-   epochs_per_partition``. A permutation of all indices depends on (seed, partition); node k has every
-   num_nodes-th index of it, from the k-th on.
-2. In each epoch, each node shuffles its part. The order depends on (seed, partition, epoch, node). The ranks
-   of the node take turns over it.
-3. Every rank gets as many indices as from torch's DistributedSampler. To get there, a node repeats indices of
+   epochs_per_partition``. A permutation of all indices depends on (seed, partition); node k gets every
+   num_nodes-th index of it, starting with the k-th.
+2. In each epoch, each node shuffles its part. The order depends on (seed, partition, epoch, node). The node's
+   ranks take indices in turn.
+3. Every rank gets as many indices as from torch's DistributedSampler. To this end, a node repeats indices of
    its own part, or drops the last indices of its shuffled part.
 """
 
@@ -31,47 +31,47 @@ if TYPE_CHECKING:
 
 
 class NodePartitionSampler(DistributedSampler[int]):
-    """A `DistributedSampler` for which each node caches only its own part of the dataset.
+    """A `DistributedSampler` with which each node caches only its own part of the dataset.
 
     The dataset is partitioned into one part per node, of equal size (plus or minus one sample). For
-    `epochs_per_partition` epochs, the ranks of a node read samples of their node's part only; then the
+    `epochs_per_partition` epochs, the ranks of a node read only samples of their node's part; then the
     dataset is repartitioned. The parts depend on the seed and the epoch, without communication. Over all
     ranks, each epoch has every sample at least once, and no sample twice except for the padding that makes
-    all ranks equally long. With `drop_last`, up to ``num_replicas - 1`` samples are left out instead, others
-    in each epoch.
+    all ranks equally long. With `drop_last`, up to ``num_replicas - 1`` samples are left out instead,
+    different ones in each epoch.
 
     As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
     rank.
 
     When the first epoch of a partition begins, the sampler calls ``dataset.retain(part)`` if the dataset has
-    that method, so that a cache drops the samples that left the part. For a `Subset`, it calls the method of
-    the dataset inside, with the indices of that dataset. The cache then drops samples outside the part even
-    if another loader uses them: give a validation set a cache of its own. With one node nothing is dropped.
+    that method, so a cache drops the samples that left the part. For a `Subset`, it calls the method of the
+    wrapped dataset, with that dataset's indices. The cache then drops samples outside the part even if a
+    different loader uses them: give a validation set its own cache. With one node nothing is dropped.
 
     Args:
-        dataset: As for torch's sampler: its length is read once.
+        dataset: As for torch's sampler; its length is read once.
         num_replicas: The number of ranks; default: from the process group, else from WORLD_SIZE.
         rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
             ``rank = node * ranks_per_node + local_rank``.
-        shuffle: False gives a fixed order: node k always has the indices k, k + num_nodes, ... in this order,
-            and the parts never change. All ranks together then read the dataset from its beginning to its
-            end, and `drop_last` always drops its last samples.
+        shuffle: False: a fixed order: node k always has the indices k, k + num_nodes, ..., and the parts
+            never change. All ranks together then read the dataset from its beginning to its end, and
+            `drop_last` always drops its last samples.
         seed: The same on every rank.
-        drop_last: Drop samples, instead of repeating some, so that all ranks are equally long.
+        drop_last: Drop samples, instead of repeating some, to make all ranks equally long.
         num_nodes: The number of nodes; default: the number of ranks divided by LOCAL_WORLD_SIZE, which
             torchrun sets (or the variables of mpirun).
         epochs_per_partition: For how many epochs a node keeps its part. At 1, each epoch reads different
-            samples, and a cache in RAM is of no use.
+            samples, and a cache in RAM is useless.
         retain: False: never call ``dataset.retain()``.
 
     Attributes:
-        epoch: The number that `set_epoch` was given; 0 at first.
+        epoch: The epoch of the last `set_epoch`; 0 at first.
         num_samples: How many indices each rank gets in an epoch; also the length of the sampler.
         num_nodes, ranks_per_node, node, local_rank: The place of this rank.
         epochs_per_partition: As given.
 
     Raises:
-        RuntimeError: A number was not given, and neither the process group nor the environment has it.
+        RuntimeError: A missing number is in neither the process group nor the environment.
         TypeError: A number is not an integer.
         ValueError: The nodes have different numbers of ranks, there are fewer samples than nodes, or an
             argument is out of range.
@@ -111,8 +111,8 @@ class NodePartitionSampler(DistributedSampler[int]):
         self._length = len(dataset)
         if self.num_samples and self._length < self.num_nodes:
             raise ValueError(
-                f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so that "
-                "some nodes would have none: use torch's DistributedSampler, or drop_last=True"
+                f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so some "
+                "nodes would have none: use torch's DistributedSampler, or drop_last=True"
             )
         self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its partition
         self._retained_partition: int | None = None
@@ -189,10 +189,10 @@ class NodePartitionSampler(DistributedSampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Continue from the epoch of a state, which any rank may have saved.
+        """Continue from the epoch of a state that any rank has saved.
 
-        A sampler with different arguments (a different number of nodes or ranks, for example) can only begin
-        a new partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises
+        A sampler with different arguments (for example, number of nodes or ranks) can only begin a new
+        partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises
         ResumeError.
 
         Raises:
@@ -209,7 +209,7 @@ class NodePartitionSampler(DistributedSampler[int]):
         self.epoch = self._loaded["epoch"]
 
     def _check_state(self) -> None:
-        """Refuse to continue a loaded state's partition with different arguments: the parts would differ."""
+        """Do not continue a loaded state's partition with different arguments: the parts would differ."""
         theirs, ours = self._loaded, self.state_dict()
         if theirs is None:
             return
@@ -229,16 +229,16 @@ class NodePartitionSampler(DistributedSampler[int]):
 
 
 def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """A permutation that follows from the key alone."""
+    """A permutation that depends only on the key."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    # torch's generator on the CPU, like that of DistributedSampler: NumPy may change its permutations.
+    # torch's generator on the CPU, like that of DistributedSampler: NumPy can change its permutations.
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     found: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(length, generator=generator).numpy()
     return found
 
 
 def _retain(dataset: Any, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Call the `retain` of the dataset, or of the dataset inside torch's subsets."""
+    """Call the `retain` of the dataset, or of the one that torch's subsets wrap."""
     while type(dataset) is Subset:
         indices = np.asarray(dataset.indices, dtype=np.int64)[indices]
         dataset = dataset.dataset
@@ -258,10 +258,10 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _place(argument: str, given: int | None, variable: str, method: str) -> int:
-    """What the user gave, or the process group knows, or else the environment.
+    """The argument, or the process group's value, or else the environment's.
 
     Raises:
-        RuntimeError: None of them knows it.
+        RuntimeError: None of them has it.
     """
     group = process_group()
     if given is not None:
@@ -293,8 +293,8 @@ def _num_nodes(given: int | None, num_replicas: int) -> int:
             raise ValueError(f"num_nodes should be an int of at least 1, but got {given!r}")
         if num_replicas % given:
             raise ValueError(
-                f"every node needs the same number of ranks, but {num_replicas} ranks on {given} nodes were "
-                "given: give another num_nodes or num_replicas"
+                f"every node needs the same number of ranks, but got {num_replicas} ranks on {given} nodes: "
+                "change num_nodes or num_replicas"
             )
         return operator.index(given)
     if num_replicas == 1:

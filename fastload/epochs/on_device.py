@@ -1,11 +1,11 @@
 """The iterator of a DataLoader with `device=`: it returns batches on the device, already transformed.
 
-Runs in the consumer's process, and wraps the iterator that brings the batches to the host. Rules:
+Runs in the consumer's process, and wraps the iterator over batches on the host. Rules:
 
 1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py). On other
    devices they are moved and transformed when the caller asks for them.
-2. `state_dict()` counts the batches that the caller received, not those copied ahead.
-3. The random numbers of a transform follow from the batch (rng/batch_draws.py), at whatever time it runs.
+2. `state_dict()` counts the batches that the caller received, not those prefetched.
+3. The random numbers of a transform depend on the batch (rng/batch_draws.py), whenever it runs.
 4. A loader has one copy stream on each device for its whole life. The stream is kept here and not in the
    loader, because frameworks copy a loader's attributes.
 """
@@ -121,7 +121,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         return self.source._workers  # as in torch, an iterator without workers has no such attribute
 
     def close(self) -> None:
-        """End the copies ahead and close the source; batches that the caller holds stay valid."""
+        """Stop prefetching and close the source; batches that the caller holds stay valid."""
         self._is_closed, self._copies = True, None
         self.source.close()
 

@@ -3,8 +3,9 @@
 Samplers and generators are named by their places in the loader. The place of a sampler is the path of the
 attribute that holds it.
 
-Frameworks save the state of one rank, and load it on all of them. Each rank reads other indices, so a
-checksum of indices says nothing about another rank's state; the facts of `Order` are compared instead.
+Frameworks save the state of one rank, and load it on all of them. Each rank reads different indices, so a
+checksum of indices says nothing about the state of a different rank; the facts of `Order` are compared
+instead.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Sources:
             known.add(id(owner))
             if owner is not loader:
                 self.samplers[place] = owner
-                # Batch samplers may be nested: Accelerate wraps the loader's own.
+                # Batch samplers can be nested: Accelerate wraps the loader's own.
                 if owner is loader.batch_sampler or isinstance(owner, BatchSampler):
                     names = ("sampler", "batch_sampler")
                     left += [(f"{place}.{name}", getattr(owner, name, None)) for name in names]
@@ -77,8 +78,8 @@ class Sources:
     def sampler_states(self) -> dict[str, bytes]:
         """By place, the states of samplers with a state_dict(), and the epochs of samplers that count epochs.
 
-        Each state is pickled, because a sampler may return objects that it changes later. Only this process
-        may unpickle them.
+        Each state is pickled, because a sampler can return objects that it changes later. Only this process
+        unpickles them.
         """
         states = {}
         for key in self.keys:
@@ -97,7 +98,7 @@ class Sources:
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         except (RuntimeError, ValueError) as error:
             raise ResumeError(
-                f"the state of the generator of the {place} is damaged: torch refuses {len(state)} bytes, "
+                f"the state of the generator of the {place} is damaged: torch rejects {len(state)} bytes, "
                 f"{error}"
             ) from error
         return generator
@@ -244,7 +245,7 @@ def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
 def _attribute(owner: Any, name: str) -> Any:
     try:
         return getattr(owner, name, None)
-    except Exception:  # noqa: BLE001  # a property of the user's, which may need a process group
+    except Exception:  # noqa: BLE001  # a user's property, which can need a process group
         return None
 
 
@@ -255,7 +256,7 @@ def _seed(
         seed = integer_or_none(_attribute(sampler, "seed"))
         if seed is not None:
             return seed
-    if is_split:  # the ranks share the order below, and the state that is loaded sets its generator
+    if is_split:  # the ranks share the order below, and the loaded state sets its generator
         return None
     for sampler in samplers:
         if hasattr(sampler, "generator"):  # as in torch's samplers, None stands for the default generator
@@ -267,7 +268,7 @@ def _seed(
 
 
 def integer_or_none(value: Any) -> int | None:
-    """The value as an int; None for a bool, and for what is no integer."""
+    """The value as an int; None for a bool or a non-integer."""
     if value is None or isinstance(value, bool):
         return None
     try:

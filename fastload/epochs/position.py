@@ -2,7 +2,7 @@
 
 The dict holds only types that JSON and `torch.load(weights_only=True)` support, if the user's own parts
 (states of samplers and datasets) do too. Reading a state runs no code from it. Every value is checked before
-anything is changed, because a state may come from a damaged file or from somebody else.
+anything is changed, because a state can come from a damaged file or an untrusted source.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 VERSION = 3
 _INT64 = 1 << 63
-_CURE = "Load another checkpoint, or start without a state"
+_CURE = "Load a different checkpoint, or start without a state"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -36,7 +36,7 @@ class Position:
 
     Attributes:
         epoch: The number that set_epoch() gave, or else the previous number plus one.
-        iterator_kind: The iterator that torch began the epoch with, which decides on the order of torch's
+        iterator_kind: The iterator that torch began the epoch with, which determines the order of torch's
             draws: `"local"` (no workers), `"workers"`, or `"again"` (persistent workers); None: no epoch has
             begun.
         generators: States of the generators before anything was drawn, by place (see `order`).
@@ -132,7 +132,7 @@ class Position:
         return found
 
     def _contradictions(self) -> Iterator[tuple[bool, str]]:
-        """What no loader saves together, and whether it is so here."""
+        """Combinations that no loader saves, and whether they occur here."""
         num_received, num_ranks, copies = self.num_received, self.order.num_ranks, self.dataset_states or []
         beginning = num_received, self.is_finished, self.checksum, self.base_seed, self.obstacle, copies
         has_begun = beginning != (0, False, (0, 0), 0, None, [])
@@ -164,7 +164,7 @@ class Position:
             needs_batch_size: Whether batches can only be skipped with the same batch size.
 
         Returns:
-            Whether another rank saved the state.
+            Whether a different rank saved the state.
 
         Raises:
             ResumeError: The state is valid neither for this loader nor for this rank.
@@ -306,6 +306,6 @@ def _checksum_with(index: Any, checksum: int) -> int:
         pass
     try:
         text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes
-    except Exception:  # noqa: BLE001  # the index may be of a class of the user's
+    except Exception:  # noqa: BLE001  # the index can be of a user's class
         text = type(index).__name__
     return zlib.crc32(text.encode("utf-8", "surrogatepass"), checksum)

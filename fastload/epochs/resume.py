@@ -1,19 +1,19 @@
 """Save and resume the position in an epoch: `state_dict()` and `load_state_dict()` of the loader.
 
 A state holds the beginning of the epoch (the states of generators and samplers before anything was drawn, and
-the base seed that was drawn then) and the number of batches that the caller has received since. To resume,
-the loader replays the beginning in the same order, and skips the indices of that many batches; it reads no
-sample. Rules:
+the base seed drawn then) and the number of batches that the caller has received since. To resume, the loader
+replays the beginning in the same order, and skips the indices of that many batches; it reads no samples.
+Rules:
 
-1. A state counts the batches that the caller received, not those that workers have fetched ahead.
+1. A state counts the batches that the caller received, not those that workers have prefetched.
 2. torch's default generator belongs to the user: resuming leaves it unchanged.
-3. If a sampler gives other indices the second time, a checksum shows it, and an error is raised. The ranks
-   of a run may load the state of one of them: then the facts that are common to the ranks are compared
-   instead (see `order`).
+3. If a sampler returns different indices on replay, a checksum detects it, and an error is raised. The ranks
+   of a run can load the state of one of them: then the facts that all ranks share are compared instead (see
+   `order`).
 4. An `iter(loader)` that fails changes nothing: a loaded state stays loaded.
 5. An error of a user's `state_dict()` fails no epoch and no batch: it is raised when a state is requested.
-6. The batches of an iterator that a subclass makes by itself are not counted. A state then is that of the
-   beginning of an epoch, with a warning: an error would end a training while it saves a checkpoint.
+6. The batches of an iterator that a subclass makes by itself are not counted. A state is then that of the
+   beginning of an epoch, with a warning: an error would end training while it saves a checkpoint.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Epoch:
     Attributes:
         position: Of the loader now; `state_dict()` saves it.
         error: The error of a sampler's state_dict(), as torch sends errors.
-        ahead: The arguments of `received` for batches that were fetched and that the caller has not received;
-            None if nothing is fetched ahead.
-        fetched_origin: With `rng="sample"`: the index of the batch that was fetched last, and the origin of
-            its samples' random streams. With `in_order=False` torch's workers fetch in another order than
-            that of the indices, and the two do not belong together.
-        loads_dataset_states: Whether the states of the dataset come from a state, so that the copies must
+        ahead: The arguments of `received` for batches fetched but not yet received by the caller; None if
+            nothing is prefetched.
+        fetched_origin: With `rng="sample"`: the index of the last fetched batch, and the origin of its
+            samples' random streams. With `in_order=False` torch's workers do not fetch in the order of the
+            indices, and the two do not belong together.
+        loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
         stream_counter: Counts the samples' random streams with `rng="sample"`.
         rank: That the loader reads for, if it transforms batches; 0 if it is unknown.
@@ -82,7 +82,7 @@ class Epoch:
         self.rank = 0
         self._is_iterable = is_iterable
         self._goal: Position | None = None  # the position to return to, until `replay`
-        self._is_of_other_rank = False  # whether another rank saved it
+        self._is_of_other_rank = False  # whether a different rank saved it
         self._default_state: torch.Tensor | None = None  # the user's, which `replay` leaves unchanged
         # With rng="sample": what was counted and not yet fetched.
         self._counted: deque[tuple[Any, StreamOrigin]] = collections.deque()
@@ -95,7 +95,7 @@ class Epoch:
         self._default_state = torch.default_generator.get_state()
 
     def go_on_from(self, goal: Position) -> None:
-        """Begin this epoch as the workers of the finished one before would: torch draws no base seed."""
+        """Begin this epoch as persistent workers of the previous one would: torch draws no base seed."""
         self.position.iterator_kind = "again"
         self._goal = dataclasses.replace(goal, num_received=0, checksum=(0, 0))
 
@@ -127,7 +127,7 @@ class Epoch:
             self.ahead.append((index, worker, dataset_state))
 
     def receive_until(self, number: int) -> None:
-        """Record that the caller receives batches that are ahead, until it has received this number."""
+        """Record that the caller receives prefetched batches, until it has received this number."""
         while self.ahead and self.position.num_received < number:
             self.received(*self.ahead.popleft())
 
@@ -143,15 +143,14 @@ class Epoch:
         self.position.advance(index, worker, dataset_state)
 
     def choose_base_seed(self, drawn: int) -> int:
-        """The base seed: the seed that was just drawn, or the seed of the epoch that is resumed."""
+        """The base seed: the one just drawn, or that of the resumed epoch."""
         self.position.base_seed = drawn if self._goal is None else self._goal.base_seed
         return self.position.base_seed
 
     def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
-        """The iterator over indices: ``drawn``, or, if an epoch is resumed, its indices that are left.
+        """The iterator over indices: ``drawn``, or the remaining indices of a resumed epoch.
 
-        Raises:
-            ResumeError: The sampler gives other indices than before.
+        Raises: ResumeError: The sampler gives different indices than before.
         """
         goal, self._goal = self._goal, None
         if goal is None:
@@ -167,7 +166,7 @@ class Epoch:
         if self._default_state is not None:
             has_drawn = goal.num_received or self._is_iterable
             if not has_drawn and not torch.equal(torch.default_generator.get_state(), self._default_state):
-                # A sampler may draw its order when the first index is requested. This must happen before
+                # A sampler can draw its order when the first index is requested. This must happen before
                 # torch's default generator is set back to the user's state.
                 indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
@@ -177,7 +176,7 @@ class Epoch:
         """Draw the base seed as torch did when the epoch began; persistent workers kept the one before.
 
         Raises:
-            ResumeError: The base seed of the state was not drawn so.
+            ResumeError: The state's base seed was not drawn this way.
         """
         generator = torch.default_generator if loader.generator is None else loader.generator
         is_drawn = self.position.iterator_kind != "again"
@@ -186,8 +185,9 @@ class Epoch:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         if (seed == self.position.base_seed) is not is_drawn:
             raise ResumeError(
-                "the state contradicts itself, or another loader saved it: its generators do not give its "
-                "'base_seed': load another checkpoint, or give the loader the same sampler and generator"
+                "the state contradicts itself, or a different loader saved it: its generators do not "
+                "produce its 'base_seed': load a different checkpoint, or give the loader the same sampler "
+                "and generator"
             )
 
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], goal: Position) -> None:
@@ -205,18 +205,18 @@ class Epoch:
                     f"{self.position.num_received}: give the loader {_SAME}"
                 ) from None
         self._counted.clear()  # the skipped batches are not fetched
-        if self._is_of_other_rank:  # its indices are others; `order.check` has compared the rest
+        if self._is_of_other_rank:  # its indices differ; `order.check` has compared the rest
             self._expect_own_share(loader, goal)
             return
         if count == checked and self.position.checksum[1] != expected:
             raise ResumeError(
-                f"the sampler gave other indices for the first {count} batches than in the epoch to be "
-                f"resumed: give the loader {_SAME}; a sampler of your own must draw from a torch.Generator "
-                "in its attribute `generator` or from torch's default one, or have a state_dict()"
+                f"the sampler gave different indices for the first {count} batches than in the epoch to be "
+                f"resumed: give the loader {_SAME}; a custom sampler must draw from a torch.Generator in its "
+                "attribute `generator` or from torch's default one, or have a state_dict()"
             )
 
     def _expect_own_share(self, loader: DataLoader[Any], goal: Position) -> None:
-        """Check that a sampler with the state of another rank does not give that rank's indices."""
+        """Check that a sampler with the state of a different rank does not give that rank's indices."""
         rank, order = rank_and_order(loader)
         has_state = order.num_ranks is not None and any(not key.endswith(".epoch") for key in goal.samplers)
         if has_state and goal.num_received and self.position.checksum == goal.checksum:
@@ -268,9 +268,8 @@ def current_epoch(loader: Any) -> Epoch:
 def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
     """The iterator that ``make`` returns; if ``make`` raises, the loader keeps its position.
 
-    A loaded state then stays loaded, and all generators and samplers are restored, so that another
-    `iter(loader)` begins at the same place. Without a loaded state, the loader's generator stays as torch
-    leaves it.
+    A loaded state then stays loaded, and all generators and samplers are restored, so the next `iter(loader)`
+    begins at the same place. Without a loaded state, the loader's generator stays as torch leaves it.
     """
     progress = progress_of(loader)
     before = progress.next_number, progress.current, progress.loaded
@@ -285,7 +284,7 @@ def make_iterator(loader: DataLoader[Any], make: Callable[[], Any]) -> Any:
 
 
 def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
-    """Warn once if a subclass has methods of its own that make iterators, and nobody has counted a batch."""
+    """Warn once if a subclass makes its own iterators, and no batch was counted."""
     progress, kind = progress_of(loader), type(loader)
     is_counted = progress.current is not None or progress.loaded is not None
     methods: list[Any] = [kind.__iter__, kind._get_iterator]
@@ -352,19 +351,19 @@ def obstacle(loader: DataLoader[Any]) -> str | None:
     if loader._dataset_kind == _DatasetKind.Map or keeps_state(dataset):
         return None
     if not callable(getattr(dataset, "state_dict", None)):
-        return None  # its iterator may keep a state; otherwise its batches are read again
+        return None  # its iterator might keep a state; otherwise its batches are read again
     return (
         "the iterable-style dataset has a state that fastload cannot save or load: state_dict() is called "
         f"without arguments and load_state_dict() with the state, and {type(dataset).__name__} lacks one of "
-        "them, or they need other arguments"
+        "them, or they need different arguments"
     )
 
 
 def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """Whether a state of the loader has a state of each worker's copy of the dataset.
 
-    Worker threads share the dataset, so that a batch has no state of its own. A module's `state_dict()` has
-    its weights.
+    Worker threads share the dataset, so a batch has no state of its own. A module's `state_dict()` has its
+    weights.
     """
     if loader._dataset_kind == _DatasetKind.Iterable:
         return True
@@ -375,8 +374,8 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
 def _begin_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position | None) -> None:
     """Set the states of the copies of the dataset before the first batch of an epoch.
 
-    A map-style dataset in persistent workers enters an epoch with the state in which it left the epoch
-    before. An iterable-style dataset starts over.
+    A map-style dataset in persistent workers enters an epoch with the state in which it left the previous
+    one. An iterable-style dataset starts over.
     """
     num_copies = max(1, loader.num_workers)
     epoch.position.dataset_states = [NOT_BEGUN] * num_copies
@@ -393,7 +392,7 @@ def _begin_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position
 
 
 def sample_seed_of(loader: DataLoader[Any]) -> int:
-    """The seed of the run that was loaded; else the user's seed of the loader's generator, or of torch."""
+    """The seed of the loaded run; else the user's seed of the loader's generator, or of torch."""
     loaded = progress_of(loader).sample_seed
     if loaded is not None:
         return loaded
@@ -401,13 +400,14 @@ def sample_seed_of(loader: DataLoader[Any]) -> int:
 
 
 def _return_to(loader: DataLoader[Any], epoch: Epoch, state: Position) -> None:
-    """Turn a new epoch into the epoch of the state."""
+    """Turn a new epoch into the state's epoch."""
     position = epoch.position
     is_of_other_rank = _check(loader, state)
     if is_of_other_rank and any(copy.has_state for copy in state.dataset_states or ()):
         log.warning(
-            "this rank loads the states of a dataset that rank %s saved: they are right only if the "
-            "dataset's state_dict() does not depend on the rank; else save and load a state for each rank",
+            "this rank loads the states of a dataset that rank %s saved, which is correct only if the "
+            "dataset's state_dict() does not depend on the rank; otherwise save and load a state for "
+            "each rank",
             state.rank,
         )
     position.epoch = state.epoch
@@ -431,8 +431,8 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) 
     if num_theirs != num_ours:
         if state.num_received:
             raise ResumeError(
-                f"the state was saved with copies of the dataset, which have a state each, in {num_theirs} "
-                f"workers, but this loader has {num_ours}: give it the same dataset and num_workers as before"
+                f"the state has a dataset state for each of {num_theirs} workers, but this loader has "
+                f"{num_ours}: give it the same dataset and num_workers as before"
             )
         return
     if theirs is None:
@@ -445,7 +445,7 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) 
     copies = list(theirs)
     is_stream = loader._dataset_kind == _DatasetKind.Iterable
     num_batches = sum(copy.num_to_read_again for copy in copies) if is_stream else 0
-    if num_batches > state.num_received:  # Accelerate takes off batches that it has prefetched
+    if num_batches > state.num_received:  # Accelerate subtracts batches that it has prefetched
         if len(copies) > 1:
             raise ResumeError(
                 f"the state was changed: it has {state.num_received} batches, but workers have read "
@@ -466,7 +466,7 @@ def _set_dataset_states(loader: DataLoader[Any], epoch: Epoch, state: Position) 
 
 
 def _check(loader: DataLoader[Any], state: Position) -> bool:
-    """Whether another rank saved the state.
+    """Whether a different rank saved the state.
 
     Raises:
         ResumeError: The state is not valid for this loader or for this rank.
@@ -513,8 +513,8 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     """Make the next epoch of the loader resume from the state.
 
     Raises:
-        ResumeError: This is not a state of this release's loader, or another rank saved it whose order is
-            not this rank's. Nothing has changed.
+        ResumeError: This is not a state of this release's loader, or a different rank with a different order
+            saved it. Nothing has changed.
     """
     saved = Position.parse(state)
     sources = Sources(loader)
@@ -524,7 +524,7 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
     if not saved.is_within_epoch:
         _check(loader, saved)
     _keep_num_workers(loader, saved)
-    if not saved.is_within_epoch:  # set now, so that a later set_epoch() takes precedence
+    if not saved.is_within_epoch:  # set now, so a later set_epoch() takes precedence
         with sources.unchanged_on_error():
             sources.set_generators(saved.generators)
             sources.set_samplers({k: v for k, v in saved.samplers.items() if k in sources.keys})
@@ -538,11 +538,11 @@ def load(loader: DataLoader[Any], state: dict[str, Any]) -> None:
 def _check_nothing_is_missing(loader: DataLoader[Any], sources: Sources, state: Position) -> None:
     """Check that the state has each part that determines the loader's batches.
 
-    A loader can have a different kind of sampler than the one that saved the state: that one's parts are
-    no business of its.
+    A loader can have a different kind of sampler than the one that saved the state; that sampler's parts are
+    ignored.
 
     Raises:
-        ResumeError: One is missing: the loader would go on from where that one happens to be.
+        ResumeError: One is missing: the loader would continue from wherever that part happens to be.
     """
     generators, samplers = set(sources.generators), sources.keys
     if rank_and_order(loader)[1].sampler != state.order.sampler:
@@ -555,8 +555,8 @@ def _check_nothing_is_missing(loader: DataLoader[Any], sources: Sources, state: 
             missing.add("dataset_states")
     if missing:
         raise ResumeError(
-            f"the state lacks {', '.join(sorted(missing))}, which decides on the batches of this loader: "
-            "give it the same dataset, sampler and generator as before, or load another checkpoint"
+            f"the state lacks {', '.join(sorted(missing))}, which determines the batches of this loader: "
+            "give it the same dataset, sampler and generator as before, or load a different checkpoint"
         )
 
 
@@ -578,7 +578,7 @@ def _set_own_dataset(loader: DataLoader[Any], state: Position) -> None:
 
 
 def set_epoch(loader: DataLoader[Any], number: int) -> None:
-    """Give the next epoch this number, also in samplers and datasets that count epochs.
+    """Set the number of the next epoch, also in samplers and datasets that count epochs.
 
     Raises:
         TypeError: The number is not an integer.

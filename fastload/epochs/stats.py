@@ -1,13 +1,13 @@
-"""Measure and count what a loader does, always: `DataLoader.stats()` and `DataLoader.log_stats()`.
+"""The always-on counters of a loader: `DataLoader.stats()` and `DataLoader.log_stats()`.
 
-Runs in the consumer's process. The iterator that the caller has, and no iterator inside it, measures with a
-`Clock`. Rules:
+Runs in the consumer's process. Only the caller's iterator, no iterator inside it, measures with a `Clock`.
+Rules:
 
-1. The figures belong to the loader, and add up over its epochs and iterators. A loader that was copied,
-   unpickled or forked starts at zero.
-2. Threads may share a loader and its iterators, and no batch is lost or counted twice.
+1. The figures belong to the loader, and add up over its epochs and iterators. A copied, unpickled or forked
+   loader starts at zero.
+2. Threads can share a loader and its iterators; no batch is lost or counted twice.
 3. A wait ends with a batch that the caller receives. An error or the end of an epoch is no wait.
-4. A user's callback runs before a batch is fetched. If it raises, the error reaches the caller, and the next
+4. A user's callback runs before a batch is fetched. If it raises, the caller gets the error, and the next
    call returns the batch that was due.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _NS_PER_S = 1_000_000_000
 _US_PER_S = 1_000_000
-_BUCKETS = 16  # of the histogram, for each doubling: all times in one are at most 2.2% away from its middle
+_BUCKETS = 16  # of the histogram, per doubling: all times in one are within 2.2% of its middle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +44,31 @@ class LoaderStats:
 
     Attributes:
         num_batches: Batches that the caller received.
-        num_samples: Their samples. One for each batch, if `batch_size` and `batch_sampler` are None.
+        num_samples: Samples in these batches. One per batch, if `batch_size` and `batch_sampler` are None.
         nbytes: Bytes of their tensors and arrays on the host. With worker processes, gaps of up to 63 bytes
             between them count, and tensors that are pickled (sparse ones, subclasses) do not. None without
-            worker processes if some batch was of a class of its own, or had more than eight values at one
-            level; fastload does not walk through such batches.
-        num_epochs: Iterators or epochs that returned a batch.
-        elapsed_s: Seconds in epochs: from `iter(loader)` to the last batch or the end. Iterators that are
-            used at the same time add up.
-        first_batch_wait_s: Seconds in `iter(loader)` and in the wait for the first batch, of all epochs. The
-            start of the workers is part of them.
-        wait_p50_s: Median of the seconds that the caller waited for a batch, without the first batches of
-            epochs; at most 2.2% off. None if there was no such batch.
-        wait_p95_s: The wait that 95% of the waits do not exceed, as above.
-        wait_max_s: The longest of these waits. Exact since the loader was made, otherwise at most 2.2% off.
+            worker processes if a batch was of a custom class, or had more than eight values at one level;
+            fastload does not walk through such batches.
+        num_epochs: Epochs that returned a batch.
+        elapsed_s: Seconds in epochs: from `iter(loader)` to the last batch or the end. Concurrent iterators
+            add up.
+        first_batch_wait_s: Seconds in `iter(loader)` and in the wait for the first batch, of all epochs,
+            including the start of the workers.
+        wait_p50_s: Median wait of the caller for a batch in seconds, without the first batches of epochs;
+            within 2.2%. None if there was no such batch.
+        wait_p95_s: 95th percentile of these waits.
+        wait_max_s: The longest of these waits. Exact since the loader was made, otherwise within 2.2%.
         wait_total_s: The sum of these waits.
         step_total_s: Seconds between a batch and the next call: the consumer's own work.
-        wait_share: The share of waits in waits and steps: 0 if data was always ready, close to 1 if the
+        wait_share: Waits as a share of waits and steps: 0 if data was always ready, close to 1 if the
             consumer only waits. None if there was no wait.
-        worker_utilisation: The share of their time in which workers were busy, 0 to 1: time of an epoch in
-            which a worker does not wait for a task. Batches count when the consumer takes them from their
-            worker. None without workers and with torch's own.
-        cache_hits: Samples of `CachedDataset`s that were found in the cache. It includes batches that were
-            fetched and that no caller received. None if no sample of one was read, and with torch's own
+        worker_utilisation: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
+            count when the consumer takes them from their worker. None without workers and with torch's own.
+        cache_hits: Samples of `CachedDataset`s that were found in the cache, including those of prefetched
+            batches that no caller received. None if no sample of one was read, and with torch's own
             iterators.
         cache_misses: Samples of `CachedDataset`s that were read from their source, as above.
-        num_copies: Batches that were copied because slots were scarce: the caller holds many batches, or
+        num_copies: Batches copied because slots were scarce: the caller holds many batches, or
             `prefetch_memory` is small.
         num_restarts: Dead workers that were replaced.
     """
@@ -93,7 +92,7 @@ class LoaderStats:
     num_restarts: int
 
     def as_dict(self) -> dict[str, float]:
-        """The figures by name, without those that are None; for a logger of metrics."""
+        """The figures by name, without those that are None; for a metrics logger."""
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {name: value for name, value in fields if value is not None}
 
@@ -145,7 +144,7 @@ class Recorder:
 
     Attributes:
         counts: The figures; read and changed under `lock`.
-        lock: Reentrant, because a signal handler may ask for the figures while its thread counts.
+        lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
         reports: Whether `log_stats` is on.
     """
 
@@ -162,11 +161,11 @@ class Recorder:
         self._reported = Counts()  # the figures at the last report
 
     def belongs_to(self, loader: Any) -> bool:
-        """Whether it was made for this object in this process; not for one that this was copied from."""
+        """Whether it was made for this object in this process, not for one that this was copied from."""
         return self._owner is not None and self._owner() is loader and self._pid == os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recorder, ()  # it belongs to no loader: the loader that was copied with it makes its own
+        return Recorder, ()  # it belongs to no loader: the copied loader makes its own
 
     def add(self, work: Work) -> None:
         """Count the work of a worker, or what the consumer's process did for it."""
@@ -201,7 +200,7 @@ class Recorder:
             self._reported = self.copied_counts()
 
     def report_if_due(self) -> None:
-        """Report the figures since the last report, if the time has come.
+        """Report the figures since the last report, if a report is due.
 
         Raises:
             Exception: The error of the user's callback.
@@ -210,7 +209,7 @@ class Recorder:
             now_ns = time.perf_counter_ns()
             if now_ns < self._due_ns or not self.reports:
                 return
-            self._due_ns = now_ns + self._every_ns  # first: the callback may iterate over the loader itself
+            self._due_ns = now_ns + self._every_ns  # first: the callback can iterate over the loader itself
             before, self._reported = self._reported, self.copied_counts()
             stats, callback = stats_of(self._reported.since(before)), self._callback
         if callback is not None:
@@ -224,7 +223,7 @@ def recorder_of(loader: Any) -> Recorder:
     attributes = vars(loader)
     recorder: Recorder | None = attributes.get("_recorder")
     if recorder is None:
-        recorder = attributes.setdefault("_recorder", Recorder(loader))  # threads may begin at the same time
+        recorder = attributes.setdefault("_recorder", Recorder(loader))  # threads can begin at the same time
     if not recorder.belongs_to(loader):  # a copy's, an unpickled loader's, or the parent process's
         recorder = attributes["_recorder"] = Recorder(loader)
     return recorder
@@ -239,7 +238,7 @@ class Clock:
     Args:
         recorder: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
-        auto_workers: Gets the times of the epoch; None if the number of workers was not measured.
+        auto_workers: Gets the epoch's times; None if the number of workers was not measured.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
 
     Attributes:
@@ -260,7 +259,7 @@ class Clock:
         self._began_ns = began_ns
 
     def count(self, called_ns: int, size: Size | None) -> None:
-        """Count a call that ends now; an error, and the end, have None in place of the size of a batch."""
+        """Count a call that ends now; an error, and the end, have None instead of the size of a batch."""
         counts = self.recorder.counts
         with self.recorder.lock:
             now_ns = time.perf_counter_ns()
@@ -289,7 +288,7 @@ class Clock:
                 counts.workers_ns += self._num_workers * self._iter_ns
 
     def end(self, called_ns: int) -> None:
-        """The caller receives the end of the epoch; it may ask again and again."""
+        """The caller receives the end of the epoch, possibly several times."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -333,7 +332,7 @@ def stats_of(counts: Counts) -> LoaderStats:
 
 
 def _quantile_ns(histogram: Counter[int], share: float) -> float:
-    """A time that ``share`` of the times do not exceed, up to the width of its bucket; 0 without times."""
+    """A quantile of the times, up to the width of its bucket; 0 without times."""
     rank = math.ceil(share * histogram.total())
     for bucket in sorted(histogram):
         rank -= histogram[bucket]

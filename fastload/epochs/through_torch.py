@@ -1,7 +1,7 @@
 """torch's own iterators, for loaders that fastload's cannot serve (see `DataLoader._why_torch`).
 
 torch provides the workers and the transport. fastload adds its seeds, the memory format, and the count of
-batches that tells a state whether it is in the middle of an epoch. Such an epoch cannot be resumed in the
+batches that tells whether a state is in the middle of an epoch. Such an epoch cannot be resumed in the
 middle.
 """
 
@@ -55,7 +55,7 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
         vars(twin)["dataset"] = KeyedDataset(
             loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_albumentations
         )
-    # fastload's own arguments are applied here, so that torch's iterator sees the plain collate_fn.
+    # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
     vars(twin).update(
         rng="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
     )
@@ -83,7 +83,7 @@ class TorchIterator(EpochIterator):
     """fastload's part of torch's iterators: the batches that the caller has received.
 
     Attributes:
-        epoch: The epoch of this iterator; another iterator of the loader may be in a later one.
+        epoch: The epoch of this iterator; a different iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
         pipelines: The block in which batches are fetched in this process, without workers.
         transform: The loader's `batch_transform`, which is applied in this process.

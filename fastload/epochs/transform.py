@@ -28,14 +28,14 @@ class EpochTransform:
         self._function = chained(getattr(loader, name))
         self._epoch = epoch
         self._auto_collation = loader._auto_collation
-        # With in_order=False, the batches of torch's workers come in another order than their indices.
+        # With in_order=False, the batches of torch's workers do not come in the order of their indices.
         is_in_order = loader.in_order or loader.num_workers == 0
         self._is_of_samples = loader.rng == "sample" and is_in_order
         is_second = name == "device_transform" and loader.batch_transform is not None
         self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
 
     def of_fetched(self) -> Callable[[Any], Any]:
-        """The transform of the batch that was fetched last."""
+        """The transform of the last fetched batch."""
         epoch = self._epoch
         if self._is_of_samples and epoch.fetched_origin is not None:
             index, origin = epoch.fetched_origin

@@ -1,12 +1,12 @@
 """The iterator of a loader with workers. Runs in the consumer's process.
 
-It is built on torch's own base iterator (see `iterator`), which draws the base seed, runs the sampler,
-warns about lengths and labels the profile: these are therefore the same as torch's. fastload replaces the
-memory of batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing
-changes, and the next call waits for the same batch. If it raises during the bookkeeping, which takes
-microseconds, the iterator closes, so that no batch is delivered twice or out of order. If it raises after the
-bookkeeping, just before the batch is returned, that batch is lost, as it is when a handler raises in the
-caller's code just after it got the batch. If it raises while workers are started, all of them are ended.
+It is built on torch's own base iterator (see `iterator`), which draws the base seed, runs the sampler, warns
+about lengths and labels the profile, so these are the same as torch's. fastload replaces the memory of
+batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing changes,
+and the next call waits for the same batch. If it raises during the bookkeeping, which takes microseconds, the
+iterator closes, so no batch is delivered twice or out of order. If it raises after the bookkeeping, just
+before the batch is returned, that batch is lost, as when a handler raises in the caller's code just after
+receiving the batch. If it raises while workers are started, all of them are stopped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class WorkerIterator(HostIterator):
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
         self._turn = threading.RLock()  # only one thread at a time takes and counts batches
-        # What `next` raises after an interruption closed this iterator, or a worker's death, as in torch.
+        # What `next` raises after an interruption closed this iterator, or after a worker's death, as in
+        # torch.
         self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
@@ -94,7 +95,7 @@ class WorkerIterator(HostIterator):
         if loader.seed_albumentations and context.get_start_method() == "fork" and loader not in _searched:
             _searched.add(loader)
             Search(job.dataset, job.collate_fn)  # forked workers, which search too, inherit what it learns
-        # Before anything is started: whatever interrupts the rest, processes and threads end.
+        # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
         try:
@@ -146,7 +147,7 @@ class WorkerIterator(HostIterator):
     def register_slots(self, backend: Backend, stream: Any) -> None:
         """Let a device read slots in place, in this epoch.
 
-        Call this only from a prefetcher that keeps each batch until the device has read it, and never gives
+        Call this only from a prefetcher that keeps each batch until the device has read it, and never hands
         these batches to its caller.
         """
         self._is_prefetched = True
@@ -187,7 +188,7 @@ class WorkerIterator(HostIterator):
             self._pool.finish(worker)
 
     def _close_after(self, error: BaseException) -> None:
-        """Close the iterator, because its bookkeeping did not complete."""
+        """Close the iterator, because its bookkeeping is incomplete."""
         if isinstance(error, (LoaderClosedError, WorkerDiedError)):
             _wait_for_exit()
         self._broken = StopIteration if isinstance(error, WorkerDiedError) else LoaderClosedError
@@ -196,8 +197,8 @@ class WorkerIterator(HostIterator):
     def _next_data(self) -> Any:
         if os.getpid() != self._pid:
             raise RuntimeError(
-                "this DataLoader iterator belongs to the parent process, from which this process was forked; "
-                "start a new one here with iter(loader)"
+                "this DataLoader iterator belongs to the parent of this forked process; start a new one "
+                "here with iter(loader)"
             )
         with self._turn:
             return self._next_batch()
@@ -211,7 +212,7 @@ class WorkerIterator(HostIterator):
         while (head := self._schedule.head()) is not None:
             _, worker = head
             try:
-                self._pool.expect_open()  # if the pool is closed, the thread that pins gives no answer
+                self._pool.expect_open()  # if the pool is closed, the pin thread does not answer
                 task = self._answers.take(worker)
                 failure = None if task is None else self._received(task, worker)
             except BaseException as error:
@@ -233,8 +234,8 @@ class WorkerIterator(HostIterator):
             return answer.payload, (answer.num_samples, answer.nbytes)
         if self._failed_sampler:
             raise BatchLostError(
-                f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the "
-                "batches after it are missing: start a new iterator"
+                f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
+                "after it are missing: start a new iterator"
             )
         self._epoch.ended()
         if not self._persistent_workers:
@@ -326,7 +327,7 @@ def _watch_exit() -> None:
 def _wait_for_exit() -> None:
     """While the interpreter exits, block a daemon thread that asks for batches.
 
-    Its workers are already stopped, and it would otherwise print a useless error.
+    Its workers are already stopped, and it would print a useless error.
     """
     if _interpreter_exits.is_set() and threading.current_thread().daemon:
         threading.Event().wait()
@@ -340,7 +341,7 @@ def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
 
 
 def _pinning(device: str | None) -> Callable[[Any], Any]:
-    """A function that pins batches, in any thread, for the accelerator that is current in this one."""
+    """A function that pins batches, in any thread, for this thread's current accelerator."""
     index = _accelerator_index()
 
     def pin(batch: Any) -> Any:
@@ -375,5 +376,5 @@ def _make_pin_thread(pool: Pool, device: str | None) -> PinThread:
 
 
 def _is_finished_generator(indices: Any) -> bool:
-    """Whether asking for another index would look like the end of the epoch."""
+    """Whether asking for the next index would look like the end of the epoch."""
     return isinstance(indices, types.GeneratorType) and indices.gi_frame is None

@@ -1,7 +1,7 @@
 """The iterator of a loader with `num_workers=0`. Runs in the consumer's process.
 
 It is built on torch's own base iterator (see `iterator`). One thread fetches at a time, because rows and
-buffers belong to the iterator; other threads that ask for a batch wait for their turn.
+buffers belong to the iterator; other threads wait for their turn.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LocalIterator(HostIterator):
         self._recorder = recorder_of(loader)
         self._turn = threading.RLock()
         self._is_fetching = False
-        # The index of the batch that is being read, and its origin; after Ctrl-C it is read again.
+        # The index of the batch being read, and its origin; after Ctrl-C it is read again.
         self._due: tuple[Any, StreamOrigin | None] | None = None
         self._num_drawn = self._epoch.position.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader)
@@ -72,7 +72,7 @@ class LocalIterator(HostIterator):
         self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
         if job.seed_albumentations and not job.seeds_samples:
             self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
-        with self._pipelines:  # iter() of an iterable dataset may draw
+        with self._pipelines:  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
         if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
@@ -107,12 +107,12 @@ class LocalIterator(HostIterator):
         """Raise the error that the caller gets instead of a batch."""
         if self._is_fetching:
             raise RuntimeError(
-                "the dataset asked for a batch from the iterator that is just reading the dataset: "
-                "make a second iterator with iter(loader)"
+                "the dataset requested a batch from the iterator that is reading it: make a second iterator "
+                "with iter(loader)"
             )
         if self._is_closed:
             raise LoaderClosedError
-        raise StopIteration  # the buffers may belong to another iterator now
+        raise StopIteration  # the buffers might belong to a different iterator now
 
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
         batch_id = self._epoch.batch_id(self._num_drawn - 1)
@@ -132,7 +132,7 @@ class LocalIterator(HostIterator):
             add_place(error, f"batch {self._num_drawn - 1}, {place}")
             raise
         finally:
-            self._is_fetching = False  # comes first: a signal may interrupt the next line
+            self._is_fetching = False  # comes first: a signal can interrupt the next line
             self._buffers.arena.end()
             if counts.hits != hits or counts.misses != misses:
                 self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))
@@ -151,7 +151,7 @@ class LocalIterator(HostIterator):
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        if self._turn.acquire(blocking=False):  # else another thread is writing a batch to them
+        if self._turn.acquire(blocking=False):  # else a different thread is writing a batch to them
             try:
                 if not self._has_ended:
                     self._buffers.clear()

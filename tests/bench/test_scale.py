@@ -299,7 +299,7 @@ def test_bad_parameters(word: str, message: str) -> None:
 def test_results_file_is_what_the_measurements_give() -> None:
     """results/scale.json follows from the results of the measurements.
 
-    After a new measurement: python benchmarks/scale.py --save --chart docs/sizing.png
+    After a new measurement: python benchmarks/scale.py --save, then benchmarks/figures.py
     """
     saved = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
     kinds = {kind: scale.constants(kind) for kind in scale.KINDS}

@@ -181,10 +181,10 @@ def test_other_datasets_are_refused(dataset: Any, message: str) -> None:
     [
         *((cache, '"lmdb:PATH"') for cache in ("disk", "lmdb:", "", 5, ["ram"], ["ram-encoded", "ram"])),
         *(
-            (tiers, "is not a valid pair of caches: give")
+            (tiers, "is not a valid pair of caches: pass")
             for tiers in ([], ["ram", "ram"], ["lmdb:x", "ram"])
         ),
-        (["ram", "lmdb:x", "ram"], "is not a valid pair of caches: give"),
+        (["ram", "lmdb:x", "ram"], "is not a valid pair of caches: pass"),
     ],
 )
 def test_other_caches_are_refused(cache: Any, said: str) -> None:
@@ -367,7 +367,7 @@ def test_a_cached_dataset_is_no_cache(tmp_path: Any) -> None:
 
     assert isinstance(ds.dataset, SampleCache)
     assert not isinstance(ds, SampleCache)
-    with pytest.raises(ValueError, match="is not a cache: give"):
+    with pytest.raises(ValueError, match="is not a cache: pass"):
         CachedDataset(Images(4), cache=ds)  # type: ignore[arg-type]
 
 
@@ -375,7 +375,7 @@ def test_a_place_without_its_prefix_is_an_error_with_the_prefix(tmp_path: Any) -
     """A path or a URL in the place of "lmdb:PATH" is an error that has the right argument."""
     (tmp_path / "cache").touch()
     for place in (str(tmp_path / "cache"), "memory://bucket/cache"):
-        with pytest.raises(ValueError, match=f'give cache="lmdb:{place}"'):
+        with pytest.raises(ValueError, match=f'pass cache="lmdb:{place}"'):
             CachedDataset(Images(4), cache=place)
 
 

@@ -296,7 +296,7 @@ def test_without_a_cache(tmp_path: Path) -> None:
 
     assert (before, ds[0][0].max()) == (10, 20)
     assert ds.fill(progress=False) == fastload.cache.CacheInfo(1, 0, 0, None, "none")
-    assert "each access reads the dataset" in ds.explain()
+    assert "every access reads the dataset" in ds.explain()
 
 
 class RandomOwn(Own):

@@ -340,14 +340,14 @@ def test_a_function_needs_a_key() -> None:
 @pytest.mark.parametrize(("given_key", "error"), [(3, TypeError), (b"a", TypeError), ("", ValueError)])
 def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
     """A key is a text that says something; a mistake does not wait for the day on which a cache is used."""
-    with pytest.raises(error, match=r"^cache_key (should be a str, but got|is empty: give)"):
+    with pytest.raises(error, match=r"^cache_key (should be a str, but got|is empty: pass)"):
         CachedDataset(Images(8), cache=None, cache_key=given_key)
 
 
 @pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
 def test_odd_fingerprints_are_refused(said: Any) -> None:
     """A fingerprint() that gives no text is an error that names the class and what it gave."""
-    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should give"):
+    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should return"):
         fingerprint_of(KnownImages(8, version=said))
 
 

@@ -111,7 +111,7 @@ def test_a_short_record_is_no_part_of_a_batch() -> None:
     """A record that begins as the first one does, and ends before its payloads do, raises."""
     record = memoryview(encode((np.arange(100), "text")))
 
-    with pytest.raises(CacheCorruptError, match=r"a record states .* bytes, but only .* are there"):
+    with pytest.raises(CacheCorruptError, match=r"a record claims .* bytes, but only .* are there"):
         stack_records([record, record[:-1]], np.empty)
 
 

@@ -200,7 +200,7 @@ def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> N
         CacheMismatchError, match=rf'process {maker}, .* num_samples is "31" here and "30" there'
     ):
         CachedDataset(Images(31), cache_key="photos")
-    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*another key"):
+    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*different key"):
         CachedDataset(Images(30), cache_key="photos", prepare=A.Resize(8, 8))
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))

@@ -259,12 +259,12 @@ class Named(Images):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (5, "{}=5 is of type int, which cannot be called: give an albumentations pipeline, a function"),
-        ("flip", "{}='flip' is of type str, which cannot be called"),
-        ([A.NoOp()], "is of type list, which cannot be called"),
+        (5, "{}=5 is of type int, which is not callable: pass an albumentations pipeline, a function"),
+        ("flip", "{}='flip' is of type str, which is not callable"),
+        ([A.NoOp()], "is of type list, which is not callable"),
         (
             A.HorizontalFlip,
-            r"{} is the class HorizontalFlip: give an instance of it, such as {}=HorizontalFlip\(",
+            r"{} is the class HorizontalFlip: pass an instance of it, such as {}=HorizontalFlip\(",
         ),
     ],
 )

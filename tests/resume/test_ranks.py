@@ -133,14 +133,14 @@ def test_a_resumed_rank_saves_its_own_state() -> None:
     again.load_state_dict(state | {"checksum": [3, state["checksum"][1] ^ 1]})
 
     assert (state["rank"], state["_num_yielded"]) == (1, 3)
-    with pytest.raises(ResumeError, match="other indices for the first 3 batches"):
+    with pytest.raises(ResumeError, match="different indices for the first 3 batches"):
         iter(again)
 
 
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (lambda: distributed(40, 4, 2, 0, seed=4), "other indices for the first 2 batches"),
+        (lambda: distributed(40, 4, 2, 0, seed=4), "different indices for the first 2 batches"),
         (lambda: distributed(44, 4, 2, 1), "length of the dataset 40, .* has 44"),
         (lambda: distributed(40, 4, 2, 1, seed=4), "seed of the sampler 3, .* has 4"),
         (lambda: distributed(40, 5, 2, 1), "batch_size 4, .* has 5"),
@@ -230,7 +230,7 @@ def test_samplers_of_the_user_s_are_split_where_nobody_sees_it(
     if is_distributed:
         assert next(iter(loaders[1]))[:, 0].tolist() == [9, 11]
     else:
-        with pytest.raises(ResumeError, match="other indices for the first 2 batches"):
+        with pytest.raises(ResumeError, match="different indices for the first 2 batches"):
             iter(loaders[1])
 
 

@@ -307,9 +307,9 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
         (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
         (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}, "have read fewer batches than 3"),
-        (0, {"iterator_kind": "again"}, "its generators do not give its 'base_seed'"),
-        (0, {"iterator_kind": "local", "base_seed": 5}, "its generators do not give its 'base_seed'"),
-        (99, {"generators": {}}, r"the state lacks generators\['loader'\], which decides"),
+        (0, {"iterator_kind": "again"}, "its generators do not produce its 'base_seed'"),
+        (0, {"iterator_kind": "local", "base_seed": 5}, "its generators do not produce its 'base_seed'"),
+        (99, {"generators": {}}, r"the state lacks generators\['loader'\], which determines"),
     ],
 )
 def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: Any, text: str) -> None:
@@ -382,7 +382,7 @@ def test_numbers_that_cannot_be_written() -> None:
 
 @pytest.mark.parametrize("text", ["QUJD", base64.b64encode(bytes(5056)).decode()])
 def test_all_generators_are_set_or_none(text: str) -> None:
-    """One that torch refuses is named; in a state between epochs the other one stays as it was."""
+    """One that torch rejects is named; in a state between epochs the other one stays as it was."""
 
     def both() -> DataLoader:
         sampler = torch.utils.data.RandomSampler(range(8), generator=seeded(3))
@@ -395,7 +395,7 @@ def test_all_generators_are_set_or_none(text: str) -> None:
     fresh = both()
     before = order_states(fresh)
 
-    with pytest.raises(ResumeError, match="generator of the sampler is damaged: torch refuses"):
+    with pytest.raises(ResumeError, match="generator of the sampler is damaged: torch rejects"):
         fresh.load_state_dict(state)
     assert order_states(fresh) == before
 

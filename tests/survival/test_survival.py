@@ -186,7 +186,7 @@ def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -
             try:
                 next(iterator)
             except RuntimeError as error:
-                code = 0 if as_it_was and "belongs to the parent process" in str(error) else 2
+                code = 0 if as_it_was and "belongs to the parent of this forked process" in str(error) else 2
             iterator.close()
         finally:
             os._exit(code)

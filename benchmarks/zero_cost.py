@@ -1,14 +1,14 @@
 """Whether changing the import ever costs speed: torch's loader and ours, over many kinds of samples.
 
 Question: for each kind of sample, with 0, 1 and 2 workers, how long does torch's DataLoader take for an epoch
-beside ours? Only the import differs. Above 1 our loader is faster; 0.95 is the least that is accepted.
+beside ours? Only the import differs. Above 1 our loader is faster; a ! marks kinds below 0.95.
 
 Held out: what a dataset does to make a sample. These make theirs as fast as they can, so that nothing but
 the loader is left, which is the worst case for it. The consumer only takes the batches. Workers persist,
 except in the rows named "start", where an epoch has few batches and what begins and ends it is measured.
 `pin_memory=True` is emulated where there is no accelerator: pinning is a copy then.
 
-Command: python benchmarks/never_slower.py [--only TEXT] [--workers 0 1 2] [--runs 9] [--save]
+Command: python benchmarks/zero_cost.py [--only TEXT] [--workers 0 1 2] [--runs 9] [--save]
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows whose names hold this text")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/never_slower.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/zero_cost.json")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # of torch, about arrays that cannot be written to
     figures: dict[str, dict[str, Any]] = {}
@@ -444,7 +444,7 @@ def main() -> None:
             "rows": figures,
             "ratios": ratios,
         }
-        save("never_slower", f"python benchmarks/never_slower.py --runs {args.runs} --save", [question])
+        save("zero_cost", f"python benchmarks/zero_cost.py --runs {args.runs} --save", [question])
 
 
 def summary(figures: dict[str, dict[str, Any]], workers: list[int]) -> dict[str, dict[str, float]]:
