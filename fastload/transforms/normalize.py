@@ -43,8 +43,8 @@ class Normalize(nn.Module):
         std: One value per channel, in the same units, above zero.
         dtype: The floating dtype of the result. ``half()`` and ``to(dtype)``, on this module or a model
             around it, do not change it.
-        memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``; None keeps
-            the order of the images in memory, so ``(B, H, W, C)`` batches become channels-last.
+        memory_format: Strides of the result: ``torch.channels_last`` or ``torch.contiguous_format``; None
+            keeps the order of the images in memory, so ``(B, H, W, C)`` batches become channels-last.
         max_pixel_value: The value that counts as 1. Pass 1 for a mean and std of 0 to 255.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is ``len(mean)``.
         key: The place of the images in a batch: an index, or the key of a mapping.
