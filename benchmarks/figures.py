@@ -24,7 +24,10 @@ SHOWN = {
     ),
     "training": "Steps a second of a small model on the same two cores.",
     "bare": "Two workers against two processes that only read, transform and store.",
-    "first_epoch": "Seconds of each epoch while a RAM cache is filled.",
+    "first_epoch": (
+        "Seconds of each epoch while a RAM cache is filled. What filling adds is the difference between the rows "
+        'with a cache and "import only".'
+    ),
     "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
     "peers": (
         "Other loaders as their documentation advises, with two workers each; the ratios compare the best "
@@ -35,7 +38,7 @@ SHOWN = {
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
     "import_only": (
-        "A user's own dataset that decodes JPEGs at each access, two workers; only the import differs."
+        "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
     ),
     "small_images": (
         "Images of an array, augmented by albumentations one by one, or by a `batch_transform` all at once."
@@ -49,7 +52,7 @@ SHOWN = {
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "remote": (
         "Photographs from an object store on the same machine, by the latency that it adds to each request; "
-        "a plain dataset reads one object at each access."
+        "a plain dataset reads one object on every access."
     ),
     "partition": (
         "NodePartitionSampler against torch's DistributedSampler: which samples are in a batch together, and "
