@@ -25,8 +25,8 @@ SHOWN = {
     "training": "Steps a second of a small model on the same two cores.",
     "bare": "Two workers against two processes that only read, transform and store.",
     "first_epoch": (
-        "Seconds of each epoch while a RAM cache is filled. What filling adds is the difference between the rows "
-        'with a cache and "import only".'
+        'Seconds of each epoch while a RAM cache is filled. Compare the cached rows to "import only" for '
+        "what filling adds."
     ),
     "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
     "peers": (
