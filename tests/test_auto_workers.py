@@ -647,7 +647,7 @@ def test_a_trial_that_fails_is_a_warning(dataset: Any, reason: str, caplog: pyte
     loader._auto_workers.choose(loader)  # for the next epoch: it is not said again
     assert loader.num_workers == number == min(auto_workers.rank_cpus(), 16)
     (line,) = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
-    assert line.startswith(f'num_workers="auto": {number}, as many as CPUs of this rank: the trial')
+    assert line.startswith(f'num_workers="auto": {number}, one per CPU of this rank: the trial')
     assert reason in line
 
 
