@@ -207,7 +207,7 @@ class TestDest:
 
         result = run("build", "tests.cli_zoo:factory", dest, "--workers", "0")
 
-        assert "give a path that does not exist yet" in complaint(result)
+        assert "use a path that does not exist yet" in complaint(result)
         assert list(tmp_path.iterdir()) == [dest]
 
 

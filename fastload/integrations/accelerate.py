@@ -113,11 +113,11 @@ class _Prepared:
         return _unpickled, (type(self) is _Dispatcher, vars(self))
 
 
-class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]  # Accelerate may not be installed
+class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]  # Accelerate might not be installed
     pass
 
 
-class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate may not be installed
+class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate might not be installed
     pass
 
 

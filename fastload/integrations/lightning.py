@@ -28,7 +28,7 @@ def _callback_class() -> Any:
     raise ImportError("fastload.integrations.lightning needs Lightning: pip install lightning")
 
 
-class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning may not be installed
+class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning might not be installed
     """Logs what the training loader did since the last time, to all loggers of the Trainer.
 
     The names are `loader/wait_share`, `loader/wait_p95_s` and so on; see `fastload.LoaderStats`. It logs

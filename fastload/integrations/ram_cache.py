@@ -63,7 +63,7 @@ def cached(dataset: Any) -> Any:
             else:
                 dataset.loader = CachedLoader(dataset)
                 images = dataset.loader.images
-        except Exception as error:  # noqa: BLE001 - an image that cannot be read is the epoch's error, at its turn
+        except Exception as error:  # noqa: BLE001 - an unreadable image is the epoch's error, in its turn
             reason = f"the cache cannot be created: {type(error).__name__}: {error}"
     if reason is not None:
         _say_once(f"--cache ram: {_named(type(dataset))} is not cached: {reason}")
