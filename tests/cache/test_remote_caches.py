@@ -858,7 +858,7 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
 
         with pytest.raises(
             CacheError,
-            match=r"takes 1\d\d\.\d kB, and all copies in .* may take .* in use take .*FASTLOAD_CACHE_BYTES",
+            match=r"takes 1\d\d\.\d kB, and all copies in .* can take .* in use take .*FASTLOAD_CACHE_BYTES",
         ):
             LMDBCache(three[2])
 
