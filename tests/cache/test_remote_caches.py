@@ -864,7 +864,7 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
 
         assert [has_copy(url) for url in three] == [True, True, False]
     monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
-    with pytest.raises(CacheError, match=r"may take 1\.0 kB"):
+    with pytest.raises(CacheError, match=r"can take 1\.0 kB"):
         LMDBCache(three[2])
     assert [has_copy(url) for url in three] == [True, True, False]
 
