@@ -127,7 +127,7 @@ def training(plain: Path, tiled: Path, size: Size, scale: tuple[float, float], r
         title = (
             f"{size.title} JPEGs, RandomResizedCrop({SIDE}) of {least:g} to {most:g} of the area and a flip"
         )
-        return answer(title, rows, TARGETS[size.name], min(runs, size.most_runs))
+        return answer(title, rows, TARGETS[size.name], min(runs, size.max_runs))
 
 
 def bytes_read(plain: Path, tiled: Path, size: Size) -> dict[str, Any]:
