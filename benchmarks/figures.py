@@ -37,6 +37,10 @@ SHOWN = {
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
+    "tiles": (
+        "JPEGs after `fastload images tile`, whose crops decode only their tiles, against the same files as "
+        "they were; all with two workers. CPU times are of one process."
+    ),
     "import_only": (
         "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
     ),
