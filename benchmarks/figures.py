@@ -177,7 +177,7 @@ def headline() -> str:
         "decode only the crop of small JPEGs (`cache=None`)": ratio(cropped, rates),
         "cache small JPEGs, from the second epoch on": ratio(kept, rates),
         "cache photographs of 2048 x 1536 pixels": next(iter(large))["value"],
-        "cache, beside a small model: training steps": steps["fastload, cached / torch"]["value"],
+        "cache small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
         "cache and `batch_transform`, 32 x 32 images in memory": ratio(together, one_by_one),
         "`ImageFolder` over a bucket that takes 50 ms a request": next(iter(slow.values()))["value"],
     }
@@ -186,8 +186,8 @@ def headline() -> str:
     lowest, highest = (f"{end(import_ratios()):.1f}" for end in (min, max))
     return (
         "\n".join(lines) + "\n\n"
-        "Two cores, no GPU; nothing is trained unless it says so. The first row varies with the dataset and "
-        f"the machine, from {lowest} to {highest} over all benchmarks that decode. "
+        "Two cores, no GPU; only the training steps involve a model. The first row varies with the dataset "
+        f"and the machine, from {lowest} to {highest} over all benchmarks that decode. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
 
