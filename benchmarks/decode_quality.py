@@ -129,7 +129,7 @@ def network() -> torch.nn.Module:
 
 
 def batches(folder: Path, decode: Any, seed: int, *, trains: bool) -> Any:
-    """A loader over the pieces, which are decoded at each access."""
+    """A loader over the pieces, which are decoded on every access."""
     first = A.RandomResizedCrop((SIDE, SIDE), scale=(0.3, 1.0)) if trains else A.Resize(SIDE, SIDE)
     pipeline = A.Compose([first, *([A.HorizontalFlip(p=0.5)] if trains else [])])
     dataset = fastload.CachedDataset(

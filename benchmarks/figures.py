@@ -24,7 +24,10 @@ SHOWN = {
     ),
     "training": "Steps a second of a small model on the same two cores.",
     "bare": "Two workers against two processes that only read, transform and store.",
-    "first_epoch": "Seconds of each epoch while a RAM cache is filled.",
+    "first_epoch": (
+        'Seconds of each epoch while a RAM cache is filled. Compare the cached rows to "import only" for '
+        "what filling adds."
+    ),
     "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
     "peers": (
         "Other loaders as their documentation advises, with two workers each; the ratios compare the best "
@@ -34,8 +37,12 @@ SHOWN = {
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first of both is faster."
     ),
+    "tiles": (
+        "JPEGs after `fastload images tile`, whose crops decode only their tiles, against the same files as "
+        "they were; all with two workers. CPU times are of one process."
+    ),
     "import_only": (
-        "A user's own dataset that decodes JPEGs at each access, two workers; only the import differs."
+        "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
     ),
     "small_images": (
         "Images of an array, augmented by albumentations one by one, or by a `batch_transform` all at once."
@@ -49,7 +56,7 @@ SHOWN = {
     "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
     "remote": (
         "Photographs from an object store on the same machine, by the latency that it adds to each request; "
-        "a plain dataset reads one object at each access."
+        "a plain dataset reads one object on every access."
     ),
     "partition": (
         "NodePartitionSampler against torch's DistributedSampler: which samples are in a batch together, and "
@@ -170,7 +177,7 @@ def headline() -> str:
         "decode only the crop of small JPEGs (`cache=None`)": ratio(cropped, rates),
         "cache small JPEGs, from the second epoch on": ratio(kept, rates),
         "cache photographs of 2048 x 1536 pixels": next(iter(large))["value"],
-        "cache, beside a small model: training steps": steps["fastload, cached / torch"]["value"],
+        "cache small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
         "cache and `batch_transform`, 32 x 32 images in memory": ratio(together, one_by_one),
         "`ImageFolder` over a bucket that takes 50 ms a request": next(iter(slow.values()))["value"],
     }
@@ -179,8 +186,8 @@ def headline() -> str:
     lowest, highest = (f"{end(import_ratios()):.1f}" for end in (min, max))
     return (
         "\n".join(lines) + "\n\n"
-        "Two cores, no GPU; nothing is trained unless it says so. The first row varies with the dataset and "
-        f"the machine, from {lowest} to {highest} over all benchmarks that decode. "
+        "Two cores, no GPU; only the training steps involve a model. The first row varies with the dataset "
+        f"and the machine, from {lowest} to {highest} over all benchmarks that decode. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
     )
 

@@ -1,4 +1,4 @@
-"""What does the changed import alone bring a dataset that decodes JPEGs at each access?
+"""What does the changed import alone bring a dataset that decodes JPEGs on every access?
 
 Question: a user's own dataset decodes a whole JPEG, with OpenCV or with Pillow, and crops it with
 albumentations. How many images a second do two workers of each loader give, for images of several sizes?
@@ -36,7 +36,7 @@ BATCH_SIZE, NUM_WORKERS = 16, 2
 
 
 class Photos(torch.utils.data.Dataset[Any]):
-    """Decodes and crops a file at each access."""
+    """Decodes and crops a file on every access."""
 
     def __init__(self, folder: fastload.ImageFolder, decoder: str) -> None:
         self.files = list(folder.samples)
@@ -79,7 +79,7 @@ def question(size: Size, runs: int) -> dict[str, Any]:
         f"{decoder}: fastload / torch": (rates[f"fastload, {decoder}"] / rates[f"torch, {decoder}"], 1.0)
         for decoder in ("OpenCV", "Pillow")
     }
-    return report(f"JPEGs of {size.title}, decoded at each access", "images/s", contenders, ratios)
+    return report(f"JPEGs of {size.title}, decoded on every access", "images/s", contenders, ratios)
 
 
 def main() -> None:

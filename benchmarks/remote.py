@@ -1,7 +1,7 @@
 """How much of an object store's latency reaches the training loop?
 
 Question: with photographs in a store that answers each request after 0, 10 or 50 ms, how many images a second
-do two workers read, decode and crop? The plain dataset reads and decodes one file at each access, with s3fs,
+do two workers read, decode and crop? The plain dataset reads and decodes one file on every access, with s3fs,
 as a dataset of a user's own does; with torch's loader and with ours. `fastload.ImageFolder` reads ahead: in
 torch's loader the files of a batch, in fastload's also those of the next batches. obstore is another client,
 compiled, with the same interface. The same files on the local disk are the upper bound.

@@ -5,12 +5,14 @@ crops of 0.08 to 1 and of 0.25 to 1 of the area? The contenders are torch's load
 that decodes with OpenCV, fastload's loader over the same dataset, and `CachedDataset(cache=None)` over an
 ImageFolder: of the files as they are, whose regions nvImageCodec decodes, and of the same files after
 `fastload images tile`, without nvImageCodec and with it, and with `decode="fast"`. DALI decodes regions, too;
-it takes part where its environment is there (`make bench-peers` makes it). A further question: how many bytes
-of a file a crop needs.
+it takes part where its environment is there (`make bench-peers` makes it). Further questions: how much CPU
+time the decoder alone takes, how much the rewrite takes, and how many bytes of a file a crop needs.
 
 Held out: the disk (all files lie in the page cache), and the rewrite, which is done once. Images are those
 of `decode.py`. All contenders have two workers and batches of 64, and nobody reads the batches. A run takes
 whole epochs for a second at least, with workers that are up.
+
+The rewrite by jpegtran is measured where that program is installed.
 
 Command: python benchmarks/tiles.py [--only TEXT ...] [--runs 5] [--save]
 """
@@ -21,21 +23,27 @@ import argparse
 import functools
 import json
 import os
+import resource
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import albumentations as A
 import cv2
 import torch.utils.data
 from decode import PEERS, OwnDataset, Size, answer, make_images, peer_rows, row
-from harness import RESULTS, Contender, report, save
+from first_epoch import in_own_process
+from harness import RESULTS, Contender, interleave, report, save
 
 import fastload
-from fastload.images import regions
-from fastload.images.tiled_folder import tile_file
+from fastload.images import regions, tiled_folder
+from fastload.images.encoded import EncodedImage
+from fastload.images.tiled_folder import tile_file, tile_jpeg
 from fastload.images.tiles import cut_jpeg
+from fastload.system.worker_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +55,8 @@ SIZES = (
     Size(4000, 3000, 128, 8, 3.0, 3, True),
 )
 SCALES = ((0.08, 1.0), (0.25, 1.0))
-NUM_BOXES = 4  # of each file, for the bytes
+NUM_BOXES = 4  # of each file, for the bytes and the CPU time
+MAX_FILES = 40  # of them that are decoded and rewritten in this process
 TORCH, IMPORT_ONLY = "torch, OpenCV", "fastload, OpenCV, import only"
 REGIONS, TILES, BOTH = "regions, nvImageCodec", "tiles", "tiles, nvImageCodec"
 FAST, FAST_TILES = 'regions, decode="fast"', 'tiles, decode="fast"'
@@ -127,7 +136,87 @@ def training(plain: Path, tiled: Path, size: Size, scale: tuple[float, float], r
         title = (
             f"{size.title} JPEGs, RandomResizedCrop({SIDE}) of {least:g} to {most:g} of the area and a flip"
         )
-        return answer(title, rows, TARGETS[size.name], min(runs, size.most_runs))
+        return answer(title, rows, TARGETS[size.name], min(runs, size.max_runs))
+
+
+def cpu_time(plain: Path, tiled: Path, size: Size, runs: int) -> dict[str, Any]:
+    """Decoding of boxes in one process, from memory."""
+    keep_freed_memory(1)  # as in a worker
+    files = [(path.read_bytes(), (tiled / path.relative_to(plain)).read_bytes()) for path in _unique(plain)]
+    crop = A.RandomResizedCrop((SIDE, SIDE))
+    crop.set_random_seed(0)
+    items = [(*pair, _box(crop, pair[0])) for pair in files for _ in range(NUM_BOXES)]
+    least = (SIDE, SIDE)
+
+    def contender(
+        label: str, decode: Callable[[bytes, bytes, Any], Any], *, has_codec: bool = False
+    ) -> Contender:
+        def run() -> float:
+            with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
+                began_s = time.process_time()
+                for item in items:
+                    decode(*item)
+                return (time.process_time() - began_s) / len(items) * 1e6
+
+        return Contender(label, label, run)
+
+    rows = [
+        contender("whole image, OpenCV", lambda old, _, box: EncodedImage(old).decode()),
+        contender("whole image with tiles, OpenCV", lambda _, new, box: EncodedImage(new).decode()),
+        contender("region, nvImageCodec", lambda old, _, box: EncodedImage(old).decode(box), has_codec=True),
+        contender("tiles, OpenCV", lambda _, new, box: EncodedImage(new).decode(box)),
+        contender("tiles, nvImageCodec", lambda _, new, box: EncodedImage(new).decode(box), has_codec=True),
+        contender(
+            'region, decode="fast"',
+            lambda old, _, box: EncodedImage(old).decode_reduced(box, least),
+            has_codec=True,
+        ),
+        contender(
+            'tiles, decode="fast"',
+            lambda _, new, box: EncodedImage(new).decode_reduced(box, least),
+            has_codec=True,
+        ),
+    ]
+    interleave(rows, min(runs, size.max_runs))
+    ratios = {f"{row.label} / {rows[0].label}": (row.median / rows[0].median, 1.0) for row in rows[1:]}
+    return report(f"CPU time of decoding a crop of {size.title} JPEGs", "us", rows, ratios)
+
+
+def rewriting(plain: Path, size: Size, runs: int) -> dict[str, Any]:
+    """CPU time of a rewrite, with the comparison of all pixels."""
+    contents = [path.read_bytes() for path in _unique(plain)]
+
+    def contender(label: str, program: str | None) -> Contender:
+        def run() -> float:
+            with mock.patch.object(tiled_folder.shutil, "which", return_value=program):
+                began_s = _cpu_s()
+                for content in contents:
+                    tile_jpeg(content, label)
+                return (_cpu_s() - began_s) / len(contents) * 1e3
+
+        return Contender(label, label, run)
+
+    program = shutil.which("jpegtran")
+    rows = [contender("Python", None), *([contender("jpegtran", program)] if program else [])]
+    interleave(rows, 1 if size.width > SIZES[1].width else min(runs, 3))
+    ratios = {f"{row.label} / Python": (row.median / rows[0].median, 0.3) for row in rows[1:]}
+    return report(f"CPU time of rewriting {size.title} JPEGs", "ms an image", rows, ratios, digits=1)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of programs that it ran."""
+    both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+def _unique(folder: Path) -> list[Path]:
+    """Some files that differ."""
+    return list({os.stat(path).st_ino: path for path in sorted(folder.rglob("*.jpg"))}.values())[:MAX_FILES]
+
+
+def _box(crop: Any, content: bytes) -> Any:
+    """A random box in an image."""
+    return crop.get_params_dependent_on_data({"shape": EncodedImage(content).shape}, {})["crop_coords"]
 
 
 def bytes_read(plain: Path, tiled: Path, size: Size) -> dict[str, Any]:
@@ -157,11 +246,9 @@ def _mean(root: Path, nbytes: Callable[[bytes], float]) -> float:
 
 def _bytes_of_tiles(crop: Any, content: bytes) -> float:
     """The mean number of bytes over a few boxes."""
-    shape = fastload.EncodedImage(content).shape
     total = 0
     for _ in range(NUM_BOXES):
-        box = crop.get_params_dependent_on_data({"shape": shape}, {})["crop_coords"]
-        cut = cut_jpeg(content, box)
+        cut = cut_jpeg(content, _box(crop, content))
         total += len(content) if cut is None else len(cut.content)
     return total / NUM_BOXES
 
@@ -175,6 +262,11 @@ QUESTIONS: list[tuple[str, Size, Callable[..., dict[str, Any]]]] = [
         )
         for size in SIZES
         for scale in SCALES
+    ),
+    *((f"CPU {size.name}", size, cpu_time) for size in SIZES),
+    *(
+        (f"rewrite {size.name}", size, lambda plain, tiled, size, runs: rewriting(plain, size, runs))
+        for size in SIZES
     ),
     *(
         (f"bytes {size.name}", size, lambda plain, tiled, size, runs: bytes_read(plain, tiled, size))
@@ -207,8 +299,8 @@ def main() -> None:
                 continue
             plain, tiled = directory / size.name, directory / f"{size.name}-tiled"
             if not plain.exists():
-                make_images(plain, size)
-                tile(plain, tiled)
+                in_own_process(make_images, plain, size)  # see import_only.py
+                in_own_process(tile, plain, tiled)
             found[name] = {"name": name, **ask_question(plain, tiled, size, args.runs)}
             if args.save:
                 save("tiles", f"python benchmarks/tiles.py --runs {args.runs} --save", merged(found))

@@ -97,7 +97,7 @@ class Training:
 
 
 class Photos(torch.utils.data.Dataset):
-    """Decoded and cropped at each access, as users write it."""
+    """Decoded and cropped on every access, as users write it."""
 
     def __init__(self, folder: Any, transform: Any) -> None:
         self.folder = folder

@@ -92,7 +92,7 @@ class Held:
 
 @dataclass
 class Computed:
-    """Samples that are made anew at each access."""
+    """Samples that are made anew on every access."""
 
     compute: Callable[[int], Any]
 
@@ -218,7 +218,7 @@ def made(values: Any, num_samples: int, *, labelled: bool = False) -> Callable[[
 
 
 def computed(compute: Callable[[int], Any], num_samples: int) -> Callable[[], Any]:
-    """A dataset of samples made anew at each access."""
+    """A dataset of samples made anew on every access."""
     return lambda: Made(Computed(compute), num_samples)
 
 

@@ -1,4 +1,4 @@
-"""Links from a page to files of the repository that lie outside docs/, on their way into the site.
+"""Links from a page to files of the repository outside docs/, and the version of the site.
 
 In the repository such a link leads to the file. The site does not contain the file. With `repo_url` in
 mkdocs.yml the link leads to the file there; without it the link becomes its text and the path of the file.
@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
 _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """The configuration, with the version in the footer of each page."""
+    text = (Path(__file__).parents[1] / "fastload" / "__init__.py").read_text()
+    version = re.search(r'__version__ = "(.+)"', text)
+    assert version is not None
+    config.copyright = f"fastload {version[1]}, Apache-2.0"
+    return config
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:

@@ -1,4 +1,4 @@
-"""Detection: another number of boxes in each image, through albumentations and a collate_fn of your own.
+"""Detection: a variable number of boxes per image, through albumentations and your own collate_fn.
 
     python examples/detection.py [FOLDER]
 
@@ -28,7 +28,7 @@ class Objects(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, _ = self.photos[index]
-        rng = np.random.default_rng(index)  # yours are read from a file: the same boxes at each access
+        rng = np.random.default_rng(index)  # yours come from a file: the same boxes every time
         count = index % 6
         corners = rng.integers(0, (70, 40), (count, 2))
         boxes = np.concatenate([corners, corners + rng.integers(8, 50, (count, 2))], axis=1)

@@ -51,7 +51,7 @@ def make_dataset(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
     return fastload.CachedDataset(
         Rows(rows),
         prepare=A.Resize(*SIZE),  # the deterministic part: runs once per image, before the cache
-        transform=A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)]),  # runs at each access
+        transform=A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)]),  # runs on every access
         cache="ram",
         cache_key=key,
     )

@@ -22,7 +22,7 @@ import fastload
 class Stream(IterableDataset):
     """Reads files one after the other, as one would read shards or a socket; it has no index and no length.
 
-    A cache finds a sample by its index, so that a stream cannot be cached. Where your samples have an index,
+    A cache finds a sample by its index, so a stream cannot be cached. Where your samples have an index,
     a map-style dataset in a `fastload.CachedDataset` is the better choice.
     """
 
@@ -68,7 +68,7 @@ def main() -> None:
             for _, _, numbers in fastload.DataLoader(stream, batch_size=5, num_workers=num_workers):
                 seen.update(numbers.tolist())
                 short += len(numbers) < 5
-            # Each worker ends with the rest of its share, so that more than one batch may be short.
+            # Each worker ends with the rest of its share, so more than one batch can be short.
             once = sum(count == 1 for count in seen.values())
             print(f"{num_workers} workers: {once} of {total} images came once, short batches: {short}")
 

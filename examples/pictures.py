@@ -1,6 +1,6 @@
 """Shared by the examples, and not part of the templates: a folder of pictures, and a small network to train.
 
-The other examples import it as a module, so that workers and ranks that are started anew can import it too.
+The other examples import it as a module, which newly started workers and ranks can import, too.
 """
 
 import contextlib

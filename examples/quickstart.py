@@ -19,7 +19,7 @@ from fastload import DataLoader  # was: from torch.utils.data import DataLoader
 def train(folder: Path) -> fastload.CachedDataset:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     photos = fastload.ImageFolder(folder, size=SIZE)  # or your own Dataset: its samples are decoded once
-    transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])  # runs at each access
+    transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])  # runs on every access
     dataset = fastload.CachedDataset(photos, transform=transform, cache="ram")
     loader = DataLoader(
         dataset,

@@ -56,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> tuple[argparse.Namespace, torch
     add_flags(parser)
     options = parser.parse_args(arguments)
     if options.debug:
-        # Read when CUDA starts, which the next line may do.
+        # Read when CUDA starts, which the next line can do.
         os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
     device = choose_device("cpu" if options.disable_cuda else options.device)
     for line in resolve(options, device):
@@ -88,7 +88,7 @@ def choose_device(name: str) -> torch.device:
         if device.index is not None and device.index >= count:
             there = ", ".join(f"cuda:{index}" for index in range(count))
             raise SystemExit(f"--device {name}: the GPUs here are {there}")
-        # The index of "cuda" itself is None: the current device, which may change later.
+        # The index of "cuda" itself is None: the current device, which can change later.
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
@@ -116,7 +116,7 @@ def train(options: argparse.Namespace, device: torch.device) -> list[dict[str, A
         with trainer.backends():
             with data.train_loader(generator) as loader:
                 metrics = trainer.train_epoch(loader)
-            loss, _ = metrics.read()  # waits for the device, so that the time is true
+            loss, _ = metrics.read()  # waits for the device, for the true time
             seconds = time.perf_counter() - started
             with data.held_out_loader() as loader:
                 held_out_loss, accuracy = trainer.evaluate(loader).read()

@@ -73,7 +73,7 @@ class Data:
 
     @contextlib.contextmanager
     def train_loader(self, generator: torch.Generator) -> Iterator[Iterable[Any]]:
-        """Shuffled batches on the device; a short last one is left out, so that all have one shape."""
+        """Shuffled batches on the device; a short last one is omitted: all have one shape."""
         whole = len(self.train) >= self.options.batch_size
         with self._loader(self.train, shuffle=True, drop_last=whole, generator=generator) as loader:
             yield loader
@@ -116,5 +116,5 @@ class Moved:
 
     def __iter__(self) -> Iterator[Any]:
         for images, labels in self.loader:
-            # Without pinned memory non_blocking has no effect on the way to the device.
+            # Without pinned memory, non_blocking has no effect on copies to the device.
             yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)

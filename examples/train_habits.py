@@ -26,7 +26,7 @@ class Habit:
         default: On, off, or on with a GPU.
         needs_cuda: It has no meaning without a GPU.
         phase: What its row times: "train" or "evaluate".
-        beside: Options that both sides of its row share, so that the habit shows, and shows alone.
+        beside: Options that both sides of its row share, to show the habit, and show it alone.
     """
 
     name: str
@@ -143,7 +143,7 @@ HABITS = (
     ),
     Habit(
         "accumulate_parts",
-        "With --micro-batches N: backward after each part, so that one part's activations live at a time.\n"
+        "With --micro-batches N: backward after each part, so only one part's activations live at a time.\n"
         "Off sums the losses first, which keeps all parts' history. More parts are smaller, slower kernels.",
         beside={"micro_batches": 4},
     ),
@@ -205,15 +205,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def resolve(options: argparse.Namespace, device: torch.device) -> list[str]:
     """Set each habit in ``options`` to True or False; gives a line for each that was wanted and cannot be."""
-    refused = []
+    impossible = []
     for habit in HABITS:
         wanted = getattr(options, habit.name)
         obstacle = habit.obstacle(device)
         default = device.type == "cuda" if habit.default == CUDA else bool(habit.default)
         setattr(options, habit.name, obstacle is None and (default if wanted is None else wanted))
         if wanted and obstacle:
-            refused.append(f"--{habit.name.replace('_', '-')} stays off: {obstacle}")
-    return refused
+            impossible.append(f"--{habit.name.replace('_', '-')} stays off: {obstacle}")
+    return impossible
 
 
 def vary(options: argparse.Namespace, habit: Habit, value: bool) -> argparse.Namespace:

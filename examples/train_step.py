@@ -165,7 +165,7 @@ class Trainer:
         if odd:
             hints.append(f"mixed precision is fastest with multiples of 8; here are {', '.join(odd)}")
         if self.options.cudnn_benchmark and len(self.shapes) > 1:
-            hints.append(f"batches came in {len(self.shapes)} shapes: --no-cudnn-benchmark may be faster")
+            hints.append(f"batches came in {len(self.shapes)} shapes: --no-cudnn-benchmark might be faster")
         return hints
 
     def state_dict(self) -> dict[str, Any]:

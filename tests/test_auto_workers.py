@@ -115,6 +115,16 @@ def opened(worker_id: int) -> None:
     torch.utils.data.get_worker_info().dataset.file = 7  # type: ignore[union-attr]
 
 
+class Told(Counted):
+    """Can be read only in a process that torch's worker info describes as its one worker."""
+
+    def __getitem__(self, index: int) -> Any:
+        info: Any = torch.utils.data.get_worker_info()
+        assert (info.id, info.num_workers, info.seed) == (0, 1, torch.initial_seed())
+        assert info.dataset is self
+        return index
+
+
 class Random(Counted):
     """Draws from every generator that the loader seeds."""
 
@@ -531,6 +541,13 @@ def test_the_trial_prepares_the_dataset_as_a_worker_does(dataset: Any, options: 
 
 
 @pytest.mark.slow
+def test_the_trial_is_its_dataset_s_one_worker(chosen: Any) -> None:
+    """Torch's worker info has the number 0 of 1, the process's seed, and the dataset that is read."""
+    AutoWorkers(1).choose(fastload.DataLoader(Told(), 16, num_workers=1))
+
+    assert "measured in" in chosen()[0]
+
+
 @pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
 def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     method: str, monkeypatch: pytest.MonkeyPatch, chosen: Any
@@ -630,7 +647,7 @@ def test_a_trial_that_fails_is_a_warning(dataset: Any, reason: str, caplog: pyte
     loader._auto_workers.choose(loader)  # for the next epoch: it is not said again
     assert loader.num_workers == number == min(auto_workers.rank_cpus(), 16)
     (line,) = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
-    assert line.startswith(f'num_workers="auto": {number}, as many as CPUs of this rank: the trial')
+    assert line.startswith(f'num_workers="auto": {number}, one per CPU of this rank: the trial')
     assert reason in line
 
 

@@ -115,7 +115,9 @@ class TestPaths:
         result = run(*words, os.fsdecode(path))
 
         assert result.exit_code == 2
-        assert complaint(result).endswith(("is empty: give a path", "is not valid UTF-8: give another name"))
+        assert complaint(result).endswith(
+            ("is empty: pass a path", "is not valid UTF-8: use a different name")
+        )
 
     @pytest.mark.parametrize("command", ["info", "verify"])
     def test_a_directory_that_is_no_cache_leads_to_ls(self, command: str, tmp_path: Path) -> None:
@@ -205,7 +207,7 @@ class TestDest:
 
         result = run("build", "tests.cli_zoo:factory", dest, "--workers", "0")
 
-        assert "give a path that does not exist yet" in complaint(result)
+        assert "use a path that does not exist yet" in complaint(result)
         assert list(tmp_path.iterdir()) == [dest]
 
 

@@ -255,6 +255,14 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
+def test_the_prose_of_the_pages() -> None:
+    """docs/prose.py has no objection to a page."""
+    prose = runpy.run_path(str(DOCS / "prose.py"))
+    pages = [*ALL, ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
+
+    assert [str(found) for found in prose["findings"](pages)] == []
+
+
 def test_no_page_offers_a_strangers_package() -> None:
     """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
     wrong = re.compile(r"pip install .?fastload(?!-torch)")

@@ -273,7 +273,7 @@ def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     assert trainer.hints() == []
 
     trainer.step((images[:, :24], labels), train_step.Metrics())
-    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark may be faster"]
+    assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark might be faster"]
 
 
 def test_missing_pictures_are_explained(tmp_path: Path) -> None:

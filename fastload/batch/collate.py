@@ -9,7 +9,7 @@ its row of the batch. Rules:
    ROW_TENSOR_BYTES are written to rows. Where torch copies with several threads, arrays from ROW_ARRAY_BYTES
    to THREADS_PAY_BYTES are written to rows. Every other leaf is kept until the end and stacked in one call; a
    sample without a leaf for rows is kept whole.
-3. A sample is released as soon as it is written, so that its memory is warm for the next sample.
+3. A sample is released as soon as it is written, so its memory is warm for the next sample.
 4. Rows are for exact dicts, lists, tuples and namedtuples of exact arrays and plain tensors.
 5. If a sample does not fit the rows, the samples before it are read back from their rows, the rest is still
    fetched (random streams must advance), and torch's own collate gets all samples; its error is raised.
@@ -50,7 +50,7 @@ ROW_TENSOR_BYTES = 32 * 1024
 ROW_ARRAY_BYTES = 16 * 1024
 # Several threads stack leaves of at least this size at the end faster than one thread writes rows.
 THREADS_PAY_BYTES = 128 * 1024
-# A batch of at least this size is stacked in reused memory: malloc may map fresh pages for it, and the first
+# A batch of at least this size is stacked in reused memory: malloc can map fresh pages for it, and the first
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
 
@@ -94,7 +94,7 @@ def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
-    # With out=, torch.stack would cast tensors of another dtype without a word.
+    # With out=, torch.stack would silently cast tensors of a different dtype.
     are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
     if are_alike and is_plain(first) and first.is_contiguous():
         rows = rows_for(arena, tensors)
@@ -146,7 +146,7 @@ class _Rows:
                 raise _MismatchError
             value = tensor_array(value)
         elif not value.flags.c_contiguous and (not self._any_strides or min(value.strides) < 0):
-            raise _MismatchError  # torch refuses negative strides
+            raise _MismatchError  # torch does not allow negative strides
         self._rows[row] = value
 
     def restore(self, row: int) -> Any:
@@ -198,7 +198,7 @@ class _Container:
         if type(value) is not self._kind:
             raise _MismatchError
         if self._by_key is not None:
-            # torch's batch has the keys of its first sample, in that order; later samples may have more.
+            # torch's batch has the keys of its first sample, in that order; later samples can have more.
             if row == 0 and list(value) != list(self._by_key):
                 raise _MismatchError
             for key, child in self._by_key.items():
@@ -215,7 +215,7 @@ class _Container:
         return self._made([child.restore(row) for child in self._children], self._kind)
 
     def result(self, count: int) -> Any:
-        # tuples become lists, as torch has it
+        # tuples become lists, as in torch
         return self._made([child.result(count) for child in self._children], list)
 
     def _made(self, parts: list[Any], sequence: type[Any]) -> Any:
@@ -248,8 +248,8 @@ class RowCollate:
         Args:
             count: The number of rows.
             keeps: Whether all samples are kept, for `take`.
-            is_lent: Whether arrays may be read-only views of a cache. torch warns of such arrays, so it gets
-                copies of those that are not written to rows.
+            is_lent: Whether arrays can be read-only views of a cache. torch warns about such arrays, so it
+                gets copies of those that are not written to rows.
         """
         self._batch.count = count
         self._batch.is_lent = is_lent
@@ -261,7 +261,7 @@ class RowCollate:
         return len(self._kept) if self._keeps else self._num_rows
 
     def read(self, get: Callable[[Any], Any], indices: Iterator[Any]) -> None:
-        """Add ``get(index)`` for each index; each sample may be dropped afterwards."""
+        """Add ``get(index)`` for each index; each sample can be dropped afterwards."""
         if not self._keeps:
             add = self._add
             for index in indices:
@@ -293,7 +293,7 @@ class RowCollate:
         return _collate(self._batch, self.take(), "$")
 
     def take(self) -> Any:
-        """Return the kept samples, for another collate function."""
+        """Return the kept samples, for a different collate function."""
         samples, self._kept = self._kept, []
         return samples
 
@@ -405,7 +405,7 @@ def to_channels_last(batch: Any) -> Any:
 
     `image_layout` decides what an image is. `(B, H, W, C)` tensors are permuted and share memory with the
     input. `(B, C, H, W)` tensors are copied only if their strides are not channels-last. Everything else
-    stays as it is.
+    stays unchanged.
     """
     return map_leaves(batch, _images_to_channels_last)
 

@@ -37,7 +37,7 @@ def explain(values: Any, path: str, error: Exception) -> None:
         error: The error.
     """
     if isinstance(values, (list, tuple)) and values and not isinstance(error, MemoryError):
-        with contextlib.suppress(Exception):  # containers of the user's classes may raise anything
+        with contextlib.suppress(Exception):  # containers of the user's classes can raise anything
             cause = _cause(values, path)
             if cause is not None:
                 add_note(error, f"fastload: {cause}, or give the loader a collate_fn.")

@@ -41,7 +41,7 @@ def check_max_errors(max_errors: Any) -> None:
 
 
 def max_failures(max_errors: int | float, num_samples: int) -> int:
-    """How many of ``num_samples`` samples may fail; at least one if `max_errors` is a share."""
+    """How many of ``num_samples`` samples can fail; at least one if `max_errors` is a share."""
     return max(1, int(max_errors * num_samples)) if isinstance(max_errors, float) else max_errors
 
 
@@ -80,8 +80,8 @@ def num_samples_of(loader: Any) -> int:
     """How many samples an epoch of a loader reads, for `max_errors`.
 
     Returns:
-        0 if no sample may fail. The number of samples of the dataset, if the sampler has no length, or if a
-        batch sampler of the user's does not say which sampler it uses.
+        0 if no sample can fail. The number of samples of the dataset, if the sampler has no length, or if a
+        custom batch sampler does not say which sampler it uses.
     """
     if loader.on_error == "raise":
         return 0
@@ -89,7 +89,7 @@ def num_samples_of(loader: Any) -> int:
     for counted in (loader.sampler, loader.dataset) if uses_sampler else (loader.dataset,):
         try:
             return len(counted)
-        except Exception:  # noqa: BLE001  # a user's sampler may raise anything in len()
+        except Exception:  # noqa: BLE001  # a user's sampler can raise anything in len()
             continue
     return 0
 

@@ -65,7 +65,7 @@ class FetchSettings:
     batch_transform: Callable[[Any], Any] | None = None
 
 
-# Kept for batches before their transform; a larger batch gets memory of its own.
+# Kept for batches before their transform; a larger batch gets its own memory.
 _SCRATCH_BYTES = 256 << 20
 # Stands for how often the index came before when a batch transform draws like the last sample of its batch.
 _OF_BATCH = -(1 << 62)
@@ -87,7 +87,7 @@ class Fetcher:
         dataset: The dataset to read; this calls ``iter`` on an iterable one.
         arena: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
-        sample_rng: Sets the generators before each sample; None lets them run on.
+        sample_rng: Sets the generators before each sample; None lets them continue.
         dataset_state: The state from which the dataset resumes; None: from its beginning.
         worker_id: The worker, process or thread; None without workers.
 
@@ -116,7 +116,7 @@ class Fetcher:
             self._samples = _iterator_at(dataset, dataset_state)
         elif dataset_state is not None and dataset_state.data:
             dataset.load_state_dict(dataset_state.load())
-        # The dataset and its iterator, if they have a state that is asked for.
+        # The dataset and its iterator, if their state is requested.
         owners = (dataset, None if self._samples is dataset else self._samples)
         self._owners = [
             owner if dataset_state is not None and keeps_state(owner) else None for owner in owners
@@ -130,7 +130,7 @@ class Fetcher:
         self._collate_fn = settings.collate_fn
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
-        if self._transform is not None:  # its results alone go to the memory of the batch
+        if self._transform is not None:  # only its results go to the memory of the batch
             self._results, self._scratch = WritingInto(arena), Buffers(_SCRATCH_BYTES)
             arena = self._scratch.arena
         self._arena = arena
@@ -161,7 +161,7 @@ class Fetcher:
     def has_first_state(self) -> bool:
         """Whether the state before the first batch says more than that nothing was read.
 
-        The state of a stream that makes an iterator without a state is not requested: it may not be valid
+        The state of a stream that makes an iterator without a state is not requested: it might not be valid
         before the first sample was read, and a new iterator starts at the same place.
         """
         dataset, iterator = self._owners
@@ -201,7 +201,7 @@ class Fetcher:
         except BaseException as error:
             self._rows.forget()
             if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                self._num_batches += 1  # a caller who goes on after an error gets the next batch
+                self._num_batches += 1  # a caller who continues after an error gets the next batch
             raise
         finally:
             if self._sample_rng is not None:
@@ -230,7 +230,7 @@ class Fetcher:
         except Exception as error:
             add_note(error, "fastload: raised by batch_transform, which gets whole batches in the worker")
             raise
-        self.gathered_bytes = 0  # the size of the batch is another one now
+        self.gathered_bytes = 0  # the size of the batch has changed
         return batch
 
     def announce(self, index: Any) -> None:
@@ -258,7 +258,7 @@ class Fetcher:
         if self._samples is not None:
             return self._fetch_next(self._samples, index)
         if not self._auto_collation:
-            return self._stacked(self._fetch_whole, index, origin)  # the dataset may return whole batches
+            return self._stacked(self._fetch_whole, index, origin)  # the dataset can return whole batches
         if self._cache is not None and self._writes_rows:
             return self._fetch_cached(self._cache, list(index), origin)
         self._read_samples(index, origin)
@@ -290,7 +290,7 @@ class Fetcher:
         """Read the samples of a batch into its rows, or keep them."""
         dataset = self._dataset
         if origin is None and not self.reads_ahead and getattr(dataset, "__getitems__", None):
-            self.num_samples = operator.length_hint(indices)  # 0 if a sampler of the user's hides it
+            self.num_samples = operator.length_hint(indices)  # 0 if a custom sampler hides it
             try:
                 samples = dataset.__getitems__(indices)
             except Exception:
@@ -366,25 +366,24 @@ class Fetcher:
     def _read_again(self, index: Any) -> None:
         """Read the batches of a stream without a state that the caller has received before the resume.
 
-        A `collate_fn` of the user's is called, because it may draw from the generators from which the stream
-        draws.
+        A custom `collate_fn` is called, because it can draw from the generators that the stream draws from.
         """
         count, self._num_to_read_again = self._num_to_read_again, 0
         size = len(index) if self._auto_collation else 1
         for number in range(count):
             try:
-                # islice would call iter() first: a stream that is its own iterator may go back to its start.
+                # islice would call iter() first: a stream that is its own iterator can go back to its start.
                 samples = list(map(next, itertools.repeat(self._samples, size)))
-            except Exception:  # noqa: BLE001  # the caller got this error in place of the batch
+            except Exception:  # noqa: BLE001  # the caller got this error instead of the batch
                 continue
             if not samples or (self._drop_last and len(samples) < size):
                 raise ResumeError(
                     f"a stream without a state is resumed by reading {count} batches again, but it ended "
-                    f"after {number}: it must give the same samples in the same order as before"
+                    f"after {number}: it must return the same samples in the same order as before"
                 )
             self._has_ended = len(samples) < size
             if not is_torch_default(self._collate_fn):
-                with contextlib.suppress(Exception):  # the caller got this error in place of the batch
+                with contextlib.suppress(Exception):  # the caller got this error instead of the batch
                     self._collate_fn(samples if self._auto_collation else samples[0])
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""The position of one worker's copy of a dataset, in a form that processes can send each other.
+"""The position of one worker's copy of a dataset, in a picklable form.
 
 It is made where samples are fetched (`fetch`, `worker`, the iterator without workers); `resume` keeps it in
 the consumer's process. Only the processes of one loader make and read the pickles in it. A state from a
@@ -22,9 +22,9 @@ class IterableState(NamedTuple):
 
     Attributes:
         progress: Whether this epoch has read from the copy, and whether the copy has ended. The state of an
-            ended copy is not requested, because it may already mean the beginning of the next epoch.
+            ended copy is not requested, because it can already mean the beginning of the next epoch.
             "unknown": its `state_dict()` raised, or returned something that cannot be pickled, or the state
-            was lost on its way from the worker.
+            was lost in transit.
         data: With progress "begun": the pickled result of the dataset's `state_dict()`; empty if the dataset
             keeps no state.
         error: With progress "unknown": the error; None if the state was lost.
@@ -72,8 +72,8 @@ class IterableState(NamedTuple):
             self.error.reraise()
         if self.progress == "unknown":
             raise BatchLostError(
-                "the state of the dataset is unknown: it was lost together with a batch, whose error said "
-                "why; the next batch of the same worker brings a new state"
+                "the state of the dataset is unknown: it was lost with a batch, whose error said why; the "
+                "next batch of the same worker brings a new state"
             )
 
 
@@ -89,7 +89,7 @@ def keeps_state(owner: Any) -> bool:
         owner: A sampler, a dataset or an iterator.
 
     Some have methods of these names that need more arguments: litdata's `state_dict()` needs three. This
-    function calls no code of the user's.
+    function calls no user code.
     """
     return _accepts(getattr(owner, "state_dict", None)) and _accepts(
         getattr(owner, "load_state_dict", None), "a state"
@@ -101,7 +101,7 @@ def _accepts(method: Any, *arguments: Any) -> bool:
         return False
     try:
         inspect.signature(method).bind(*arguments)
-    except TypeError:  # it needs other arguments
+    except TypeError:  # it needs different arguments
         return False
     except ValueError:  # written in C, without a signature: calling it will show
         return True

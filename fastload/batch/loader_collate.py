@@ -1,10 +1,10 @@
-"""Wrap a loader's collate_fn, to warn when a framework loses the arguments that only fastload has.
+"""Wrap a loader's collate_fn, to warn when a framework loses fastload's own arguments.
 
 Frameworks build a torch.utils.data.DataLoader from the attributes of a loader (Accelerate's `prepare`, Ray's
-`prepare_data_loader`). The arguments that only fastload has are then lost, and training would continue with
-other numbers. But frameworks keep the collate_fn, so the wrapper around it stores these arguments. When
-torch's own fetcher calls the wrapper, it converts batches to the loader's memory format and warns about the
-other arguments.
+`prepare_data_loader`). fastload's own arguments are then lost, and training would continue with different
+numbers. But frameworks keep the collate_fn, so the wrapper around it stores these arguments. When torch's own
+fetcher calls the wrapper, it converts batches to the loader's memory format and warns about the other
+arguments.
 
 The wrapper is called in the consumer's process and in torch's workers; fastload's own iterators unwrap it.
 """
@@ -35,8 +35,8 @@ class LoaderCollate:
         lost: The loader's arguments that have no effect in torch's loader, as source text.
         channels_last: Whether the loader has ``memory_format=torch.channels_last``; this wrapper applies it
             in torch's loader.
-        settings: The loader's arguments that torch's loader does not have, for `carried_settings`.
-        dataset: The loader's dataset. Neither is pickled, because torch's workers have no use for them.
+        settings: The loader's arguments that torch's loader lacks, for `carried_settings`.
+        dataset: The loader's dataset. Neither is pickled: torch's workers do not need them.
     """
 
     __slots__ = ("__wrapped__", "_fastload_note", "_fastload_settings")
@@ -93,11 +93,11 @@ def own_collate(collate_fn: Any) -> Any:
 
 
 def carried_settings(collate_fn: Any, dataset: Any) -> dict[str, Any]:
-    """The arguments that torch's loader lacks, of a loader that a framework builds again.
+    """The arguments that torch's loader lacks, of a loader that a framework rebuilds.
 
     Args:
-        collate_fn: The one that the framework gives.
-        dataset: The one that the framework gives: the loader's own, or a part of a stream for each rank.
+        collate_fn: The framework's.
+        dataset: The framework's: the loader's own, or a part of a stream for each rank.
 
     Returns:
         The arguments by name; empty if the collate_fn is not that of a fastload loader of this dataset.
@@ -111,7 +111,7 @@ def carried_settings(collate_fn: Any, dataset: Any) -> dict[str, Any]:
 
 @functools.cache
 def _warn(lost: tuple[str, ...]) -> None:
-    """Warn once in each process; of the workers of an iterator, only the first one warns."""
+    """Warn once per process; of an iterator's workers, only the first warns."""
     info = get_worker_info()
     if info is not None and info.id != 0:
         return

@@ -1,4 +1,4 @@
-"""The bytes of a batch, where they can be known without walking through it."""
+"""The size of a batch, where it can be known without walking through it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-_MAX_VALUES = 8  # of a container whose values are looked at; a tensor takes 0.1 us
+_MAX_VALUES = 8  # of a container that is examined; a tensor takes 0.1 us
 _MAX_DEPTH = 3
 _WITHOUT = frozenset({str, bytes, int, float, bool, type(None)})  # neither tensors nor arrays are inside
 

@@ -5,7 +5,7 @@ pack() runs in a worker, unpack() in the parent. The format is used for one mess
 * The skeleton is a pickle of the batch in which each plain tensor and array is replaced by a number.
 * A leaf says where that tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
-* Other tensors and arrays (a subclass, requires_grad, sparse, an object array) are pickled as they are.
+* Other tensors and arrays (a subclass, requires_grad, sparse, an object array) are pickled unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Packed(NamedTuple):
     skeleton: bytes
     leaves: list[PackedLeaf]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # how often a leaf occurs in the batch; the same leaf may occur several times
+    num_places: int  # how often a leaf occurs in the batch
 
     @property
     def has_arrays(self) -> bool:
@@ -117,7 +117,7 @@ def pack(batch: Any, arena: Arena) -> Packed:
     packer.dump(batch)
     leaves = _place(packer.leaves, arena)
     if leaves is None:
-        # The batch outgrew its slot: lay all leaves out again in memory that is large enough.
+        # The batch outgrew its slot: lay all leaves out again in larger memory.
         total_bytes = sum(round_up(_span(leaf) * leaf.itemsize, ALIGNMENT_BYTES) for leaf in packer.leaves)
         arena.begin(None)
         arena.place(total_bytes)
@@ -160,7 +160,7 @@ def _place(batch_leaves: list[Any], arena: Arena) -> list[PackedLeaf] | None:
                 target[...] = value
                 strides = target.strides
             else:
-                # Copy all memory from the first to the last element, so that any strides stay the same.
+                # Copy all memory from the first to the last element, to keep any strides.
                 stretch = torch.as_strided(value, (span,), (1,), value.storage_offset())
                 _flat_tensor(arena.lease, value.dtype, span, offset).copy_(stretch)
         placed.append((offset, span, _code_of(value.dtype), tuple(value.shape), strides))

@@ -1,9 +1,9 @@
-"""Tells a dataset which samples will be read next, so that it can begin to read their files.
+"""Tells a dataset which samples will be read next, so it can begin to read their files.
 
 A dataset that wants to know has a method ``read_ahead(indices)``, as ImageFolder and CachedDataset have; if
 it also has an attribute ``_reads_ahead`` that is False, the method is not called. The method must be one of
-the dataset's class: an attribute that a wrapper takes over from the dataset inside is ignored, because the
-wrapper may number its samples differently. The samples of such a dataset are then read one by one.
+the dataset's class: an attribute that a wrapper forwards from the wrapped dataset is ignored, because the
+wrapper can number its samples differently. The samples of such a dataset are then read one by one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.utils.data import ConcatDataset, Subset, get_worker_info
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-_SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads at the same time
+_SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
 
 
 def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
-    """The dataset inside torch's Subset, also several of them, and the indices of these samples there."""
+    """The dataset inside torch's Subset, also nested ones, and the indices of these samples there."""
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset

@@ -3,10 +3,10 @@
 Rules:
 
 1. Sizes and order of batches do not change: a replacement takes the position of the failed sample.
-2. A replacement follows from the `BatchId` and the position in the batch, so that it is the same for any
-   number of workers and after a resume.
+2. A replacement depends on the `BatchId` and the position in the batch, so it is the same for any number of
+   workers and after a resume.
 3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
-   replacement is another sample of the same batch.
+   replacement is a different sample of the same batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Replacer:
 
     Args:
         on_error: `"replace"`, or a function that takes a `FailedSample` and returns the sample to use.
-        replacements: Indices of samples that may be a replacement; empty: the samples of the same batch.
+        replacements: Indices of possible replacements; empty: the samples of the same batch.
         worker: The worker that reads; None without workers.
 
     Attributes:
@@ -52,13 +52,13 @@ class Replacer:
         self.failed = []
 
     def replacing(self, get: Callable[[Any], Any], read: Callable[[Any, int], Any]) -> Callable[[Any], Any]:
-        """Wrap ``get``, so that a sample whose ``get`` raises is replaced.
+        """Wrap ``get`` to replace a sample whose ``get`` raises.
 
         Call the result once for each index of the batch, in order.
 
         Args:
             get: Returns the sample of an index.
-            read: Returns the sample of another index, with random streams that follow from a number.
+            read: Returns the sample of a different index, with random streams that depend on a number.
         """
         numbers = itertools.count()
 
@@ -82,7 +82,8 @@ class Replacer:
             return sample
         for attempt, index in enumerate(self._candidates(number)):
             try:
-                # A negative occurrence: the sample draws other numbers than where the sampler gave its index.
+                # A negative occurrence: the sample draws different numbers than where the sampler chose its
+                # index.
                 sample = read(index, -1 - number * _MAX_ATTEMPTS - attempt)
             except Exception as other:  # noqa: BLE001  # it cannot be read either
                 place = f"sample {short_repr(index)} in its place"
@@ -101,7 +102,7 @@ class Replacer:
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, with the same result in every process.
         generator = random.Random(",".join(map(str, (*self._batch_id[:3], number))))
-        found = self._replacements  # may be an array or a tensor, if the sampler's indices are one
+        found = self._replacements  # can be an array or a tensor, if the sampler's indices are one
         if not len(found):
             found = [*self._indices[:number], *self._indices[number + 1 :]]
         positions = generator.sample(range(len(found)), min(len(found), _MAX_ATTEMPTS))

@@ -1,7 +1,7 @@
 """Let torch's default_collate stack tensors directly into the slot, wherever user code calls it.
 
 Installed in worker processes, where torch itself stacks into shared memory. Rule: only code whose result is
-the batch stacks into the slot. Samples never lie in the slot, because it may be reused while a sample is
+the batch stacks into the slot. Samples never lie in the slot, because it can be reused while a sample is
 still in use.
 """
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
 ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
-# torch documents that users may change its map in place; default_collate then follows the user's rules.
+# torch documents that users can change its map in place; default_collate then follows the user's rules.
 _known_rules = tuple(torch_collate.default_collate_fn_map.items())
 
 
 def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
-    """Whether ``collate_fn`` is default_collate with torch's own rules, so that rows may be written.
+    """Whether ``collate_fn`` is default_collate with torch's own rules, so rows can be written.
 
-    Call this for each batch: a module that a dataset imports at its first sample may add a rule.
+    Call this for each batch: a module that a dataset imports with its first sample can add a rule.
     """
     return (
         collate_fn is default_collate and tuple(torch_collate.default_collate_fn_map.items()) == _known_rules
@@ -58,7 +58,7 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
     """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
-        SegmentError: The system refused the memory; torch's own rule would need the same amount.
+        SegmentError: The memory could not be allocated; torch's own rule would need the same amount.
     """
     first = tensors[0]
     memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))

@@ -81,9 +81,9 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
-    A cache in RAM fills as epochs run, which makes an epoch at most about 1.2 times as long. Where page
-    allocation is slow, a sample can be decoded two or three times before it is stored. `fill` stores all
-    samples at once.
+    A cache in RAM fills as epochs run, which adds about a fifth and some tenths of a second to an epoch, at
+    most. Where page allocation is slow, a sample can be decoded two or three times before it is stored.
+    `fill` stores all samples at once.
 
     Public attributes of the wrapped dataset (`classes`, `targets`, `class_to_idx`) are also attributes of
     this one, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
@@ -132,7 +132,7 @@ class CachedDataset(Dataset[Any]):
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
             `prepare` is not callable.
-        RandomDatasetError: Two readings of one sample differ.
+        RandomDatasetError: Reading a sample twice gave different results.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.

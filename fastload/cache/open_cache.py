@@ -123,7 +123,7 @@ class Opener:
         """The requested cache, or tiers of caches.
 
         Raises:
-            RandomDatasetError: Two readings of one sample differ.
+            RandomDatasetError: Reading a sample twice gave different results.
             UnsupportedSampleError: A value in a sample cannot be cached.
             CacheMismatchError: The cache was made from other samples.
             ValueError: `cache` is not a valid description of a cache.

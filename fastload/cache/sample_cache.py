@@ -45,7 +45,7 @@ class SampleCache(Protocol):
         """How samples are stored, in one word."""
 
     def explain(self) -> str:
-        """The reason why this cache is in use, and the parts of its fingerprint."""
+        """Why this cache is in use, and the parts of its fingerprint."""
 
     def missing(self) -> npt.NDArray[np.intp]:
         """Indices of the samples that are not stored and that `put` might accept, ascending."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_url(path: str) -> bool:
-    """Whether an argument names a place that fsspec reads."""
+    """Whether an argument is a URL that fsspec reads."""
     from fastload.files.remote import is_url
 
     return is_url(path)
@@ -47,7 +47,7 @@ def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[st
     Args:
         name: The name of the argument, for messages.
         instead: What to do with a URL, if the argument must not be one.
-        is_new: Whether a file is made at the path, so that its directory must exist.
+        is_new: Whether a file is created at the path, so its directory must exist.
     """
 
     def parse(text: str) -> str:
@@ -61,24 +61,26 @@ def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[st
 
         text = local_path(text)
         if not text:
-            raise CommandError(f"{name} is empty: give a path")
+            raise CommandError(f"{name} is empty: pass a path")
         try:
             text.encode()  # LMDB opens no other names
         except UnicodeEncodeError:
-            raise CommandError(f"{name} {text!a} is not valid UTF-8: give another name") from None
+            raise CommandError(f"{name} {text!a} is not valid UTF-8: use a different name") from None
         path = os.path.abspath(text)
         directory = os.path.dirname(path)
         if is_new and not os.path.isdir(directory):
             if os.path.lexists(directory):
                 raise CommandError(f"{name} should lie in a directory, but {directory} is a file")
-            raise CommandError(f"there is no directory at {directory}: make it first, or give another {name}")
+            raise CommandError(
+                f"there is no directory at {directory}: make it first, or use a different {name}"
+            )
         return path
 
     return parse
 
 
 def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str]:
-    """A parser of files that a command writes in the end, which are checked before hours are spent."""
+    """A parser of files that a command writes at the end, checked before hours are spent."""
 
     def parse(path: str) -> str:
         directory = os.path.dirname(os.path.abspath(path))
@@ -95,12 +97,12 @@ def output_file(option: str, *, is_picture: bool = False) -> Callable[[str], str
 
 
 def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
-    """Write a file completely, or leave the earlier one.
+    """Write a file completely, or keep the old one.
 
     Args:
         option: The option, for messages.
         path: The file.
-        write: Writes to the path that it is given.
+        write: Writes to its argument, a path.
 
     Raises:
         CommandError: The file could not be written.
@@ -144,7 +146,7 @@ def parse_size(text: str) -> int | tuple[int, int]:
 
 
 def parse_max_errors(text: str) -> int | float:
-    """The number of samples that may be left out, or their share.
+    """The number of samples that can be left out, or their share.
 
     Raises:
         CommandError: The text is neither.

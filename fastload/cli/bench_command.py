@@ -1,7 +1,6 @@
-"""`fastload bench`: measures with `fastload.bench`, and words its problems.
+"""`fastload bench`: measures with `fastload.bench`, and reports its problems.
 
-An option that is wrong, a missing extra and a baseline that cannot be compared end the command before
-anything is measured.
+Wrong options, missing extras and incomparable baselines end the command before anything is measured.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def bench(
         str | None,
         typer.Option(
             metavar="MODULE:NAME",
-            help="The random part, which runs at every access and is never cached: an albumentations "
-            "pipeline, another callable, or a function without arguments that returns one.",
+            help="The random part, which runs on every access and is never cached: an albumentations "
+            "pipeline, any other callable, or a function without arguments that returns one.",
         ),
     ] = None,
     workers: Annotated[Any, numbers("--workers", 0, "Default: 0, half of the CPUs, all CPUs.")] = None,
@@ -65,7 +64,7 @@ def bench(
         typer.Option(min=1, help="Samples of an epoch, evenly spaced; default: as many as --minutes allows."),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.0, help="About how long the whole benchmark may take.")
+        float, typer.Option(min=0.0, help="Approximate duration of the whole benchmark.")
     ] = 3.0,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="How often each contender runs, in turn; default: 3.")
@@ -75,7 +74,7 @@ def bench(
         typer.Option(
             parser=_scratch,
             metavar="DIRECTORY",
-            help="Where LMDB caches are built, which are removed at the end; default: the system's "
+            help="Where LMDB caches are built, and removed at the end; default: the system's "
             "temporary directory.",
         ),
     ] = None,
@@ -92,13 +91,13 @@ def bench(
         str | None,
         typer.Option(
             metavar="FILE.json",
-            help="Compare with an earlier --output; exit code 4 if a contender is slower. Options that are "
-            "not given are those of that run.",
+            help="Compare with an earlier --output; exit code 4 if a contender is slower. Options "
+            "default to those of that run.",
         ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="The share of its rate that a contender may lose."),
+        typer.Option(min=0.0, max=1.0, help="The share of its rate that a contender can lose."),
     ] = 0.1,
     relative: Annotated[
         bool,
@@ -111,8 +110,8 @@ def bench(
 ) -> Answer:
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
-    Each contender runs in a process of its own, once in each round. Nothing is trained, and no file is left
-    but those of --output and --chart.
+    Each contender runs in its own process, once per round. Nothing is trained, and no file is left except
+    those of --output and --chart.
     """
     if relative and baseline is None:
         raise CommandError("--relative is for --baseline FILE.json: give the file, too")
@@ -166,8 +165,8 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
     here, there = this_machine(), baseline.machine
     if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):
         raise CommandError(
-            f"the baseline was measured on another machine ({there['cpu']}, {there['cores']} cores) than "
-            f"this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
+            f"the baseline was measured on a different machine ({there['cpu']}, {there['cores']} cores), not "
+            f"on this one ({here['cpu']}, {here['cores']} cores). Add --relative, which divides each rate by "
             "torch's in the same run, or make a new baseline on this machine with --output"
         )
     return baseline
@@ -190,7 +189,7 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
             benchmark = Benchmark(settings, datasets, transform)
             benchmark.run()
         except NoBatchError as error:
-            cure = "add --transform MODULE:NAME, such as a crop that gives samples of one shape"
+            cure = "add --transform MODULE:NAME, such as a crop to samples of one shape"
             if is_folder(source):
                 cure = f"add a size with both sides such as --size 224x224, or {cure}"
             said = f"the samples of {source} cannot be collated to a batch: {error}: {cure}"

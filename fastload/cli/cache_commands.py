@@ -58,8 +58,8 @@ OnErrorOption = Annotated[
     OnError,
     typer.Option(
         "--on-error",
-        help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out and "
-        "writes a line with its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
+        help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
+        "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
     ),
 ]
 MaxErrors = Annotated[
@@ -68,8 +68,8 @@ MaxErrors = Annotated[
         parser=parse_max_errors,
         metavar="NUMBER",
         show_default=False,
-        help="With --on-error skip: how many samples of the whole cache may be left out, as a number or as a "
-        "share; 0.01 by default.",
+        help="With --on-error skip: how many samples of the whole cache can be left out, as a number or "
+        "a share; 0.01 by default.",
     ),
 ]
 
@@ -107,15 +107,15 @@ def build(
         int | None,
         typer.Option(
             min=1,
-            help="Number of files of the cache; default: so many that a file has about 1 GiB, with --ray a "
-            "few for each CPU. An interrupted build loses the file that it writes.",
+            help="Number of files of the cache; default: files of about 1 GiB, with --ray a few per CPU. "
+            "An interrupted build loses the file being written.",
         ),
     ] = None,
     ray: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Build on a Ray cluster, one task for each shard: 'auto' for the running cluster, 'local' "
+            help="Build on a Ray cluster, one task per shard: 'auto' for the running cluster, 'local' "
             "for the CPUs of this machine, or the address of a cluster. All machines must see SOURCE and "
             "DEST. Needs the extra 'ray'.",
         ),
@@ -211,8 +211,8 @@ def build_shard(
 ) -> Answer:
     """Decode the samples of one shard of a cache, in DEST.partial.
 
-    Any machine that sees DEST may build any shard, at any time. When all are built, run
-    'fastload cache join DEST'.
+    Any machine that sees DEST can build any shard, at any time. When all are built, run 'fastload cache join
+    DEST'.
     """
     from fastload.cache.build.build import build_shard
 
@@ -287,7 +287,7 @@ def join(
         typer.Option(
             parser=parse_max_errors,
             metavar="NUMBER",
-            help="How many samples may be left out, as a number or as a share such as 0.01; default: the "
+            help="How many samples can be left out, as a number or a share such as 0.01; default: the "
             "limit of the process that began the build.",
         ),
     ] = None,
@@ -551,7 +551,7 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
 
 
 def _finished(cache: LMDBCache | Manifest, done: str, strict: bool, **more: Any) -> Answer:
-    """The answer of a command that has made a cache, or has found it."""
+    """The answer of a command that made or found a cache."""
     found = _facts(cache)
     skipped = _skipped(found)
     lines = [f"{found['path']}: {done}: {_held(found)}", *skipped, _training(found)]

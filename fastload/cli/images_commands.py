@@ -31,7 +31,7 @@ def tile(
         int | None, typer.Option(min=0, help="Number of processes; default: one for each core.")
     ] = None,
 ) -> Answer:
-    """Copy SOURCE to DEST, so that crops of its JPEGs decode faster.
+    """Copy SOURCE to DEST, with JPEGs whose crops decode faster.
 
     JPEGs are rewritten without loss, with restart markers every few blocks: about 1% larger, the same pixels
     in every program, and fastload decodes only the part of them that a crop needs. Progressive ones are

@@ -2,7 +2,7 @@
 
 Rules:
 
-1. Commands import their modules when they run, so that `--help` is fast.
+1. Commands import their modules when they run, so `--help` is fast.
 2. A new command is a function under `@answers(app)` that parses nothing itself: it calls one function of a
    lower layer, and returns an `Answer`.
 3. A call without a command prints the help. This is wrong usage: the help goes to standard error, and the
@@ -79,8 +79,8 @@ def run(
     cache: Annotated[
         CacheKind | None,
         typer.Option(
-            help="Decode the images of an ImageFolder once, and keep them in memory. A line says for every "
-            "other dataset why it is not cached."
+            help="Decode the images of an ImageFolder once, and keep them in memory. For every other "
+            "dataset, a line says why it is not cached."
         ),
     ] = None,
     rng: Annotated[
@@ -144,8 +144,8 @@ def profile(
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="In stretches of this many steps, return batches that are held in memory, to measure how "
-            "fast the script is when loading costs nothing. It then trains on these batches again.",
+            help="In stretches of this many steps, return batches held in memory, to measure the "
+            "script's speed if loading were free. It then trains on these batches again.",
         ),
     ] = 0,
     output: Output = None,
@@ -162,8 +162,8 @@ def profile(
 
     The script needs no change, and its results stay the same. Every DataLoader is watched, torch's and
     fastload's. At the end, or after Ctrl-C, the report on standard error names the bottleneck and up to three
-    changes with the gain that each would bring. Options of fastload come before SCRIPT; all words after
-    SCRIPT belong to the script.
+    changes, each with its gain. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
+    the script.
     """
     from fastload.cli.profile_command import profile_script
 
@@ -188,7 +188,7 @@ def doctor(
     """Show what this machine offers to a data loader, and how to look for an error.
 
     Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
-    With SOURCE: the bytes and the images a second of each way to cache it. Changes nothing.
+    With SOURCE: the bytes and images per second of each way to cache it. Changes nothing.
     """
     if source is None:
         from fastload.training.machine_report import machine_report

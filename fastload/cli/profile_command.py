@@ -1,7 +1,7 @@
 """`fastload profile`: run a script as plain python would, and report how long it waited for data.
 
-The report goes to standard error, so that the script's output stays as it is. The script's exit code, or the
-signal or traceback that ends it, is the command's.
+The report goes to standard error and leaves the script's output alone. The script's exit code, or the signal
+or traceback that ends it, is the command's.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 def run_script(target: str, args: list[str], *, as_module: bool = False) -> None:
     """Run a script to its end.
 
-    `sys.argv`, `sys.path[0]` and `__main__` are those of plain python, so that argparse, pickling, and child
+    `sys.argv`, `sys.path[0]` and `__main__` are those of plain python, so argparse, pickling, and child
     processes of all start methods work in the same way. The caller should do nothing after this call that an
     error of the script must not skip, or do it in a `finally`.
 
@@ -91,7 +91,7 @@ def _is_importable(target: str) -> bool:
 
 
 def _set_first_path(path: str, *, even_if_safe: bool = False) -> None:
-    """Put the script's own folder in the place of ours; `python -P` adds no such folder."""
+    """Replace our folder with the script's own; `python -P` adds no such folder."""
     if not sys.flags.safe_path:
         sys.path[0] = path
     elif even_if_safe:
@@ -110,7 +110,7 @@ def _hide_our_frames(error: BaseException) -> None:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next  # the frames of runpy stay: plain python shows them, too
-    show = sys.excepthook  # the script may have set it
+    show = sys.excepthook  # the script might have set it
 
     def excepthook(
         kind: type[BaseException], value: BaseException, shown: types.TracebackType | None

@@ -116,7 +116,7 @@ def _makes_transform(found: Any) -> bool:
 
 @contextlib.contextmanager
 def users_code(name: str) -> Iterator[None]:
-    """Run code that an argument names: if it wants to end the process, this is an error of the command."""
+    """Run code that an argument names; if it exits the process, this is an error of the command."""
     try:
         yield
     except SystemExit as error:
@@ -164,7 +164,7 @@ def _is_dataset(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class SourceElsewhere:
-    """Opens SOURCE on another machine, in the working directory of the command; pickles as a handle.
+    """Opens SOURCE on a different machine, in the working directory of the command; pickles as a handle.
 
     Attributes:
         source: The user's SOURCE.

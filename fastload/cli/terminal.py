@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """How a command ended; scripts may rely on the numbers."""
+    """How a command ended; scripts can rely on the numbers."""
 
     FINE = 0
     FAILED = 1
@@ -113,7 +113,7 @@ def _fail(error: Exception, words: Sequence[str]) -> ExitCode:
     message, code = _one_line(error), _exit_code(error)
     typer.echo(f"fastload: error: {message}", err=True)
     command = next((word for word in words if not word.startswith("-")), "")
-    if "--json" in words and command not in ("profile", "run"):  # there, it may be the script's
+    if "--json" in words and command not in ("profile", "run"):  # there, it can be the script's
         cause = (error.__cause__ or error) if isinstance(error, CommandError) else error
         kind = "UsageError" if code == ExitCode.USAGE else type(cause).__name__
         typer.echo(json.dumps({"error": message, "type": kind}))
@@ -125,7 +125,7 @@ def _exit_code(error: Exception) -> ExitCode:
         return error.exit_code
     if isinstance(error, CacheBusyError):
         return ExitCode.BUSY
-    # Without a number, it is not the system's error but fastload's: an argument names nothing.
+    # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
     return ExitCode.USAGE if names_nothing or isinstance(error, _ClickUsageError) else ExitCode.FAILED
 
@@ -226,7 +226,7 @@ def _stdout_diverted() -> Iterator[None]:
 
 
 class _ToStderr(logging.Handler):
-    """Looks up sys.stderr for each line, because a progress bar may have replaced it."""
+    """Looks up sys.stderr for each line, because a progress bar can replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         write_stderr(f"fastload: {record.getMessage()}\n")

@@ -108,7 +108,7 @@ class TorchIterator(EpochIterator):
             self.epoch.ended()
             raise
         except Exception:
-            self.epoch.fetched(None)  # a caller who goes on after an error gets the next batch
+            self.epoch.fetched(None)  # a caller who continues after an error gets the next batch
             raise
         self.epoch.fetched(None)
         if self.transform is not None:

@@ -126,7 +126,7 @@ class LocalIterator(HostIterator):
             raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
             if isinstance(error, Exception):
-                self._received(index)  # a caller who goes on after an error gets the next batch
+                self._received(index)  # a caller who continues after an error gets the next batch
                 self._due = None
             place = self._fetcher.place_of_error(index, error)
             add_place(error, f"batch {self._num_drawn - 1}, {place}")

@@ -72,7 +72,7 @@ def add_restarts(content: bytes) -> bytes:
         return content
     try:
         return _rewritten(content, header, restart_interval(header.num_mcus[0]))
-    except LookupError:
+    except (LookupError, OverflowError):  # OverflowError: a table has more codes than their bits allow
         raise ValueError("its header or its compressed data are damaged") from None
 
 

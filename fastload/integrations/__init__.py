@@ -1,8 +1,8 @@
-"""fastload in programs that were written for torch's loader.
+"""fastload in programs written for torch's loader.
 
 Read `patch` first (what happens to torch's class), then `replaced` (the loader that it builds), `ram_cache`
 (the datasets that `--cache ram` wraps), and `children` with `bootstrap/sitecustomize` (how child processes do
 the same). `accelerate` and `ray` prepare a loader for a rank, with `prepared` in common. `ray_build` builds a
-cache on disk by a Ray cluster. `tensorboard` and `lightning` send a loader's statistics there. Each of these
-is imported only by name.
+cache on disk with a Ray cluster. `tensorboard` and `lightning` log a loader's statistics. Each of these is
+imported only by name.
 """

@@ -1,8 +1,8 @@
 """`prepare` of Hugging Face Accelerate for fastload's loaders, without `fastload.patch_torch()`.
 
-Accelerate prepares the loader, and this file then exchanges the torch loader inside the prepared one for
-fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, the synchronisation of
-generators, the gradient state, and the move of batches to the device.
+Accelerate prepares the loader, and this file then replaces the torch loader inside the prepared one with
+fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, synchronising generators,
+the gradient state, and moving batches to the device.
 
 Importing this file imports Accelerate.
 """
@@ -27,15 +27,15 @@ _CALLER = "fastload.integrations.accelerate.prepare()"
 
 
 def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any:
-    """As ``accelerator.prepare(loader)``, with a result that keeps the arguments only fastload has.
+    """Like ``accelerator.prepare(loader)``, but the result keeps fastload's own arguments.
 
     The batches are those of Accelerate with torch's loader, for its settings `split_batches`, `even_batches`,
-    `dispatch_batches`, `use_seedable_sampler` and `use_stateful_dataloader`. The result may also be given to
-    ``accelerator.prepare``, together with the model; Accelerate then leaves it as it is.
+    `dispatch_batches`, `use_seedable_sampler` and `use_stateful_dataloader`. The result can also be passed to
+    ``accelerator.prepare``, together with the model; Accelerate then leaves it unchanged.
 
     Args:
         accelerator: The `accelerate.Accelerator`.
-        loader: A loader that was not prepared before. It stays as it is; do not iterate over it.
+        loader: An unprepared loader. It stays unchanged; do not iterate over it.
 
     Returns:
         Accelerate's `DataLoaderShard` or `DataLoaderDispatcher` around a fastload loader. It also has the
@@ -44,7 +44,7 @@ def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any
 
     Raises:
         TypeError: ``loader`` is not a `fastload.DataLoader`.
-        ValueError: A state was loaded into the loader before; or the loader has a ``device`` that is not the
+        ValueError: A state was loaded into the loader before; or the loader's ``device`` is not the
             accelerator's; or Accelerate cannot split its batches.
         NotImplementedError: Accelerate wraps loaders for TPUs (XLA).
     """
@@ -73,9 +73,9 @@ def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any
 
 
 def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
-    """As ``accelerator.skip_first_batches``, with a result that keeps the arguments only fastload has.
+    """Like ``accelerator.skip_first_batches``, but the result keeps fastload's own arguments.
 
-    ``prepared.load_state_dict()`` resumes without this function, and knows the number of batches by itself.
+    ``prepared.load_state_dict()`` resumes without this function, and knows the number of batches.
 
     Args:
         prepared: The result of `prepare`.
@@ -96,7 +96,7 @@ def skip_first_batches(prepared: Any, num_batches: int = 0) -> Any:
 
 
 class _Prepared:
-    """The methods that Accelerate's loaders do not pass on to the loader inside."""
+    """The methods that Accelerate's loaders do not forward to the wrapped loader."""
 
     def set_epoch(self: Any, epoch: int) -> None:
         """Set the number of the next epoch; Accelerate calls this when an epoch begins."""
@@ -113,11 +113,11 @@ class _Prepared:
         return _unpickled, (type(self) is _Dispatcher, vars(self))
 
 
-class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]  # Accelerate may not be installed
+class _Shard(_Prepared, DataLoaderShard):  # type: ignore[misc]  # Accelerate might not be installed
     pass
 
 
-class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate may not be installed
+class _Dispatcher(_Prepared, DataLoaderDispatcher):  # type: ignore[misc]  # Accelerate might not be installed
     pass
 
 
@@ -129,7 +129,7 @@ def _unpickled(is_dispatcher: bool, attributes: dict[str, Any]) -> Any:
 
 
 def _exchange(prepared: Any, source: fastload.loader.DataLoader) -> None:
-    """Put a fastload loader in the place of the torch loader inside Accelerate's."""
+    """Replace the torch loader inside Accelerate's with a fastload loader."""
     kinds: dict[type, type] = {DataLoaderShard: _Shard, DataLoaderDispatcher: _Dispatcher}
     kind = kinds.get(type(prepared))
     if kind is None:
@@ -138,7 +138,7 @@ def _exchange(prepared: Any, source: fastload.loader.DataLoader) -> None:
     loader = loader_in_place_of(prepared.base_dataloader, source, device)
     sampler = accelerate.data_loader.get_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
-        # It seeds its generator in each epoch, which may be the loader's, so that the seed of rng="sample" is
+        # It seeds its generator in each epoch, which can be the loader's, so the seed of rng="sample" is
         # taken now. It makes a generator in its first epoch if it has none; a loader's state has the
         # generators that were there when the epoch began.
         known = progress_of(source).sample_seed

@@ -1,8 +1,8 @@
 """Call a function when torch's loader is imported: in this process, and in every interpreter that it starts.
 
 Interpreters inherit environment variables, so spawned and fork server workers, ranks that a launcher starts,
-and their own children are all reached. Interpreters that ignore the environment (`python -E`, `-I`, `-S`),
-or get an environment of their own, are not.
+and their own children are all reached. Interpreters that ignore the environment (`python -E`, `-I`, `-S`), or
+get a different one, are not.
 """
 
 from __future__ import annotations

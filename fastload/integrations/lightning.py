@@ -24,18 +24,18 @@ def _callback_class() -> Any:
             return importlib.import_module(name).Callback
         except ModuleNotFoundError as error:
             if error.name not in (name, name.partition(".")[0]):
-                raise  # the package is there, and something that it needs is not
+                raise  # the package is installed, but not all that it needs
     raise ImportError("fastload.integrations.lightning needs Lightning: pip install lightning")
 
 
-class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning may not be installed
+class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning might not be installed
     """Logs what the training loader did since the last time, to all loggers of the Trainer.
 
     The names are `loader/wait_share`, `loader/wait_p95_s` and so on; see `fastload.LoaderStats`. It logs
     nothing if the training loader is not a `fastload.DataLoader`.
 
     Args:
-        every_n_steps: Log after so many batches; None logs at the end of each epoch.
+        every_n_steps: Log after this many batches; None logs at the end of each epoch.
         prefix: The first part of the names.
 
     Raises:
@@ -48,7 +48,7 @@ class StatsCallback(_callback_class()):  # type: ignore[misc]  # Lightning may n
             raise ValueError(f"every_n_steps should be at least 1, or None, but got {every_n_steps!r}")
         self._every_n_steps = every_n_steps
         self._prefix = prefix
-        self._logged: tuple[Recorder, Counts] | None = None  # the loader's figures when they were logged last
+        self._logged: tuple[Recorder, Counts] | None = None  # the loader's figures at the last log
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
         """Log, if that many batches were trained."""

@@ -1,12 +1,12 @@
 """patch_torch() and unpatch_torch(): `torch.utils.data.DataLoader` builds fastload's loader in this process.
 
-torch's class stays the class that it is, and two of its methods change:
+torch's class stays in place, and two of its methods change:
 
 1. `__init__`: an object of exactly torch's class becomes one of `replaced.DataLoader`. This works for every
-   name of the class, also in modules imported before, in default arguments and in closures, which an exchange
-   of names in modules would not reach. isinstance and issubclass stay right by themselves.
-2. `__init_subclass__`: a class that is derived from torch's class from now on is derived from ours. Classes
-   derived before stay as they are.
+   name of the class, also in modules imported before, in default arguments and in closures, which replacing
+   names in modules would not reach. isinstance and issubclass stay correct.
+2. `__init_subclass__`: classes derived from torch's class from now on derive from ours. Earlier ones stay
+   unchanged.
 
 This file imports little, because `from_environment` runs in the middle of the import of torch.
 """
@@ -27,29 +27,29 @@ _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fas
 
 
 def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
-    """Let `torch.utils.data.DataLoader` build `fastload.DataLoader`, without a change of the calls.
+    """Let `torch.utils.data.DataLoader` build `fastload.DataLoader`, without changing the calls.
 
     Works for any name of torch's class, in modules imported before and later, and in frameworks. When a
-    framework builds a loader again from one of fastload's (Accelerate's `prepare`, Ray's
-    `prepare_data_loader`), the new loader keeps the arguments that torch's loader does not have.
+    framework rebuilds one of fastload's loaders (Accelerate's `prepare`, Ray's `prepare_data_loader`), the
+    new loader keeps the arguments that torch's loader lacks.
 
-    Loaders and subclasses of torch's class made before stay torch's. Subclasses defined afterwards derive
-    from fastload's loader. `isinstance(loader, torch.utils.data.DataLoader)` is True for all of them.
+    Earlier loaders and subclasses of torch's class stay torch's. Later subclasses derive from fastload's
+    loader. `isinstance(loader, torch.utils.data.DataLoader)` is True for all of them.
 
-    The call is for this process and the processes that it forks. A spawned process imports the main module
-    again, and so repeats a `patch_torch()` at the top of a script, but not one under
-    ``if __name__ == "__main__":``. Worker processes of a loader need none. `fastload run` reaches all child
-    processes. A further call adds to the defaults, and replaces those of the same name.
+    Patches this process and the processes that it forks. A spawned process imports the main module again, and
+    so repeats a `patch_torch()` at the top of a script, but not one under ``if __name__ == "__main__":``. A
+    loader's worker processes need none. `fastload run` reaches all child processes. A second call adds to the
+    defaults, and replaces those of the same name.
 
     Args:
         cache: `"ram"`: samples of an ImageFolder (of torchvision with its own loader, or of fastload) are
-            decoded once and kept in memory; a log line says for any other dataset why it is not cached.
-        defaults: Arguments of `fastload.DataLoader` that torch's loader does not have, such as
-            ``rng="sample"``. They apply where a call does not give them. A loader that does not support one
-            of them (``rng="sample"`` for an iterable-style dataset) raises its usual error.
+            decoded once and kept in memory; for any other dataset a log line says why it is not cached.
+        defaults: Arguments of `fastload.DataLoader` that torch's loader lacks, such as ``rng="sample"``. They
+            apply unless a call sets them. An unsupported option (``rng="sample"`` for an iterable-style
+            dataset) raises the loader's usual error.
 
     Raises:
-        TypeError: An argument that `fastload.DataLoader` does not have, or that torch's loader has, too.
+        TypeError: An argument that `fastload.DataLoader` lacks, or that torch's loader also has.
         ValueError: A value that `fastload.DataLoader` does not accept.
     """
     from fastload.loader import DataLoader
@@ -61,7 +61,7 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
         if name not in OPTION_NAMES:
             raise TypeError(
                 f"patch_torch() got an unexpected argument {name!r}; it takes the arguments that torch's "
-                f"loader does not have: {', '.join(sorted(OPTION_NAMES))}"
+                f"loader lacks: {', '.join(sorted(OPTION_NAMES))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
     _patch(cache, defaults)
@@ -70,14 +70,14 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
 def unpatch_torch() -> None:
     """Let `torch.utils.data.DataLoader` build torch's loader again; undoes all calls of `patch_torch`.
 
-    Loaders that were built, and subclasses that were defined, in the meantime stay fastload's, and work.
-    Without a `patch_torch` before, the call has no effect.
+    Loaders built and subclasses defined in the meantime stay fastload's, and work. Without a prior
+    `patch_torch`, the call has no effect.
     """
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     state.is_patched = False
     state.defaults, state.cache = {}, None
-    # Another library may have wrapped our method in the meantime: it keeps ours, which has no effect now.
+    # A library might have wrapped our method in the meantime: it keeps ours, which has no effect now.
     if vars(TorchLoader)["__init__"] is _our_init():
         _set(TorchLoader, "__init__", _our_init().__wrapped__)
     if vars(TorchLoader).get("__init_subclass__") is _our_init_subclass:
@@ -85,12 +85,12 @@ def unpatch_torch() -> None:
 
 
 def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> None:
-    """Install in this process and its child processes as soon as they import torch's loader.
+    """Patch this process and its child processes as soon as they import torch's loader.
 
     Args:
         cache: As for `patch_torch`.
         defaults: As for `patch_torch`; checked when the first loader is made.
-        is_verbose: Write the lines of `State.say` to standard error, and at the end the number of loaders.
+        is_verbose: Write the lines of `State.say` to standard error, and the number of loaders at exit.
     """
     settings = {"cache": cache, "defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
     os.environ[_SETTINGS] = json.dumps(settings)
@@ -100,7 +100,7 @@ def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> N
 
 
 def from_environment() -> None:
-    """Install with the settings of `watch`, in this process or in the process that started this one."""
+    """Patch with the settings of `watch`, from this process or the one that started it."""
     settings = json.loads(os.environ[_SETTINGS])
     if _is_child():
         state.is_verbose = settings["is_verbose"]
@@ -117,8 +117,8 @@ def _report(pid: int) -> None:
         state.say(f"{loaders} replaced in process {pid}")
     if os.getpid() == pid and state.has_seeded_pipelines:
         state.say(
-            "albumentations pipelines were seeded, differently in each worker, so that their draws are not "
-            "those of torch's loader; --no-seed-albumentations leaves them as they are"
+            "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
+            "those under torch's loader; --no-seed-albumentations leaves them alone"
         )
 
 
@@ -148,7 +148,7 @@ def _set(kind: type, name: str, method: Any) -> None:
 
 @functools.cache
 def _our_init() -> Any:
-    """The constructor for torch's class; made once, around the constructor that the class had then."""
+    """The constructor for torch's class; made once, around its previous constructor."""
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     torch_init = vars(TorchLoader)["__init__"]

@@ -1,8 +1,8 @@
-"""fastload's loader in the place of the torch loader that a framework built from one of ours.
+"""fastload's loader instead of the torch loader that a framework built from one of ours.
 
 A framework's `prepare` reads the attributes of a loader, changes its samplers for the ranks, and builds a
 torch.utils.data.DataLoader. `loader_in_place_of` takes the samplers from the framework's loader, and all
-other arguments from the loader that the framework was given.
+other arguments from the loader passed to the framework.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_loader(loader: Any, caller: str) -> None:
 
     Args:
         loader: The argument of `prepare`.
-        caller: The function that the error names.
+        caller: The function named in errors.
 
     Raises:
         TypeError: It is not a fastload.DataLoader.
@@ -51,11 +51,11 @@ def loader_in_place_of(
     Args:
         built: The loader that the framework built; its dataset, samplers, batch size, generator and
             `worker_init_fn` are used. It was not iterated over.
-        source: The loader that the framework was given; all other arguments are its own.
+        source: The loader passed to the framework; all other arguments come from it.
         device: The device to which the framework moves batches; None if it moves none.
 
     Raises:
-        ValueError: ``source`` has another device.
+        ValueError: ``source`` has a different device.
     """
     arguments = {name: getattr(source, name) for name in (*_KEPT_NAMES, *OPTION_NAMES)}
     arguments |= {"worker_init_fn": built.worker_init_fn, "generator": built.generator}
@@ -67,7 +67,7 @@ def loader_in_place_of(
     else:
         arguments |= {"batch_size": built.batch_size, "sampler": built.sampler, "drop_last": built.drop_last}
     loader = fastload.loader.DataLoader(built.dataset, **arguments)
-    loader._auto_workers = source._auto_workers  # it goes on choosing
+    loader._auto_workers = source._auto_workers  # it continues to choose
     return loader
 
 
@@ -77,11 +77,11 @@ def device_of(
     """The ``device`` of a prepared loader.
 
     Args:
-        given: The ``device`` of the loader before.
+        given: The loader's ``device``.
         framework: The device to which the framework moves batches; None if it moves none.
 
     Raises:
-        ValueError: The two are different devices, so that each batch would be copied twice.
+        ValueError: The two are different devices, so each batch would be copied twice.
     """
     if given is None or framework is None:
         return given

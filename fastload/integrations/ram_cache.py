@@ -1,15 +1,15 @@
-"""The datasets that `fastload run --cache ram` puts behind a cache, and the reason for every other one.
+"""The datasets that `fastload run --cache ram` puts behind a cache, and why it leaves out all others.
 
 A dataset is cached only if its samples provably stay the same, in values, types and random draws:
 
 1. `fastload.ImageFolder`, and no subclass: it draws nothing, and `CachedDataset` returns its samples.
 2. torchvision's DatasetFolder, such as ImageFolder, and its subclasses, with torchvision's own loader. Only
    this loader goes behind the cache, in place: it returns a new image that equals the decoded one in class,
-   mode, size, pixels, `info` (it holds the EXIF data) and every other attribute. An image for which this does
-   not hold is decoded at each access, as without a cache.
+   mode, size, pixels, `info` (it holds the EXIF data) and every other attribute. Any other image is decoded
+   on every access, as without a cache.
 3. torch's Subset of one of these, as random_split() makes them: it only looks up an index.
 
-All assume that no file changes while the program runs; files that changed before are noticed.
+All assume that no file changes while the program runs; earlier changes are noticed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _caches: weakref.WeakKeyDictionary[Any, CachedDataset] = weakref.WeakKeyDictiona
 
 
 def cached(dataset: Any) -> Any:
-    """The dataset behind a cache in memory, or the dataset itself, with a line that says why."""
+    """The dataset behind a cache in memory, or the dataset itself, with a log line that says why."""
     from fastload.cache.dataset import CachedDataset
     from fastload.images.folder import ImageFolder
 
@@ -63,8 +63,8 @@ def cached(dataset: Any) -> Any:
             else:
                 dataset.loader = CachedLoader(dataset)
                 images = dataset.loader.images
-        except Exception as error:  # noqa: BLE001 - an image that cannot be read is the epoch's error, at its turn
-            reason = f"the cache cannot be made: {type(error).__name__}: {error}"
+        except Exception as error:  # noqa: BLE001 - an unreadable image is the epoch's error, in its turn
+            reason = f"the cache cannot be created: {type(error).__name__}: {error}"
     if reason is not None:
         _say_once(f"--cache ram: {_named(type(dataset))} is not cached: {reason}")
         return dataset
@@ -78,8 +78,8 @@ def _why_not(dataset: Any) -> str | None:
     kind: Any = getattr(folders, "DatasetFolder", None)
     if kind is None or not isinstance(dataset, kind):
         return (
-            "only ImageFolder, of torchvision or of fastload, is known to return the same samples each time. "
-            "Wrap this one yourself, if it does: fastload.CachedDataset(dataset, transform)"
+            "only ImageFolder, torchvision's or fastload's, is known to return the same samples each time. "
+            "If this one does, wrap it yourself: fastload.CachedDataset(dataset, transform)"
         )
     if dataset.loader is not folders.default_loader:  # type: ignore[union-attr]
         return f"its loader is {_named(dataset.loader)} instead of torchvision's default_loader"
@@ -108,7 +108,7 @@ class CachedLoader:
         self.images = CachedDataset(DecodedImages(paths, folder.loader), cache="ram")
 
     def __call__(self, path: str) -> Any:
-        """The image at a path, in memory of its own."""
+        """The image at a path, in its own memory."""
         number = self._numbers.get(path)
         if number is not None:  # else the program has added the file since
             pixels, info = self.images[number]
@@ -162,7 +162,7 @@ class DecodedImages(Dataset[tuple[Any, bytes]]):
 
 
 def rebuilt(pixels: Any, info: bytes) -> Any:
-    """The image of Pillow that has these pixels and this pickled `info`, in memory of its own."""
+    """The Pillow image with these pixels and this pickled `info`, in its own memory."""
     from PIL import Image
 
     image = Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), np.ascontiguousarray(pixels))
@@ -171,7 +171,7 @@ def rebuilt(pixels: Any, info: bytes) -> Any:
 
 
 def _is_equal(image: Any, other: Any) -> bool:
-    """Whether two images are equal in class, mode, pixels and every attribute but the core object."""
+    """Whether two images are equal in class, mode, pixels and every attribute except the core object."""
     ours, theirs = dict(vars(image)), dict(vars(other))
     for name in ("im", "_im"):
         ours.pop(name, None)

@@ -21,24 +21,24 @@ _CALLER = "fastload.integrations.ray.prepare()"
 def prepare(
     loader: fastload.loader.DataLoader, *, add_dist_sampler: bool = True, move_to_device: bool = True
 ) -> fastload.loader.DataLoader:
-    """As ``ray.train.torch.prepare_data_loader(loader)``, with a result that keeps all arguments.
+    """Like ``ray.train.torch.prepare_data_loader(loader)``, but the result keeps all arguments.
 
-    Ray gives the loader a `DistributedSampler` if there is more than one worker of Ray. Call it in the
-    training function.
+    Ray gives the loader a `DistributedSampler` if there is more than one Ray worker. Call it in the training
+    function.
 
     Args:
         loader: The loader. It stays as it is; do not iterate over it.
         add_dist_sampler: As in Ray.
-        move_to_device: Whether batches arrive on the device of this worker. fastload copies them: on a GPU
-            two batches ahead, on a side stream, where Ray's `auto_transfer` copies one ahead.
+        move_to_device: Whether batches arrive on this worker's device. On a GPU, fastload prefetches two
+            batches on a side stream, where Ray's `auto_transfer` prefetches one.
 
     Returns:
         A new `fastload.DataLoader`. Its ``set_epoch()`` reaches the sampler, too.
 
     Raises:
         TypeError: ``loader`` is not a `fastload.DataLoader`.
-        ValueError: A state was loaded into the loader before; or the loader has a ``device`` that is not the
-            device of this worker.
+        ValueError: A state was loaded into the loader before; or the loader has a ``device`` other than this
+            worker's.
     """
     check_loader(loader, _CALLER)
     built: Any = ray.train.torch.prepare_data_loader(

@@ -1,7 +1,7 @@
-"""Builds a cache on disk by a Ray cluster: one task for each shard.
+"""Builds a cache on disk with a Ray cluster: one task per shard.
 
-Importing this file does not import Ray. Ray schedules the tasks, repeats them, and notices machines that die;
-there is no such code here. The rest of the driver is in `cache.build.on_executor`.
+Importing this file does not import Ray. Ray schedules and repeats the tasks, and notices dead machines. The
+rest of the driver is in `cache.build.on_executor`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def build(
     max_retries: int = 3,
     progress: bool = True,
 ) -> LMDBCache:
-    """The finished cache of a dataset at ``path``: opened if it exists, else built by a Ray cluster.
+    """The finished cache of a dataset at ``path``: opened if it exists, else built on a Ray cluster.
 
-    Each task builds one shard on one CPU. All machines, and this one, must see ``path`` and the files of the
-    dataset at the same places. If tasks fail, the other shards are finished and kept. Call it again to build
-    only those that are missing, also after this process was killed.
+    Each task builds one shard on one CPU. All machines, including this one, must see ``path`` and the files
+    of the dataset at the same paths. If tasks fail, the other shards are finished and kept. Call it again to
+    build only the missing ones, also after this process was killed.
 
     Args:
         open_dataset: A function without arguments that makes the dataset; each task calls it on its machine.
@@ -65,7 +65,7 @@ def build(
         ImportError: Ray is not installed.
         ConnectionError: There is no Ray cluster at ``address``.
         CacheError: Shards could not be built; the message names them, with reasons and machines.
-        CacheMismatchError: The cache or the unfinished build at ``path`` is of other samples or settings.
+        CacheMismatchError: The cache or the unfinished build at ``path`` has different samples or settings.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are
             kept.
     """
@@ -83,7 +83,7 @@ def build(
         except ConnectionError as error:
             where = "" if address is None else f" at {address!r}"
             raise ConnectionError(
-                f"there is no Ray cluster{where}: start one with 'ray start --head', give its address, or "
+                f"there is no Ray cluster{where}: start one with 'ray start --head', pass its address, or "
                 '"local" for the CPUs of this machine'
             ) from error
     try:
@@ -109,7 +109,7 @@ class RayExecutor(Executor):
 
     Args:
         ray: The module, connected to a cluster.
-        max_retries: How often a task is repeated whose machine died, or that raised TransientTaskError.
+        max_retries: How often to repeat a task whose machine died, or that raised TransientTaskError.
     """
 
     def __init__(self, ray: Any, max_retries: int) -> None:
@@ -118,7 +118,7 @@ class RayExecutor(Executor):
             num_cpus=1,
             max_retries=max_retries,
             retry_exceptions=[TransientTaskError],
-            scheduling_strategy="SPREAD",  # a task is repeated on another machine, if there is one
+            scheduling_strategy="SPREAD",  # a task is repeated on a different machine, if there is one
         )
         self._function: tuple[Any, Any] = None, None  # the last one, and its handle in the object store
         self._futures: list[Any] = []

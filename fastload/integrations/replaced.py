@@ -21,11 +21,11 @@ _COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positi
 
 
 class DataLoader(fastload.loader.DataLoader):
-    """fastload's loader, for a call that was written for torch's loader.
+    """fastload's loader, for a call written for torch's loader.
 
-    Arguments of fastload that the call does not give come from the loader that a framework builds again, or
-    else from `patch_torch`. A class of its own, because frameworks build a loader again by its type. Classes
-    that are derived from torch's class after `patch_torch` are derived from this one.
+    Arguments of fastload that the call does not set come from the loader that a framework rebuilds, or else
+    from `patch_torch`. A separate class, because frameworks rebuild a loader by its type. Classes derived
+    from torch's class after `patch_torch` derive from this one.
 
     Args:
         args: As `fastload.DataLoader`.
@@ -61,7 +61,7 @@ class DataLoader(fastload.loader.DataLoader):
 
 
 def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with the dataset behind a cache, if it may be cached."""
+    """The same arguments with the dataset behind a cache, if it can be cached."""
     if args:
         return (cached(args[0]), *args[1:]), kwargs
     if "dataset" in kwargs:

@@ -1,4 +1,4 @@
-"""What `patch_torch` was asked for in this process, and what came of it."""
+"""The settings of `patch_torch` in this process, and what it did."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class State:
 
     Attributes:
         is_patched: Whether `torch.utils.data.DataLoader` builds fastload's loader.
-        defaults: Arguments of fastload's loader, for calls that do not give them.
-        cache: `"ram"` to wrap the datasets of which that is right; None to wrap none.
+        defaults: Arguments of fastload's loader, for calls that do not set them.
+        cache: `"ram"` to wrap the datasets that can be cached; None to wrap none.
         is_verbose: Whether `fastload run` asked for lines on standard error.
-        num_replaced: Loaders that were built instead of torch's.
+        num_replaced: Loaders built instead of torch's.
         has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
     """
 

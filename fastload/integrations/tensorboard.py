@@ -18,12 +18,12 @@ class ScalarWriter(Protocol):
 def write_stats(
     writer: ScalarWriter, stats: LoaderStats, step: int | None = None, prefix: str = "loader"
 ) -> None:
-    """Write each figure that is known as a scalar, such as `loader/wait_p95_s`.
+    """Write each known figure as a scalar, such as `loader/wait_p95_s`.
 
     Args:
         writer: A `torch.utils.tensorboard.SummaryWriter`, or any object with its `add_scalar`.
         stats: The result of `loader.stats()`, or the argument of a callback of `loader.log_stats()`.
-        step: The step of training that the figures belong to.
+        step: The training step of the figures.
         prefix: The group of the scalars.
     """
     for name, value in stats.as_dict().items():

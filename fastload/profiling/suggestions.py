@@ -30,14 +30,19 @@ _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than eve
 _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling the transform
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
-# Crops that the decoder can take over, and the shares of a full decode's time that their regions and their
-# tiles take in images of up to so many pixels: benchmarks/NOTES.md, "Decoding a region of a JPEG", beside
-# OpenCV.
+# Crops that the decoder can take over, and for images of up to so many pixels the shares of a full decode's
+# time that their regions and their tiles take, and of their regions' time that their tiles take:
+# benchmarks/NOTES.md, "Decoding a region of a JPEG", beside OpenCV.
 _CROPS = frozenset(
     ("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "RandomSizedBBoxSafeCrop")
 )
 _REGION_DECODER, _TILE_DECODER = "decode_region", "decode_tiles"
-_SHARES = ((3e5, 0.86, 0.75), (1.5e6, 0.77, 0.61), (6e6, 0.67, 0.6), (float("inf"), 0.4, 0.3))
+_SHARES = (
+    (3e5, 0.86, 0.76, 0.92),
+    (1.5e6, 0.77, 0.59, 0.79),
+    (6e6, 0.67, 0.53, 0.75),
+    (float("inf"), 0.4, 0.5, 0.71),
+)
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
 _FAST_COLLATES = frozenset(("default_collate", "RowCollate.add", "Fetcher._stacked"))
 
@@ -233,15 +238,15 @@ def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     if any(part.name.endswith(_TILE_DECODER) for part in images):
         return  # done already
     largest = max(images, key=lambda part: part.num_pixels)
-    region, tiles = next(shares for maximum, *shares in _SHARES if largest.num_pixels <= maximum)
+    region, tiles, from_region = next(shares for maximum, *shares in _SHARES if largest.num_pixels <= maximum)
     asked = [part for part in decoders if part.name.endswith(_REGION_DECODER)]
     if asked:  # the dataset is as it should be, but not its files
-        now = region if asked[0].num_pixels else 1.0  # 1: a decoder of regions is not installed
+        share = from_region if asked[0].num_pixels else tiles  # 0: a decoder of regions is not installed
         yield Suggestion(
             "tiles",
             f"decode only the tiles that {crops[0].name} touches: rewrite the JPEGs without loss, with "
             "'fastload images tile SOURCE DEST'",
-            _without(timeline, model, images, 1 - tiles / now),
+            _without(timeline, model, images, 1 - share),
         )
         return
     yield Suggestion(

@@ -1,22 +1,22 @@
 """`num_workers="auto"`: choose the number of workers from the time that a batch takes.
 
-At the first `iter(loader)`, a trial makes some batches in its own process, without workers. It measures how
-long they take and how much of that is CPU time. A model of an epoch then gives the best number of workers.
+On the first `iter(loader)`, a trial makes some batches in its own process, without workers. It measures how
+long they take and how much of that is CPU time. A model of an epoch then predicts the best number of workers.
 After each epoch, the measured times correct the model. Rules:
 
 1. The trial reads, draws and changes nothing in the consumer's process. The samples that it reads fill shared
-   caches. It has ended before the epoch begins.
-2. From the start of its process on, the trial takes at most 2 s, or a tenth of the first epoch if that is
+   caches. It ends before the epoch begins.
+2. From the start of its process, the trial takes at most 2 s or a tenth of the first epoch, whichever is
    longer.
-3. CPU time is shared by the CPUs of this rank, and waiting by all workers. The number exceeds the CPUs only
-   if batches wait for more than a third of their time. Time in which other processes have the CPU is neither.
+3. The CPUs of this rank share the CPU time, and all workers the waiting. The number exceeds the CPUs only if
+   batches wait for more than a third of their time. Time in which other processes have the CPU is neither.
 4. Before the first epoch, the time that the consumer computes between two batches is unknown; see `safest`.
 5. The model proposes each number once. If epochs then take longer than with an earlier number, the loader
    returns to that number.
-6. If the trial fails, hangs or is killed, no error is raised: the loader uses as many workers as CPUs.
-7. A trial that an exception in this process interrupts, such as one of a signal handler, is made again.
-   Signals that have a handler wait while its process is started, as in `process`.
-8. The trial ends when this process ends. On a system without pidfd_open, it ends when it has measured.
+6. If the trial fails, hangs or is killed, no error is raised: the loader uses one worker per CPU.
+7. A trial interrupted by an exception in this process, for example from a signal handler, is repeated.
+   Signals that have a handler are blocked while its process starts, as in `process`.
+8. The trial ends with this process. Without pidfd_open, it ends when it has measured.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _MIN_LIMIT_S = 2.0  # for the trial, however short the epochs are
 _SHARE_OF_EPOCH = 0.1  # for the trial, if that is longer
 _ENOUGH_S = 0.25  # of measured batches
 _PIECES_S = 1.0  # of measured parts of the first batch: whole batches would take too long
-_MAX_UNMEASURED = 16  # the most workers if nothing was measured
+_MAX_UNMEASURED = 16  # workers, if nothing was measured
 _MAX_WORKERS = 64
 _WAITS = 1.5  # batches that take this many times their CPU time wait
-_RECEIVE_S = 3e-4  # to receive a batch that is ready: measured with small batches on two cores
+_RECEIVE_S = 3e-4  # to receive a finished batch: measured with small batches on two cores
 _ALIKE = 1.03  # epochs whose times differ by a smaller factor count as equal
-_WORSE = 1.1  # epochs that take this many times as long as with an earlier number end its use
+_WORSE = 1.1  # a number whose epochs take this many times as long as with an earlier one is dropped
 _UNKNOWN_LENGTH = 1000  # batches of an epoch, if the loader has no length
 
 
@@ -96,7 +96,7 @@ class Model(NamedTuple):
     start_s: float = 0.0
 
     def numbers(self, minimum: int) -> range:
-        """The numbers of workers that may be the best."""
+        """The candidate numbers of workers."""
         make_s, busy_s = self.cost
         maximum = math.ceil(self.num_cpus * make_s / busy_s) if make_s > _WAITS * busy_s else self.num_cpus
         return range(minimum, max(1, min(maximum, self.num_batches, _MAX_WORKERS)) + 1)
@@ -106,7 +106,7 @@ class Model(NamedTuple):
         make_s, busy_s = self.cost
         if number == 0:
             return make_s
-        rounds = math.ceil(self.num_batches / number)  # of one batch of each worker; the first is waited for
+        rounds = math.ceil(self.num_batches / number)  # of one batch per worker; the first is waited for
         return max(busy_s / self.num_cpus, make_s * (rounds - 1) / (self.num_batches - 1))
 
     def epoch_s(self, number: int, step_s: float) -> float:
@@ -120,7 +120,7 @@ class Model(NamedTuple):
         return first_s + step_s + (self.num_batches - 1) * between_s
 
     def fastest(self, minimum: int, step_s: float, current: int = -1) -> int:
-        """The number of workers with the shortest epochs; the current number if it is as good."""
+        """The number of workers with the shortest epochs; the current number on a tie."""
         epochs_s = {number: self.epoch_s(number, step_s) for number in self.numbers(minimum)}
         best_s = min(epochs_s.values())
         alike = [number for number, epoch_s in epochs_s.items() if epoch_s <= _ALIKE * best_s]
@@ -129,8 +129,8 @@ class Model(NamedTuple):
     def safest(self, minimum: int) -> int:
         """The number of workers before the consumer's step is known.
 
-        It is the fastest number with workers for a consumer that computes nothing; or 0, if workers would
-        lose more there than they save where they save the most, which is with steps as long as a batch.
+        The fastest number of workers for a consumer that computes nothing; or 0, if workers lose more there
+        than they save at best, which is with steps as long as a batch.
         """
         number, make_s = self.fastest(1, 0.0), self.cost.make_s
         lost = self.epoch_s(number, 0.0) / self.epoch_s(0, 0.0)
@@ -138,7 +138,7 @@ class Model(NamedTuple):
         return number if minimum or lost <= saved else 0
 
     def corrected(self, number: int, step_s: float, wait_s: float) -> Model:
-        """This model after an epoch: if batches came later or earlier than predicted, all cost as much more.
+        """This model after an epoch: all costs scale with the ratio of measured to predicted times.
 
         Args:
             number: The number of workers.
@@ -152,7 +152,7 @@ class Model(NamedTuple):
         return self._replace(cost=self.cost.times(seen_s / self.batch_s(number)))
 
     def facts(self, step_s: float | None) -> str:
-        """What decides, in words."""
+        """The figures behind the choice, in words."""
         make_s, busy_s = map(readable_time, self.cost)
         step = "" if step_s is None else f", a step of the consumer {readable_time(step_s)}"
         cpus = f"an epoch has {self.num_batches} batches, this rank {self.num_cpus} CPUs"
@@ -163,10 +163,10 @@ class AutoWorkers:
     """Chooses the number of workers for the first epoch, and again when more is known.
 
     Args:
-        minimum: The fewest workers that the other arguments allow.
+        minimum: The minimum number of workers that the other arguments allow.
 
     Attributes:
-        number: The current choice; before anything is known, as many workers as CPUs.
+        number: The current choice; before anything is known, one worker per CPU.
     """
 
     def __init__(self, minimum: int) -> None:
@@ -180,7 +180,7 @@ class AutoWorkers:
         self._said = ""
 
     def keep(self, number: int) -> None:
-        """Take this number from now on: a saved state needs it."""
+        """Use this number from now on: a saved state needs it."""
         self._is_due, self._model = False, None
         self._say(max(self._minimum, number), "as many as the state has copies of the dataset")
 
@@ -213,13 +213,13 @@ class AutoWorkers:
 
     def _measure(self, loader: Any) -> None:
         length = _length(loader)
-        if length < 2:  # tried again later: a sampler may change its length
+        if length < 2:  # tried again later: a sampler can change its length
             self._say(self._minimum, f"an epoch has {length} batches")
             return
         if process.current_process().daemon:
             self._is_due = False
             number = self._minimum if loader.worker_type == "process" else self.number
-            self._say(number, "not measured, because this process is a daemon and may not start another one")
+            self._say(number, "not measured, because this process is a daemon, which cannot start processes")
             return
         began_s = time.perf_counter()
         found = self._try(loader, length)
@@ -228,7 +228,7 @@ class AutoWorkers:
         if isinstance(found, str):
             self._model = None
             number = max(1, min(rank_cpus(), _MAX_UNMEASURED))
-            self._say(number, f"as many as CPUs of this rank: the trial failed: {found}", logging.WARNING)
+            self._say(number, f"one per CPU of this rank: the trial failed: {found}", logging.WARNING)
             return
         self._model = found
         step_s = self._step_s
@@ -247,7 +247,7 @@ class AutoWorkers:
             log.log(level, "%s", text)
 
     def _try(self, loader: Any, length: int) -> Model | str:
-        """The model, or the reason why the trial failed, as a clause."""
+        """The model, or why the trial failed, as a clause."""
         context = loader.multiprocessing_context or torch.multiprocessing.get_context()
         method = context.get_start_method()
         if method != "fork":
@@ -328,7 +328,7 @@ def _twin_of(loader: Any) -> Any:
 
 
 def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal_mask: set[Any]) -> None:
-    """Send "" at once, then the cost of a batch again and again, at last "" or why it failed, as a clause."""
+    """Send "" at once, then the cost of a batch again and again, finally "" or why it failed, as a clause."""
     try:
         drop_signal_handlers()
         if hasattr(signal, "pthread_sigmask"):  # not on Windows
@@ -339,7 +339,7 @@ def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal
         warnings.simplefilter("ignore")
         logging.disable()
         sender.send("")
-        if as_worker:  # the dataset may need one
+        if as_worker:  # the dataset can need one
             torch_worker._worker_info = torch_worker.WorkerInfo(
                 id=0, num_workers=1, seed=torch.initial_seed(), dataset=twin.dataset
             )
@@ -347,7 +347,7 @@ def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal
                 twin.worker_init_fn(0)
         for cost in costs(twin):
             sender.send(cost)
-        sender.send("the sampler gave no batch")
+        sender.send("the sampler returned no batch")
     except KeyboardInterrupt:
         pass  # the parent gets the signal too, and raises
     except Exception as error:  # noqa: BLE001  # the first epoch raises it for the user
@@ -355,10 +355,10 @@ def _run(sender: Connection, twin: Any, as_worker: bool, parent_pid: int, signal
 
 
 def costs(loader: Any) -> Iterator[Cost]:
-    """What a batch costs, estimated better and better, from the first samples of an epoch without workers.
+    """Ever better estimates of what a batch costs, from the first samples of an epoch without workers.
 
-    The first batch is made in parts of 1, 2, 4 and more samples, so that something is known of slow samples
-    before a batch is complete. The parts also open files and warm caches.
+    The first batch is made in parts of 1, 2, 4 and more samples, so something is known of slow samples before
+    a batch is complete. The parts also open files and warm caches.
     """
     parts: list[list[Any]] = []
     first: list[Any] = []
@@ -372,7 +372,7 @@ def costs(loader: Any) -> Iterator[Cost]:
     iterator = iter(loader._get_iterator())
     began_s = time.perf_counter()
     for part in parts:
-        with contextlib.suppress(Exception):  # a collate_fn may need whole batches; these raise again
+        with contextlib.suppress(Exception):  # a collate_fn can need whole batches; these raise again
             yield _next_cost(iterator).times(len(first) / len(part))
         if time.perf_counter() - began_s > _PIECES_S:
             return

@@ -1,14 +1,14 @@
 """The pipe between the parent and one worker, for messages of at most 4 KB and file descriptors.
 
-It is a pair of connected SOCK_SEQPACKET sockets: each message arrives complete or not at all, and may carry
+It is a pair of connected SOCK_SEQPACKET sockets: each message arrives complete or not at all, and can carry
 descriptors (unix(7), SCM_RIGHTS). Rules:
 
 1. A message above MESSAGE_BYTES is sent in its own segment; the pipe carries the segment's descriptor.
 2. The parent never blocks in send: messages that the socket does not accept wait in the outbox. So the parent
    can always receive from a worker that blocks in send, and the two ends can never deadlock.
-3. close() shuts the connection down, so that the other end notices it even if a forked process has a copy.
-4. A message whose descriptors did not arrive (this process may open no more) is marked as cut, and keeps its
-   number. The receiver never mistakes it for a message without descriptors.
+3. close() shuts the connection down, so the other end notices even if a forked process has a copy.
+4. A message whose descriptors did not arrive (this process has reached its limit) is marked as cut, and keeps
+   its number. The receiver never mistakes it for a message without descriptors.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Received:
     Attributes:
         data: The bytes that came through the socket; empty if the other end has gone.
         number: The number that the sender gave it.
-        is_cut: Whether descriptors are missing, because this process may open no more.
+        is_cut: Whether descriptors are missing, because this process has reached its limit.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Received:
             BlockingIOError, ConnectionResetError: No message has arrived.
         """
         flags |= socket.MSG_CMSG_CLOEXEC
-        # A message has two descriptors at most: of its segment, and the caller's.
+        # A message has at most two descriptors: of its segment, and the caller's.
         ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
         self._arrived.extend(map(end.recvmsg, (MESSAGE_BYTES,), (ancillary_bytes,), (flags,)))
         self.data: bytes = self._arrived[0][0]
@@ -163,7 +163,7 @@ class Channel:
         return True
 
     def receive(self, *, waits: bool = True) -> Received | None:
-        """The next message; the caller closes it before it asks for another one.
+        """The next message; the caller closes it before requesting the next one.
 
         Returns None if no message has arrived and this end does not block, or if the other end has gone.
 

@@ -1,4 +1,4 @@
-"""The work of one worker, whatever transports its indices and batches: begin, begin an epoch, make batches.
+"""The work of one worker, independent of the transport: begin, begin an epoch, make batches.
 
 `worker` (a process) and `threads` are transports: they call `begin` once, `begin_epoch` for each epoch and
 `answer` for each index, in the worker, and take the answers away. Rules:
@@ -100,7 +100,7 @@ class WorkerCore:
         self._arena = arena
         self._finish = finish
         self._is_thread = is_thread
-        # What ends a process must not end a thread in silence.
+        # What ends a process must not end a thread silently.
         self._caught = BaseException if is_thread else Exception
         self._loaded: Job | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
@@ -141,7 +141,7 @@ class WorkerCore:
 
         Args:
             epoch: For a dataset that has a set_epoch(); None: it knows it, or the user set none.
-            dataset_state: From which the copy of the dataset goes on; None: it has no state.
+            dataset_state: From which the copy of the dataset continues; None: it has no state.
         """
         job = self._loaded
         if job is None:
@@ -151,7 +151,7 @@ class WorkerCore:
             if epoch is not None and callable(getattr(job.dataset, "set_epoch", None)):
                 job.dataset.set_epoch(epoch)
             if dataset_state is not None:
-                dataset_state.raise_error()  # of a new worker in place of a dead one
+                dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
                 job, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread

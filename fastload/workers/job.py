@@ -91,9 +91,9 @@ class Job(FetchSettings):
 
 
 def _replacements(loader: LoaderSettings) -> Sequence[Any]:
-    """The indices that the sampler may give, if `on_error` needs them and the sampler is one of torch's.
+    """The indices that the sampler can return, if `on_error` needs them and the sampler is one of torch's.
 
-    A batch sampler of the user's chooses its own indices and does not use the sampler that torch makes.
+    A custom batch sampler chooses its own indices and does not use the sampler that torch makes.
     """
     if loader.on_error == "raise":
         return ()
@@ -122,7 +122,7 @@ class PickledJob:
         Large arrays are views of private copy-on-write pages: all workers share the pages they do not change.
 
         Raises:
-            WorkerStartError: The worker cannot import a class, or an object refuses to be unpickled.
+            WorkerStartError: The worker cannot import a class or unpickle an object.
             FastloadError: The worker cannot open a cache.
         """
         pages = mmap.mmap(
@@ -138,13 +138,13 @@ class PickledJob:
             job = pickle.loads(parts[0], buffers=parts[1:])
         except FastloadError:
             raise  # of a cache that this process cannot open
-        except Exception as error:  # the user's objects may raise anything
+        except Exception as error:  # the user's objects can raise anything
             raise WorkerStartError(
                 f"a worker cannot unpickle the dataset, or what is sent with it: {type(error).__name__}: "
                 f"{error}. Workers that are spawned or come from a fork server import classes and functions "
                 "by name: define them at the top level of a module file that they can import, not at a "
-                "prompt, in a notebook, or under `if __name__ == '__main__':`. Open files and connections at "
-                "their first use, not in __setstate__ or a constructor. Or use "
+                "prompt, in a notebook, or under `if __name__ == '__main__':`. Open files and connections "
+                "on first use, not in __setstate__ or a constructor. Or use "
                 'multiprocessing_context="fork"'
             ) from error
         finally:
@@ -266,7 +266,7 @@ def _explain(job: Job) -> str:
                 return (
                     f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. Define "
                     "functions and classes at the top level of a module, not as lambdas or local functions; "
-                    "open files and connections in the worker, at their first use; or use "
+                    "open files and connections in the worker, on first use; or use "
                     "multiprocessing_context='fork'."
                 )
     return "fastload: the dataset could not be sent to a worker process"

@@ -64,9 +64,9 @@ class Work(NamedTuple):
 
     Attributes:
         busy_us: Microseconds in which the worker did not wait for a task.
-        cache_hits: Samples that were found in a cache; also of batches that no caller received.
-        cache_misses: Samples that were read from the source of a cache.
-        num_copies: Batches that were copied because their slot could not be lent.
+        cache_hits: Samples found in a cache; also of batches that no caller received.
+        cache_misses: Samples read from the source of a cache.
+        num_copies: Batches copied because their slot could not be lent.
         num_restarts: Workers that replaced dead ones.
     """
 
@@ -91,7 +91,7 @@ class Answer:
 
     Attributes:
         kind: The kind.
-        payload: The batch, in the form that the transport's ``finish`` gave it; or the error, as a SentError.
+        payload: The batch, as the transport's ``finish`` returned it; or the error, as a SentError.
         dataset_state: The state of the worker's copy of the dataset after this batch; None if it has none.
         failed: Samples that could not be read and were replaced.
         num_samples: The samples of the batch.

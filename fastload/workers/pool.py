@@ -1,19 +1,19 @@
 """Start, feed, watch and stop worker processes. Runs in the parent, and owns every process, pipe and slot.
 
-The pool does not know samplers and epochs: it takes tasks for a worker and returns the worker's answers, in
-the order of the tasks. Rules:
+The pool knows nothing of samplers and epochs: it takes tasks for a worker and returns the worker's answers,
+in the order of the tasks. Rules:
 
 1. Only this process keeps state about tasks and slots; workers share nothing with each other.
 2. If a task gets no free slot, or a message finds the pipe full, it waits here and is sent later.
-3. If a worker ends while it is needed, an error is raised within moments: the pool watches its process
+3. If a worker dies while it is needed, an error is raised within moments: the pool watches its process
    instead of waiting for a timeout.
-4. close() may be called at any time, in any state, from any thread, and again after it was interrupted. In a
-   forked child it only closes descriptors and takes no lock: a thread that does not exist there may have held
-   the lock at the fork.
-5. Answers are matched to tasks by their serial number. If an answer cannot be opened, an error is raised at
-   the turn of its task; other tasks are not affected. If its descriptors cannot be received, `take` raises.
-6. An exception from a signal handler that ends `wait` changes nothing. After one that ends another method,
-   the owner closes the pool.
+4. close() can be called at any time, in any state, from any thread, and again after it was interrupted. In a
+   forked child it only closes descriptors and takes no lock: a thread that does not exist there might have
+   held the lock at the fork.
+5. Answers are matched to tasks by serial number. If an answer cannot be opened, an error is raised at the
+   turn of its task; other tasks are unaffected. If its descriptors cannot be received, `take` raises.
+6. An exception from a signal handler that interrupts `wait` changes nothing. After one that interrupts any
+   other method, the owner closes the pool.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _WATCH_INTERVAL_S = 5.0
 _CAUSES: dict[int, str] = {
     signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
     signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
-    signal.SIGTERM: "another process asked it to end",
+    signal.SIGTERM: "it was terminated from outside",
 }
 
 
@@ -79,9 +79,9 @@ class _WorkerHandle:
         self.channel = channel
         self.waiting: deque[Task] = deque()  # tasks without a slot
         self.sent: deque[Task] = deque()  # in the order of their answers, until `take` returns them
-        # What a new worker in its place begins with: the state is that of the last answer.
+        # What a replacement begins with: the state is that of the last answer.
         self.begin = Begin(None, None)
-        self.loaded_at = 0  # answers to tasks with lower serial numbers come before that state
+        self.loaded_at = 0  # answers to tasks with lower serial numbers precede that state
         self.gets_no_more = False  # tasks; the worker ends on its own
 
     @property
@@ -91,7 +91,7 @@ class _WorkerHandle:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is expected of the worker any more, so that it may have ended."""
+        """Whether nothing more is expected of the worker, so its end is no error."""
         return self.gets_no_more and not self.waiting and all(task.answer is not None for task in self.sent)
 
 
@@ -103,7 +103,7 @@ class Pool:
         context: The multiprocessing context that starts them.
         ring: The state of their slots.
         note_work: Called with their work.
-        num_restarts: How many dead workers may be replaced; their unfinished tasks are done again.
+        num_restarts: How many dead workers can be replaced; their unfinished tasks are done again.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Pool:
         """Start a worker, or a new one instead of a dead one."""
         ours, theirs = make_channel()
         worker = _WorkerHandle(worker_id, WorkerProcess(worker_id, self._context), ours)
-        self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() ends it in any case
+        self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() stops it in any case
         worker.process.start(self._job, theirs, [other.channel for other in self._workers])
         self.processes[worker_id : worker_id + 1] = [worker.process.process]
         return worker
@@ -172,10 +172,10 @@ class Pool:
             self._feed(worker)
 
     def finish(self, worker_id: int) -> None:
-        """Let a worker end when it has done its tasks: there are no more.
+        """Let a worker exit when it has done its tasks: there are no more.
 
-        So it leaves while the caller computes: to end a process that has mapped gigabytes takes a tenth of a
-        second, for which `close` would wait.
+        So it exits while the caller computes: a process that has mapped gigabytes takes a tenth of a second
+        to exit, for which `close` would wait.
         """
         with self.lock:
             self.expect_open()
@@ -238,7 +238,7 @@ class Pool:
             return unpack(packed, b"")
         lease = slot.memory.lease()
         batch = unpack(packed, lease)
-        # A prefetcher passes host leaves on to its caller, who must never see registered (pinned) slots.
+        # A prefetcher passes host leaves on to its caller, who must never see pinned slots.
         is_private = self.registered is not None and has_host_leaves(packed, batch)
         if self.registered is not None and not is_private:
             self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
@@ -250,7 +250,7 @@ class Pool:
         return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
 
     def _give_back(self, task: Task) -> None:
-        """Free the slot of a task that nobody reads any more, unless its batch was lent."""
+        """Free the slot of an abandoned task, unless its batch was lent."""
         slot, task.slot = task.slot, None
         if slot is not None and slot.state is SlotState.READY:
             self.ring.release(slot)
@@ -285,7 +285,7 @@ class Pool:
             except (OSError, MemoryError, ValueError) as error:
                 raise BatchLostError(f"the memory of a batch could not be received: {error}") from error
         state, begin = answer.dataset_state, worker.begin
-        # Answers to tasks that are older than a loaded state do not say where a new worker would go on.
+        # Answers to tasks older than a loaded state do not say where a new worker would continue.
         if state is not None and begin.dataset_state is not None and task.serial > worker.loaded_at:
             worker.begin = begin._replace(dataset_state=state)
         if task.slot is not None:
@@ -294,7 +294,7 @@ class Pool:
         task.answer = answer
 
     def _feed(self, worker: _WorkerHandle) -> None:
-        """Send the tasks that were waiting for a slot or for room in the pipe."""
+        """Send the tasks that waited for a slot or for room in the pipe."""
         while worker.waiting:
             slot = self.ring.acquire(worker.id)
             if slot is None:
@@ -324,7 +324,7 @@ class Pool:
             worker.channel.send(message, number=serial)
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
-        """Wait until the worker has answered, a pipe has room, a worker has ended, or close() was called."""
+        """Wait until the worker has answered, a pipe has room, a worker has died, or close() was called."""
         poller = select.poll()
         by_fd = {}
         with self.lock:
@@ -379,7 +379,7 @@ class Pool:
         code = worker.process.exitcode
         num_oom_kills = oom_kills() - self._oom_kills
         if code is None:
-            how = "ended, and other code of this program took its exit code (os.wait(), a SIGCHLD handler)"
+            how = "ended, and other code in this program took its exit code (os.wait(), a SIGCHLD handler)"
         elif code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
@@ -425,7 +425,7 @@ class Pool:
             self.registered = RegisteredSlots(backend, stream)
 
     def unregister(self) -> None:
-        """End reading of slots in place; waits for the copies in flight."""
+        """Stop reading slots in place; waits for the copies in flight."""
         if self.registered is not None:
             self.registered.close()
             self.registered = None
@@ -436,7 +436,7 @@ class Pool:
         If an exception interrupts this call, the workers are killed immediately.
 
         Args:
-            grace_s: How long workers may take to finish their current sample; None: the default time.
+            grace_s: How long workers can take to finish their current sample; None: the default time.
         """
         if not self.is_ours:
             self._is_closed = True

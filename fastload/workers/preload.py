@@ -1,4 +1,4 @@
-"""Imported by a fork server before it forks workers: this loads all modules that workers need, once.
+"""Imported by a fork server before it forks workers: loads all modules that workers need, once.
 
 Import it only in the fork server, for its side effects.
 """

@@ -1,16 +1,16 @@
-"""One worker process, seen from its parent: start it, notice its end, stop it, clean up after it.
+"""One worker process, seen from its parent: start it, notice its exit, stop it, clean up after it.
 
 Rules:
 
 1. The parent watches a process through a pidfd (pidfd_open(2)), which becomes readable when the process ends.
    The parent does not use the pipe that multiprocessing watches, because that pipe stays open while a child
    of the worker, or a process forked in the meantime, has a copy.
-2. Signals are sent through the pidfd, so that they cannot reach another process that reuses the process id.
+2. Signals are sent through the pidfd, so they cannot reach a process that reuses the process id.
 3. Signals that have a Python handler are blocked while a process is started: their handlers run when this
-   process has recorded the worker, and never in the worker. A fork server may take long, until it has
-   imported what it preloads; it looks after its children itself, and signals are not blocked. A signal may
-   also arrive in another thread, which does not block it, and Python then runs the handler in this thread
-   all the same: if that raises, `end_unrecorded` ends the process.
+   process has recorded the worker, and never in the worker. A fork server can take long to import what it
+   preloads; it manages its children itself, and signals are not blocked. A signal can also arrive in a thread
+   that does not block it, and Python then runs the handler in this thread all the same: if that raises,
+   `end_unrecorded` ends the process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class WorkerProcess:
 
         Raises:
             WorkerStartError: The fork server, or a spawned process, ended before the worker had its setup.
-            OSError: The system refuses to start a process.
+            OSError: The system cannot start a process.
         """
         method = self._context.get_start_method()
         with without_handlers(method != "forkserver") as mask, end:
@@ -131,7 +131,7 @@ class WorkerProcess:
             process.kill()
             process.join()
         elif self.has_ended and self.exitcode is None:
-            popen.returncode = 255  # else multiprocessing would wait without end
+            popen.returncode = 255  # else multiprocessing would wait forever
         popen.close()
         self.abandon()
 
@@ -180,7 +180,7 @@ def end_unrecorded(error: BaseException) -> None:
     """End a process whose start was interrupted by ``error`` before multiprocessing had recorded it.
 
     Only the frames of the traceback know it: multiprocessing's Popen, with the process id, and the two pipes.
-    A fork server looks after its children itself.
+    A fork server manages its children itself.
     """
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):  # the frame of the pipes first
         known = frame.f_locals
@@ -191,7 +191,7 @@ def end_unrecorded(error: BaseException) -> None:
             if known.get(ours) is None or known.get(theirs) is None:
                 continue
             with contextlib.suppress(OSError):  # it is closed
-                # Otherwise the number may belong to another file by now.
+                # Otherwise the number can belong to a different file by now.
                 if os.path.samestat(os.fstat(known[theirs]), os.fstat(known[ours])):
                     os.close(known[theirs])
             if popen.finalizer is None:
@@ -230,9 +230,9 @@ def without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
 def why_no_processes() -> str | None:
     """Why worker processes cannot use fastload's transport here, as a readable clause; None if they can.
 
-    Once in each process, the function tries the system calls that a filter may refuse. Workers need shared
-    segments, socket pairs that keep messages apart, pidfd_open, which shows one process the end of another,
-    and pidfd_send_signal, by which the parent ends workers that do not leave.
+    Once per process, the function tries the system calls that a seccomp filter can deny. Workers need shared
+    segments, socket pairs that keep messages apart, pidfd_open to notice a process's exit, and
+    pidfd_send_signal to kill workers that hang.
     """
     reason = why_unsupported()
     if reason is not None:
@@ -249,12 +249,12 @@ def why_no_processes() -> str | None:
             end.close()
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):  # starting a worker reports these itself
-            return f"this system refuses pidfd_open, pidfd_send_signal or socketpair: {error}"
+            return f"this system denies pidfd_open, pidfd_send_signal or socketpair: {error}"
     return None
 
 
 def check_start(method: str) -> None:
-    """Raise a clear error here for a problem that would otherwise appear later, in another process.
+    """Raise a clear error here for a problem that would otherwise appear later, in a child process.
 
     Raises:
         WorkerStartError: Workers cannot import the main script.
@@ -270,8 +270,8 @@ def check_start(method: str) -> None:
 def start_helpers(method: str) -> None:
     """Start the processes through which multiprocessing starts others.
 
-    This comes before signals are blocked, because these processes inherit what is blocked, and the start of
-    the resource tracker ends the block.
+    This comes before signals are blocked, because these processes inherit the mask, and the start of the
+    resource tracker resets it.
     """
     resource_tracker.ensure_running()
     if method == "forkserver":
@@ -280,7 +280,7 @@ def start_helpers(method: str) -> None:
 
 
 def _preload_forkserver() -> None:
-    """Let a fork server that is not running yet import torch once, and the caches if they may be in use."""
+    """Let a fork server that is not running yet import torch once, and the caches if they might be in use."""
     server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
         # The last module freezes the objects of all modules imported before it.

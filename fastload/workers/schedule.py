@@ -3,8 +3,8 @@
 Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
 
 1. Tasks are numbered in the order in which the sampler gave their indices.
-2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch.
-   With all workers active this is worker k mod W, so that each worker's random streams are reproducible.
+2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch. With all
+   workers active this is worker k mod W, so each worker's random streams are reproducible.
 3. Batches are delivered in the order of their tasks.
 4. A worker whose share of an iterable dataset has ended gets no more tasks. The worker answers "ended" to its
    remaining tasks, once for each and in order, and these answers are skipped.

@@ -79,8 +79,8 @@ class Options:
                 raise ValueError(f"{name} should be a callable, or a list of callables, but got {given!r}")
         if self.device_transform is not None and self.device is None:
             raise ValueError(
-                "device_transform needs device=, the device that it runs on; in the workers, a "
-                "batch_transform does the same"
+                "device_transform needs device=, the device that it runs on; to transform batches in "
+                "workers, use batch_transform"
             )
 
     def check_with(self, loader: torch.utils.data.DataLoader[Any], *, is_auto: bool) -> None:
@@ -91,7 +91,7 @@ class Options:
             is_auto: Whether the number of workers is measured.
 
         Raises:
-            ValueError: The dataset is not map-style, or has a `__getitems__` of its own; or the loader has a
+            ValueError: The dataset is not map-style, or has its own `__getitems__`; or the loader has a
                 `multiprocessing_context` and worker threads.
         """
         dataset = loader.dataset
@@ -122,7 +122,7 @@ OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 
 @functools.cache
 def default_options() -> dict[str, Any]:
-    """The options of a loader that was given none."""
+    """The default options of a loader."""
     return dict(vars(Options()))
 
 

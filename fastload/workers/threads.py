@@ -1,12 +1,12 @@
 """Worker threads instead of worker processes: `worker_type="thread"`.
 
-Threads are for code that releases the GIL, and for Python without a GIL: nothing is pickled, and a batch is
-passed as an object. Rules:
+Threads are for code that releases the GIL, and for Python without a GIL: nothing is pickled, and batches are
+passed as objects. Rules:
 
 1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the
    generators that the dataset and collate_fn keep; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
-3. Threads cannot be killed. close() asks them to end, and waits a limited time for their current batches.
+3. Threads cannot be killed. close() asks them to stop, and waits a limited time for their current batches.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ThreadPool:
 
     Args:
         job: Their job.
-        prefetch_factor: How many batches each thread may be ahead.
-        max_bytes: Upper bound for the memory that all threads keep.
+        prefetch_factor: How many batches each thread can be ahead.
+        max_bytes: Upper bound on the memory that all threads keep.
         finish: Called with each batch, in its thread; the caller gets the result. None changes nothing.
         note_work: Called with the work of the threads, in them.
 
@@ -75,7 +75,7 @@ class ThreadPool:
         copies = copies_for_threads(
             job.dataset, job.collate_fn, job.num_workers, with_generators=job.seeds_samples
         )
-        # The loader has called set_epoch() of its own dataset; a thread's may be a copy.
+        # The loader has called set_epoch() of its own dataset; a thread's can be a copy.
         self._has_copies = copies[0][0] is not job.dataset
         self._workers = [
             _Worker(
@@ -112,7 +112,7 @@ class ThreadPool:
         worker.tasks.put(task)
 
     def finish(self, worker_id: int) -> None:
-        """Do nothing: threads end at once."""
+        """Do nothing: threads stop at once."""
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
@@ -136,9 +136,9 @@ class ThreadPool:
             raise LoaderClosedError
 
     def close(self) -> None:
-        """End the threads; batches that the caller holds stay valid.
+        """Stop the threads; batches that the caller holds stay valid.
 
-        Waits up to five seconds for threads in the middle of a batch; after that they end on their own.
+        Waits up to five seconds for threads in the middle of a batch; after that they stop on their own.
         """
         if self._is_closed:
             return
@@ -148,7 +148,7 @@ class ThreadPool:
         for worker in self._workers:
             worker.drop_tasks()
             worker.tasks.put(None)
-            worker.wakes.wake()  # a caller may be waiting in another thread
+            worker.wakes.wake()  # a caller can be waiting in another thread
         deadline = time.monotonic() + _GRACE_S
         for worker in self._workers:
             if worker.thread.ident is not None and worker.thread is not threading.current_thread():
@@ -173,11 +173,11 @@ class _Worker:
         self.wakes = Wakes()  # the consumer, which looks into its tasks for answers
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.has_begun = threading.Event()
-        # A daemon thread: else an interpreter that exits with a live iterator would wait without end.
+        # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
 
     def drop_tasks(self) -> None:
-        """Drop the unanswered tasks: no caller waits for them any more."""
+        """Drop the unanswered tasks: no caller waits for them."""
         for task in self.sent:
             task.is_stale = True
         self.sent.clear()
@@ -220,8 +220,8 @@ class _Worker:
 #
 # A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads
 # must not call the same pipeline. With `rng="sample"` two threads must not draw from the same generator
-# either. But a copy of the whole dataset would copy its images. Therefore each thread gets deep copies of
-# both and shallow copies of the few objects that hold them, and shares all other objects.
+# either. But a copy of the whole dataset would copy its images. So each thread gets deep copies of both and
+# shallow copies of the few objects that hold them, and shares all other objects.
 
 
 def copies_for_threads(
@@ -229,8 +229,7 @@ def copies_for_threads(
 ) -> list[tuple[Any, Any]]:
     """For each thread, copies of ``dataset`` and ``collate_fn`` with their own pipelines.
 
-    An object without pipelines is not copied. An object that both hold is one object in a thread's copies,
-    too.
+    An object without pipelines is not copied. An object that both hold stays one object in a thread's copies.
 
     Args:
         dataset: The dataset.
@@ -299,7 +298,7 @@ class _Copier:
                 f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
                 'of an object that is the collate_fn, or use worker_type="process"'
             )
-        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which may refer to it
+        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which can refer to it
         if isinstance(value, dict):
             twin.update({key: self.copied(part) for key, part in value.items()})
         elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques

@@ -8,7 +8,7 @@ All code here runs in the worker. A worker communicates only with the parent, th
 Rules:
 
 1. A reply has the number of its Fetch.
-2. Every Fetch gets a reply: if a batch cannot be sent, an error that is short enough for the pipe.
+2. Every Fetch gets a reply: if a batch cannot be sent, an error short enough for the pipe.
 3. A worker exits when the parent hangs up or dies.
 4. The parent's signal handlers never run in a worker.
 """
@@ -89,7 +89,7 @@ def drop_signal_handlers() -> None:
 
 
 def leave_with(parent_pid: int) -> None:
-    """End this process as soon as the parent is gone, even if this process is busy.
+    """Exit as soon as the parent is gone, even if this process is busy.
 
     PR_SET_PDEATHSIG would watch the thread that forked; a pidfd watches the whole process.
     """
@@ -167,8 +167,8 @@ class _Worker:
         memory = self._arena.memory if answer.kind is Kind.BATCH else None
         is_sent = self._send(number, answer, None if segment is None or memory is None else segment.fd)
         if is_sent and memory is not None:
-            # Only after the reply was sent: without it the parent keeps the slot's old memory, and the worker
-            # must do so too.
+            # Only after the reply was sent: without it the parent keeps the slot's old memory, and so must
+            # the worker.
             self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
@@ -211,10 +211,7 @@ class _Worker:
 
 
 def short_error(answer: Answer, error: Exception, where: str) -> SentError:
-    """The error to send instead of an answer that could not be sent, because of ``error``.
-
-    It is short enough for the pipe.
-    """
+    """The error to send, short enough for the pipe, if ``error`` kept an answer from being sent."""
     if answer.kind is not Kind.ERROR:
         return SentError.of_text(f"the batch could not be sent: {error!r}", where)
     short: SentError = answer.payload.shortened(3800, where)  # leaves room for the rest of the reply

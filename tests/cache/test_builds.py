@@ -223,7 +223,7 @@ def test_a_build_of_other_samples_or_settings_is_refused(state: str, builder: Bu
     builder(Source(version="1")) if state == "finished" else builder.stopped(version="1")
     before = builder.content()
     for source, options, said in DIFFERENCES:
-        with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|give another URL)"):
+        with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|use a different URL)"):
             builder(source, **options)
     assert builder.content() == before
 

@@ -352,7 +352,7 @@ TORCH = "workers use torch's own transport"
             "pidfd_open",
             ["fork", "fork"],
             [*SHARED, "ragged", "ragged"],
-            {TORCH: 1, "refuses pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not": 1},
+            {TORCH: 1, "denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not": 1},
         ),
         ("flock", ["fork"], [*SHARED, *PRIVATE], {TORCH: 0}),
         ("/proc", ["fork", "forkserver"], [*SHARED, *PRIVATE], {"no registry of shared caches": 1}),

@@ -81,7 +81,7 @@ def test_unpickled_cache_opens_late(path: Path) -> None:
         handle.get(0)
     build_lmdb(Images(4), path, num_workers=0).close()
 
-    with pytest.raises(CacheMismatchError, match="was replaced by another cache while it was in use"):
+    with pytest.raises(CacheMismatchError, match="was replaced by a different cache while it was in use"):
         handle.get(0)
 
 

@@ -433,9 +433,9 @@ def test_records_at_each_other_s_place_raise(path: Path) -> None:
     cache = LMDBCache(path)
 
     assert_same_samples(cache.get(0), Images(20).sample(0))
-    with pytest.raises(CacheCorruptError, match="sample 5: another record"):
+    with pytest.raises(CacheCorruptError, match="sample 5: a different record"):
         cache.get(5)
-    with pytest.raises(CacheCorruptError, match="sample 1: another record"):
+    with pytest.raises(CacheCorruptError, match="sample 1: a different record"):
         cache.gather(np.arange(20), np.empty)
 
 

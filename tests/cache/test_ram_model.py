@@ -271,7 +271,7 @@ class RamMachine(RuleBasedStateMachine):
 
 TestRamMachine = pytest.mark.slow(RamMachine.TestCase)
 TestRamMachine.settings = settings(
-    max_examples=50,
+    max_examples=25,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )

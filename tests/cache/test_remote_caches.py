@@ -197,7 +197,7 @@ def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
     copy_of()
 
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"{copy / name} can be another user's")
+    assert warning.startswith(f"{copy / name} could be from a different user")
     assert warning.endswith("the copy is downloaded again")
 
 
@@ -443,7 +443,7 @@ def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
     build()
     build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
 
-    with pytest.raises(CacheMismatchError, match=r"has another build than .*/x: omit the local DEST"):
+    with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
         build(path=str(tmp_path / "x"))
 
 
@@ -457,7 +457,7 @@ def test_a_cached_dataset_checks_the_samples() -> None:
     assert fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")[3][1] == 3
     with pytest.raises(CacheMismatchError, match=r"number of samples is 21 here") as caught:
         fastload.CachedDataset(Images(21), cache=f"lmdb:{URL}")
-    assert f"from_cache('{URL}'). If the dataset is right, build its cache at another URL" in str(
+    assert f"from_cache('{URL}'). If the dataset is right, build its cache at a different URL" in str(
         caught.value
     )
 
@@ -515,7 +515,7 @@ def test_a_complete_copy_is_opened_while_the_network_is_down(
     if raised is None:
         copy_of()
         assert "no route" in caplog.text
-        assert "The local copy of the cache is used" in caplog.text
+        assert "Using the local copy of the cache" in caplog.text
     else:
         with pytest.raises(raised[0], match=raised[1]):
             LMDBCache(URL)
@@ -584,7 +584,9 @@ def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names another"):
+        with pytest.raises(
+            CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names a different"
+        ):
             LMDBCache(URL)
     copy_of()
 
@@ -856,13 +858,13 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
 
         with pytest.raises(
             CacheError,
-            match=r"takes 1\d\d\.\d kB, and all copies in .* may take .* in use take .*FASTLOAD_CACHE_BYTES",
+            match=r"takes 1\d\d\.\d kB, and all copies in .* can take .* in use take .*FASTLOAD_CACHE_BYTES",
         ):
             LMDBCache(three[2])
 
         assert [has_copy(url) for url in three] == [True, True, False]
     monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
-    with pytest.raises(CacheError, match=r"may take 1\.0 kB"):
+    with pytest.raises(CacheError, match=r"can take 1\.0 kB"):
         LMDBCache(three[2])
     assert [has_copy(url) for url in three] == [True, True, False]
 

@@ -451,7 +451,7 @@ def test_a_pickle_of_a_cache_that_is_gone_is_an_error() -> None:
     text = pickle.dumps(cache)
     cache.close()
 
-    with pytest.raises(SegmentError, match=f"process {os.getpid()} does not open its descriptor"):
+    with pytest.raises(SegmentError, match=f"the descriptor of process {os.getpid()} cannot be opened"):
         pickle.loads(text)
 
 

@@ -307,14 +307,14 @@ def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog
     first = CachedDataset(KnownImages(3))
 
     def refuse(self: owners.Entry) -> Segment:
-        raise SegmentError("its owner runs in another PID namespace (container)")
+        raise SegmentError("its owner runs in a different PID namespace (container)")
 
     monkeypatch.setattr(owners.Entry, "attach", refuse)
     with caplog.at_level(logging.INFO, "fastload"):
         second = CachedDataset(KnownImages(3))
 
     assert second.cache.origin.created_s != first.cache.origin.created_s
-    assert "it cannot be shared: its owner runs in another PID namespace" in caplog.text
+    assert "it cannot be shared: its owner runs in a different PID namespace" in caplog.text
 
 
 def test_a_closed_cache_is_not_found() -> None:
@@ -444,16 +444,16 @@ def test_a_directory_that_is_not_private_is_not_used(fault: str, registry: Path,
         assert owners.register("a", 7) is None
         assert owners.entries("a") == []
 
-    assert "is not a directory of this user alone" in caplog.text
+    assert "is not a private directory of this user" in caplog.text
 
 
 def test_an_owner_elsewhere_cannot_be_reached() -> None:
-    """An owner in another PID namespace counts as alive, and asking it for memory says why that fails."""
+    """An owner in a different PID namespace counts as alive, and asking it for memory says why that fails."""
     entry = registered("a", 7)
     other = Entry("a", entry.pid, entry.started, 7, entry.namespace + 1)
 
     assert other.is_alive
-    with pytest.raises(SegmentError, match="another PID namespace"):
+    with pytest.raises(SegmentError, match="a different PID namespace"):
         other.attach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -140,8 +141,12 @@ def test_the_older_switches_agree_inside(tf32: bool, before: str) -> None:
 
 def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.9 there is nothing else to set, and what is set is put back."""
-    monkeypatch.setattr(backends, "_precision_fields", list)
-    monkeypatch.setattr(backends, "_cpu_fields", list)
+    older_torch = SimpleNamespace(
+        backends=SimpleNamespace(cudnn=torch.backends.cudnn),  # no fp32_precision, and nothing that has one
+        get_float32_matmul_precision=torch.get_float32_matmul_precision,
+        set_float32_matmul_precision=torch.set_float32_matmul_precision,
+    )
+    monkeypatch.setattr(backends, "torch", older_torch)
     older = ("matmul allow", "cudnn allow", "matmul precision")
     before = state()
     with tune_backends(tf32=True):

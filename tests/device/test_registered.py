@@ -374,7 +374,7 @@ class Consumer:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
 def test_no_consumer_finds_a_slot_that_came_back_early(
     choices: random.Random, depth: int, prefetch_memory: int | str

@@ -108,6 +108,17 @@ def test_a_damaged_file_is_a_value_error_or_keeps_its_size(edits: list[tuple[int
     assert decode(new, "new").shape == shape
 
 
+def test_a_table_with_too_many_codes_is_a_value_error() -> None:
+    """Codes of one, two and three bits that leave no bits for the last ones."""
+    content = bytearray(saved())
+    lengths = content.index(b"\xff\xc4") + 5
+    assert content[lengths : lengths + 3] == bytes([0, 1, 5])
+    content[lengths] = 1
+
+    with pytest.raises(ValueError, match="damaged"):
+        add_restarts(bytes(content))
+
+
 @pytest.mark.parametrize("options", [{"progressive": True}, {"keep_rgb": False, "mode": "CMYK"}])
 def test_other_files_are_refused(options: dict[str, Any]) -> None:
     """Progressive JPEGs and CMYK raise ValueError, and so does what is no JPEG."""

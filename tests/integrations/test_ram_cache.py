@@ -229,7 +229,7 @@ class TestWhyNot:
         """Its class is named, and what to do."""
         line = self.said_of([1, 2], caplog)
 
-        assert "builtins.list is not cached: only ImageFolder, of torchvision or of fastload" in line
+        assert "builtins.list is not cached: only ImageFolder, torchvision's or fastload's" in line
         assert "fastload.CachedDataset(dataset" in line
 
     def test_another_loader(self, root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -250,6 +250,6 @@ class TestWhyNot:
         (root / "cat" / "0").write_bytes(b"no image")
         folder = torchvision_zoo.ImageFolder(str(root))
 
-        assert "the cache cannot be made: UnidentifiedImageError" in self.said_of(folder, caplog)
+        assert "the cache cannot be created: UnidentifiedImageError" in self.said_of(folder, caplog)
         with pytest.raises(OSError, match="cannot identify"):
             list(tud.DataLoader(folder))

@@ -152,16 +152,16 @@ def test_the_caller_may_change_a_state() -> None:
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_every_loader_resumes_from_a_file_of_torch_s(kind: str) -> None:
-    """With workers, in the second epoch, after torch.load(weights_only=True)."""
+    """With a worker, in the second epoch, after torch.load(weights_only=True)."""
     torch.manual_seed(11)
-    with make(kind, 2) as loader:
+    with make(kind, 1) as loader:
         list(loader)
         iterator = iter(loader)
         for _ in range(3):
             next(iterator)
         state = through_torch_save(loader.state_dict())
         rest = labels(iterator)
-    with make(kind, 2) as resumed:
+    with make(kind, 1) as resumed:
         resumed.load_state_dict(state)
 
         assert labels(resumed) == rest

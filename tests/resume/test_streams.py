@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -91,12 +92,17 @@ def test_any_cut_without_workers(kind: Any, batch_size: int | None, drop_last: b
     assert first + list(loader) == whole
 
 
+@functools.cache
+def whole_epoch(kind: Any, num_workers: int) -> list[Any]:
+    with loader_of(kind, num_workers) as loader:
+        return list(loader)
+
+
 @pytest.mark.parametrize("kind", STREAMS)
-@pytest.mark.parametrize(("num_workers", "num_batches"), [(1, 4), (3, 2), (3, 9)])
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(1, 4), (2, 1), (3, 9)])
 def test_cuts_with_workers(kind: Any, num_workers: int, num_batches: int) -> None:
     """Also if a worker ends early, or has not begun."""
-    with loader_of(kind, num_workers) as loader:
-        whole = list(loader)
+    whole = whole_epoch(kind, num_workers)
     first, state = cut(loader_of(kind, num_workers), num_batches)
     with loader_of(kind, num_workers) as loader:
         loader.load_state_dict(state)

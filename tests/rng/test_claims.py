@@ -70,15 +70,12 @@ def test_pipelines_draw_the_same_without_workers_as_with_one() -> None:
 
 @pytest.mark.slow
 def test_the_same_pixels_for_any_number_of_workers() -> None:
-    """0, 1, 2 and 8 workers, other start methods, prefetch factors, batch sizes, and either order."""
+    """0, 1, 2 and 8 workers, another start method, prefetch factors, batch sizes, and either order."""
     expected = run(Dice(), 2, rng="sample")
 
-    for options in (
-        {"num_workers": 2, "multiprocessing_context": "forkserver"},
-        {"num_workers": 8, "prefetch_factor": 1},
-    ):
-        assert run(Dice(), 2, rng="sample", **options) == expected
-    assert run(Dice(), rng="sample", num_workers=1, multiprocessing_context="spawn") == expected[:1]
+    from_server = {"num_workers": 2, "multiprocessing_context": "forkserver"}
+    assert run(Dice(), 2, rng="sample", **from_server) == expected
+    assert run(Dice(), rng="sample", num_workers=8, prefetch_factor=1) == expected[:1]
     any_order = run(Dice(), 2, rng="sample", num_workers=2, in_order=False)
     assert [sorted(rows(epoch)) for epoch in any_order] == [sorted(rows(epoch)) for epoch in expected]
     sixes = run(Dice(), 2, rng="sample", batch_size=6, num_workers=2)

@@ -100,6 +100,28 @@ def test_the_outbox_is_sent_although_the_next_task_waits_for_a_slot(monkeypatch:
     assert len(list(iterator)) == 4
 
 
+def test_an_end_that_has_finished_still_receives() -> None:
+    """The other end reads what was sent, then sees the end instead of waiting, and may answer."""
+    ours, theirs = _pair()
+    ours.send("last")
+    ours.finish()
+    ours.finish()
+    received = theirs.receive()
+    assert received is not None
+    message = received.load()
+    received.close()
+    end = theirs.receive()
+    theirs.send("answer")
+    received = ours.receive()
+    assert received is not None
+    answer = received.load()
+    received.close()
+    ours.close()
+    theirs.close()
+
+    assert (message, end, answer) == ("last", None, "answer")
+
+
 def test_a_descriptor_arrives_with_its_message() -> None:
     """The receiver maps the sender's memory; the sender keeps its own descriptor."""
     ours, theirs = _pair()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -19,7 +20,16 @@ import fastload
 from fastload import DataLoader
 from fastload.epochs import without_workers
 from fastload.memory import lease as memory_module
-from fastload.memory.lease import MAX_BUFFERS, SLACK_BYTES, Arena, Buffers, Memory, private_memory
+from fastload.memory.lease import (
+    MAX_BUFFERS,
+    SLACK_BYTES,
+    Arena,
+    Buffers,
+    Memory,
+    WritingInto,
+    current_arena,
+    private_memory,
+)
 from fastload.memory.segment import Segment
 from fastload.workers import worker
 from tests.kit import datasets
@@ -30,6 +40,18 @@ def _shared(nbytes: int = 4096) -> Memory:
     mapping = segment.map(writable=True)
     segment.close()
     return Memory(mapping, shared=True)
+
+
+def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
+    """Blocks of `WritingInto` are nested: each puts back what it found, also after an error."""
+    arena = Buffers(1 << 20).arena
+    with WritingInto(arena):
+        with contextlib.suppress(ZeroDivisionError), WritingInto(None):
+            within = current_arena()
+            raise ZeroDivisionError
+        behind = current_arena()
+
+    assert (within, behind, current_arena()) == (None, arena, None)
 
 
 ALIASES: dict[str, Any] = {

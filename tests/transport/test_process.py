@@ -6,6 +6,7 @@ import multiprocessing.connection
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,6 +56,38 @@ def worker() -> Iterator[WorkerProcess]:
     iterator: Any = iter(loader)
     yield iterator._pool._workers[0].process
     loader.close()
+
+
+# --- starting --------------------------------------------------------------------------------------------
+
+
+def test_where_no_signal_can_be_blocked_processes_start_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows: nothing was blocked before, and nothing is."""
+    monkeypatch.delattr(signal, "pthread_sigmask")
+    with starting.without_handlers() as mask:
+        pass
+
+    assert mask == set()
+
+
+@pytest.mark.parametrize(
+    ("pid", "modules", "is_ours"),
+    [(None, ["__main__"], True), (None, ["__main__", "json"], False), (7, ["__main__"], False)],
+    ids=["neither", "the user's modules", "running"],
+)
+def test_a_fork_server_gets_our_modules_if_it_has_neither_begun_nor_been_set_up(
+    pid: int | None, modules: list[str], is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list that the user has set stays, and so does that of a server that has imported its own."""
+    preloaded: list[list[str]] = []
+    server = SimpleNamespace(_forkserver_pid=pid, _preload_modules=modules)
+    monkeypatch.setattr(starting.forkserver, "_forkserver", server)
+    monkeypatch.setattr(starting.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(starting.multiprocessing, "set_forkserver_preload", preloaded.append)
+
+    starting.start_helpers("forkserver")
+
+    assert [found[-1] for found in preloaded] == ["fastload.workers.preload"] * is_ours
 
 
 # --- waiting ---------------------------------------------------------------------------------------------

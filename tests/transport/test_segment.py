@@ -62,7 +62,7 @@ def test_what_workers_alone_need_is_no_reason_against_memory(
 
     assert segment.why_unsupported() is None
     reason = (
-        "this system refuses pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not implemented"
+        "this system denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not implemented"
     )
     assert starting.why_no_processes() == reason
 

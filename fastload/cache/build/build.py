@@ -2,11 +2,10 @@
 
 A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
 
-1. All files are written below PATH.partial (see `unfinished`). When all shards are complete and on the disk,
-   the cache is moved to PATH, so a process that sees PATH sees the complete cache.
+1. All files are written below PATH.partial (see `unfinished`). When all shards are complete and on disk, the
+   cache is moved to PATH, so a process that sees PATH sees the complete cache.
 2. Workers decode and encode (see `tasks`); this process only writes.
-3. The files do not depend on who builds them, or in which order, but for the facts that are new for each
-   cache: its id and the time of its build.
+3. The files do not depend on who builds them, or in which order, except for the cache's id and build time.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ def build_lmdb(
         dataset: Map-style and deterministic.
         path: The file, or with several shards the directory.
         shards: Number of files of the cache; None accepts any number, and builds files of about 1 GiB, at
-            most 128. An interrupted build continues with the first shard that is not finished.
+            most 128. An interrupted build continues with the first unfinished shard.
         **options: See `Build`.
 
     Raises:
         CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
             other settings.
-        CacheBusyError: Another process is building it.
+        CacheBusyError: A different process is building it.
         UnsupportedSampleError: A value in a sample cannot be cached.
-        CacheError: The files could not be written, or this process may not open as many files as the shards
+        CacheError: The files could not be written, or this process cannot open as many files as the shards
             need.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; finished shards are
             kept.
@@ -82,7 +81,7 @@ def build_lmdb(
     if os.path.lexists(build.path):
         return build.opened()
     with only_builder(build.path):
-        if os.path.lexists(build.path):  # another process has built it just now
+        if os.path.lexists(build.path):  # a different process has just built it
             return build.opened()
         with build.begun() as files:
             num_shards = files.plan.num_shards
@@ -93,15 +92,15 @@ def build_lmdb(
 
 @dataclass(frozen=True)
 class BuiltShard:
-    """A finished shard, or a shard of a cache that is finished.
+    """A finished shard, or a shard of a finished cache.
 
     Attributes:
         shard: Its number, from 0.
-        num_shards: Number of shards that were asked for.
-        num_samples: Samples of this shard, including samples that are left out.
+        num_shards: The requested number of shards.
+        num_samples: Samples of this shard, including left-out ones.
         num_left_out: Samples of this shard that are left out.
         nbytes: Size of its file.
-        was_built: Whether this call built it; it was finished before otherwise.
+        was_built: Whether this call built it.
         is_joined: Whether the finished cache exists already.
     """
 
@@ -119,9 +118,9 @@ def build_shard(
 ) -> BuiltShard:
     """One shard of the cache of a dataset, built in PATH.partial unless it is finished.
 
-    Any process on any machine can build any shard at any time, as long as all see PATH on one file system.
-    When all shards are finished, `join` makes the cache. A dataset with fewer samples than shards has one
-    shard per sample; there is nothing to build for the others.
+    Any process on any machine can build any shard at any time, if all see PATH on one file system. When all
+    shards are finished, `join` makes the cache. A dataset with fewer samples than shards has one shard per
+    sample; there is nothing to build for the others.
 
     Args:
         dataset: Map-style and deterministic; the same in all processes.
@@ -134,7 +133,7 @@ def build_shard(
     Raises:
         CacheMismatchError: The shards at `path` are made from other samples, or with other settings; or this
             shard leaves out samples, and `on_error` is `"raise"`.
-        CacheBusyError: Another process of this machine is building this shard.
+        CacheBusyError: A different process of this machine is building this shard.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written.
         TooManyFailuresError: The shard leaves out more samples than `max_errors` allows.
@@ -166,21 +165,21 @@ class Build:
     Args:
         dataset: Map-style and deterministic.
         path: The absolute path of the cache.
-        num_shards: Number of files; None accepts any number of a cache or of an unfinished build.
-        num_workers: Processes that decode; None for one per usable CPU, 0 for none.
+        num_shards: Number of files; None accepts that of a cache or an unfinished build.
+        num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
-            `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel may be a
-            mask, and is encoded as png); `"source"` stores the files of undecoded images as they are, and
-            `"tiles"` with restart markers in JPEGs, so that a crop decodes only its part. None
-            accepts a cache or an unfinished build of any codec, and builds a raw cache.
+            `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel can be a
+            mask, and is encoded as png); `"source"` stores the files of undecoded images unchanged, and
+            `"tiles"` with restart markers in JPEGs, so that a crop decodes only its part. None accepts a
+            cache or an unfinished build of any codec, and builds a raw cache.
         quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a cache or
             an unfinished build of any quality, and builds with 95.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
-        max_errors: The maximum number of samples that are left out (an int), or their share (a float).
-        fingerprint: Of the samples; it identifies a cache without reading a sample.
+        max_errors: The maximum number of left-out samples (an int), or their share (a float).
+        fingerprint: Of the samples; identifies a cache without reading a sample.
         kept: The place of finished shards, for messages; None for PATH.partial.
     """
 
@@ -219,7 +218,7 @@ class Build:
         try:
             cache = LMDBCache(self.path)
         except (CacheCorruptError, CacheMismatchError) as error:
-            add_note(error, "To build a cache, give a path that does not exist yet")
+            add_note(error, "To build a cache, use a path that does not exist yet")
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, first = len(dataset), self.probed.get(0)
@@ -277,16 +276,16 @@ class Build:
         title: str,
         completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
     ) -> list[FailedSample]:
-        """Write the shards that are not finished; returns the samples that all these shards leave out.
+        """Write the unfinished shards; returns the samples that all these shards leave out.
 
         Args:
             files: The directory.
             shards: The numbers of the shards.
             title: The name of the work, for the progress.
-            completed: Called with each shard that is finished, and with the samples that it leaves out.
+            completed: Called with each finished shard, and the samples that it leaves out.
 
         Raises:
-            CacheMismatchError: A finished shard leaves samples out, and this build may not leave any out.
+            CacheMismatchError: A finished shard leaves samples out, and this build must not.
         """
         plan, missing, first = files.plan, [], len(self.left_out)
         for shard in shards:
@@ -321,7 +320,7 @@ class Build:
         return self.left_out[first:]
 
     def check_may_leave_out(self, shard: int, left_out: Sequence[FailedSample]) -> None:
-        """Check that this build may use a finished shard that leaves these samples out."""
+        """Check that this build can use a finished shard that leaves these samples out."""
         if left_out and not self._is_skipping:
             raise CacheMismatchError(
                 f'shard {shard + 1} was built before with on_error="skip", and leaves out {len(left_out):,} '
@@ -389,15 +388,15 @@ def join(path: str | os.PathLike[str], *, max_errors: int | float | None = None)
     """The cache at `path`, made from its finished shards; opened if it was joined before.
 
     Args:
-        path: The path that was given to `build_shard`.
-        max_errors: The maximum number or share of samples that are left out; None for the limit of the
-            process that made the plan.
+        path: The path passed to `build_shard`.
+        max_errors: The maximum number or share of left-out samples; None for the limit of the process that
+            made the plan.
 
     Raises:
         FileNotFoundError: There is neither a cache nor a shard.
-        CacheMismatchError: The shards are of another release.
+        CacheMismatchError: The shards are from a different release.
         CacheError: Shards are missing; the error names them. Or the files could not be written.
-        CacheBusyError: Another process joins the shards, or removes them.
+        CacheBusyError: A different process is joining or removing the shards.
         TooManyFailuresError: More samples than `max_errors` allows are left out; all shards are kept.
         ValueError: `max_errors` is not valid.
     """
@@ -406,7 +405,7 @@ def join(path: str | os.PathLike[str], *, max_errors: int | float | None = None)
     path = os.path.abspath(path)
     if os.path.lexists(path):
         cache = LMDBCache(path)
-        cache.reason = "opened, as its shards were joined before"
+        cache.reason = "opened, because its shards were joined before"
         return cache
     files = Unfinished(path)
     if not files.open():

@@ -1,7 +1,7 @@
 """The lock that allows one builder per destination, and per shard.
 
-Builds of whole caches, of shards, and removals take it in the parent. It ends with the process that holds it,
-and forked workers do not hold it.
+Builds of caches and shards, and removals, take it in the parent. It ends with the process that holds it, and
+forked workers do not hold it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Destinations that this process builds, with its number, and an object of each builder: the lock belongs to
-# the process, and does not exclude its threads.
+# Destinations that this process builds, with its id, and an object per builder: the lock belongs to the
+# process, and does not exclude its threads.
 _building: dict[tuple[int, str], object] = {}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -30,12 +30,12 @@ _END = ".fastload-lock"
 
 
 def locked_by(name: str) -> str | None:
-    """The name of the file whose lock file has this name; None if it is no lock file."""
+    """The name of the file that this lock file is for; None if it is not a lock file."""
     return name[1 : -len(_END)] if name.endswith(_END) else None
 
 
 def lock_name(path: str) -> str:
-    """The path of the lock file of a destination; no other program gives a file this name."""
+    """The path of the lock file of a destination; no other program uses this name."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}{_END}")
 
@@ -52,7 +52,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
         title: Its name in messages; None for its path.
 
     Raises:
-        CacheBusyError: Another builder holds it.
+        CacheBusyError: A different builder holds it.
         CacheError: The lock file cannot be made.
     """
     name, key, own = lock_name(path), _key(path), object()
@@ -87,5 +87,5 @@ def _key(path: str) -> tuple[int, str]:
 def _holder(name: str) -> str:
     try:
         return f"process {int(Path(name).read_text())}"
-    except (OSError, ValueError):  # it has ended just now, or has not written its number yet
+    except (OSError, ValueError):  # it has just ended, or has not written its id yet
         return "another process"

@@ -1,4 +1,4 @@
-"""Fills a cache in RAM before training: reads in parallel all samples that the cache lacks.
+"""Fills a cache in RAM before training: reads all missing samples in parallel.
 
 Workers read samples through the dataset, store them, and return only how many they stored. Other users of the
 cache are not disturbed meanwhile.
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fastload.cache.sample_cache import SampleCache
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
-_CHUNKS_A_WORKER = 16  # at least, so that workers finish at about the same time
-_ENOUGH_REFUSED = 64  # if the cache refuses this many samples in a row, it is full
+_CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time
+_ENOUGH_REFUSED = 64  # if the cache rejects this many samples in a row, it is full
 _MAX_IDLE_ROUNDS = 3
 
 
@@ -42,7 +42,8 @@ class _Chunks(Dataset[int]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `_view` may have deferred storing (see `rate_limit`), or found the sample in a slower cache.
+                # `_view` might have deferred storing (see `rate_limit`), or found the sample in a slower
+                # cache.
                 num_stored += bool(self.cache.put(index, self.dataset._view(index)))
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")
@@ -51,9 +52,9 @@ class _Chunks(Dataset[int]):
 
 
 def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
-    """Read every sample that the cache lacks and may accept; stop when it accepts no more.
+    """Read every missing sample that the cache might accept; stop when it accepts no more.
 
-    If there is no such sample, nothing is read, no random number is drawn, and the log says so.
+    If there is none, nothing is read, no random number is drawn, and the log says so.
 
     Args:
         dataset: Has `_view(index)`, which stores what it reads in the cache.
@@ -67,7 +68,7 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
         log.info("cache: nothing to fill, the cache %s: %s", why, _held(cache))
         return
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
-        # Samples that were refused because workers wanted space at the same moment get another round.
+        # Samples rejected because workers wanted space at the same moment get a second round.
         rounds_left = _MAX_IDLE_ROUNDS
         while missing and rounds_left:
             if _read(dataset, cache, missing, num_workers, progress):
@@ -86,7 +87,7 @@ def _held(cache: SampleCache) -> str:
 def _read(
     dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
 ) -> bool:
-    """Read these samples once; returns True, before the end, if the cache accepts no more."""
+    """Read these samples once; returns True early if the cache accepts no more."""
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]

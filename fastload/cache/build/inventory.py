@@ -4,9 +4,9 @@ Rules:
 
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `build`, `unfinished` and
    `build_lock`).
-2. A file is ours if it ends as fastload's caches do. A directory is ours if all names in it are names that a
-   build gives. Other files are never removed, and nothing is removed if a foreign file is among ours.
-3. Nothing is removed while a builder of this machine is at work. A builder on another machine then fails, and
+2. A file is ours if it ends as fastload's caches do. A directory is ours if a build uses all names in it.
+   Other files are never removed, and nothing is removed if a foreign file is among ours.
+3. Nothing is removed while a builder of this machine is at work. A builder on a different machine fails, and
    says why.
 """
 
@@ -52,12 +52,12 @@ class Found:
 def list_caches(directory: str) -> list[Found]:
     """The caches and unfinished builds in a directory, but not in its subdirectories, sorted by path.
 
-    A directory of shards is listed as one cache. Files and directories that this user may not read are
+    A directory of shards is listed as one cache. Files and directories that this user cannot read are
     skipped.
 
     Raises:
         FileNotFoundError: There is no such directory.
-        PermissionError: It may not be read.
+        PermissionError: It cannot be read.
     """
     directory = os.path.abspath(directory)
     if _is_finished(directory):
@@ -68,7 +68,7 @@ def list_caches(directory: str) -> list[Found]:
         raise FileNotFoundError(f"there is no directory at {directory}") from None
     found = []
     for path in sorted({os.path.join(directory, name.removesuffix(_PARTIAL)) for name in names}):
-        with contextlib.suppress(PermissionError, FileNotFoundError):  # it may have been removed just now
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
             if _is_finished(path) or _is_partial(path + _PARTIAL):
                 found.append(_look(path))
     return found
@@ -79,13 +79,13 @@ def files_of(path: str) -> list[str]:
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
-        CacheMismatchError: There is something else at the path.
-        PermissionError: A directory may not be entered.
+        CacheMismatchError: Something else is at the path.
+        PermissionError: A directory cannot be entered.
     """
     found = []
     for place, is_ours in ((path, _is_finished), (path + _PARTIAL, _is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(place)  # raises if the directory may not be entered
+            os.lstat(place)  # raises if the directory cannot be entered
         if not os.path.lexists(place):
             continue
         if not is_ours(place):
@@ -108,11 +108,11 @@ def remove(path: str) -> tuple[list[str], int]:
 
     Raises:
         FileNotFoundError: There is neither a cache nor an unfinished build.
-        CacheMismatchError: There is something else at the path.
+        CacheMismatchError: Something else is at the path.
         CacheBusyError: It is being built.
     """
     path = os.path.abspath(path)
-    files_of(path)  # raises before anything is touched, including the lock, if no file of ours is there
+    files_of(path)  # raises before anything is touched, including the lock, if no file is ours
     with only_builder(path):
         files = files_of(path)
         if _builds_shards(path):
@@ -131,7 +131,7 @@ def size_of(files: list[str]) -> int:
     """The size of these files in bytes; directories count as 0."""
     nbytes = 0
     for file in files:
-        with contextlib.suppress(FileNotFoundError):  # a process that builds a shard removed its own file
+        with contextlib.suppress(FileNotFoundError):  # a process that builds a shard has removed its own file
             nbytes += 0 if os.path.isdir(file) else os.lstat(file).st_size
     return nbytes
 

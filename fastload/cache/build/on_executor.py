@@ -1,15 +1,14 @@
-"""Builds the shards of a cache by the tasks of an executor, such as a cluster, and joins them.
+"""Builds the shards of a cache in the tasks of an executor, such as a cluster, and joins them.
 
-The driver is the user's process. An executor of `concurrent.futures`' interface (a pool of processes, or
-`integrations.ray_build` for a cluster) runs a task for each shard that is missing, anywhere and in any order.
-Rules:
+The driver is the user's process. An executor with `concurrent.futures`' interface (a process pool, or
+`integrations.ray_build` for a cluster) runs a task for each missing shard, anywhere and in any order. Rules:
 
-1. The driver makes the plan, counts results, and joins. It may die at any time: the next driver builds only
-   the shards that are missing.
-2. A task returns failures that would happen again, such as a damaged sample, as text, because errors of
-   users' own classes may not be picklable. It raises TransientTaskError for failures that may pass on another
-   machine, such as a full disk.
-3. A failed shard does not end the build: the others are finished and kept, and one error in the end names all
+1. The driver makes the plan, counts results, and joins. It can die at any time: the next driver builds only
+   the missing shards.
+2. A task returns permanent failures, such as a damaged sample, as text, because errors of users' own classes
+   might not be picklable. It raises TransientTaskError for failures that can go away on a different machine,
+   such as a full disk.
+3. A failed shard does not end the build: the others are finished and kept, and one error at the end names all
    failures. If more samples are skipped than `max_errors` allows, the build ends at once.
 """
 
@@ -37,13 +36,13 @@ if TYPE_CHECKING:
 
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
-SHARDS_PER_CPU = 4  # so that machines of different speed finish at about the same time
+SHARDS_PER_CPU = 4  # so machines of different speed finish at about the same time
 _MAX_FAILURES = 10  # that an error lists
 _MAX_LETTERS = 500  # of a failure
 
 
 class TransientTaskError(Exception):
-    """A task failed for a reason that may pass, or that another machine may not have."""
+    """A task failed for a transient reason, or one that a different machine might not have."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +69,20 @@ class Task:
         """
         options = {**self.settings, "num_workers": 0, "progress": False}
         try:
-            # `open_dataset` may change the working directory; the process goes on to other tasks.
+            # `open_dataset` can change the working directory; the process continues with other tasks.
             with chdir(os.curdir):
                 source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
                 options["fingerprint"] = fingerprint
                 return build_shard(source, self.path, shard, self.num_shards, **options)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code; the driver reports it
             failure = f"on {socket.gethostname()}: {_in_one_line(error)}"
-            if type(error) in (CacheError, CacheBusyError):  # refused, or not ended
+            if type(error) in (CacheError, CacheBusyError):  # rejected, or not ended
                 raise TransientTaskError(failure) from None
             return failure
 
 
 def _in_one_line(error: BaseException) -> str:
-    """An error with the sample that it belongs to."""
+    """An error, with its sample."""
     notes = [note for note in getattr(error, "__notes__", []) if note.startswith("in sample ")]
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return "; ".join([text[:_MAX_LETTERS], *notes])
@@ -98,7 +97,7 @@ def build_on(
     shards: int | None = None,
     **options: Any,
 ) -> LMDBCache:
-    """The cache of a dataset at `path`, whose shards an executor's tasks build; opened if it is finished.
+    """The cache of a dataset at `path`, whose shards an executor's tasks build; opened if finished.
 
     Args:
         executor: Runs the tasks. It is shut down if the build ends early.

@@ -1,7 +1,7 @@
 """Plans a cache, and compares finished caches with datasets.
 
-Everything that decides on the bytes of a cache is in its plan, except the samples. A process that continues
-another one's build follows its plan, after it was compared with the plan that this process would make.
+Everything that determines the bytes of a cache is in its plan, except the samples. A process that continues a
+build follows its plan, after comparing it with the plan that this process would make.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import PIL.Image  # the submodule, so that encoding workers, which are forked from here, inherit it
+import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
 from fastload.cache.codecs import BEST_QUALITY, LOSSY, UNDECODED
 from fastload.cache.encoded import encoded_source, holds_images
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
-SHARD_BYTES = 1 << 30  # of a shard, about, unless the user gives a number of shards
-# An open shard takes two descriptors, one of them for its mapping. Many systems give a process 1024.
+SHARD_BYTES = 1 << 30  # of a shard, roughly, unless the user sets the number of shards
+# An open shard takes two descriptors, one of them for its mapping. Many systems allow a process 1024.
 MAX_SHARDS = 128
 _QUALITY = 95  # of jpeg and webp, by default
 
@@ -69,11 +69,11 @@ def make_plan(
     Args:
         dataset: The samples that are stored.
         first: Sample 0; None without samples, or if it cannot be read.
-        codec: As the user gave it.
-        quality: As the user gave it.
-        num_shards: As the user gave it.
+        codec: The user's argument.
+        quality: The user's argument.
+        num_shards: The user's argument.
         fingerprint: Of the samples.
-        found: The plan of an earlier build, whose settings replace those that the user did not give.
+        found: The plan of an earlier build, whose settings replace those that the user did not set.
 
     Raises:
         ValueError: The codec is "source" or "tiles", and sample 0 has no undecoded image.
@@ -88,8 +88,8 @@ def make_plan(
     if codec in UNDECODED and first is not None and not holds_images(first):
         raise ValueError(
             f'codec "{codec}" stores the files of images, but sample 0 is {tree.outline(first)}: return '
-            "fastload.EncodedImage(path) in place of the decoded array, use fastload.ImageFolder without "
-            "size=, or choose another codec"
+            "fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder without "
+            "size=, or choose a different codec"
         )
     spec, crc32 = (None, None) if first is None else _identity(first)
     if num_shards is None and first is not None:
@@ -115,7 +115,7 @@ def make_plan(
 
 
 def _identity(sample: Any) -> tuple[str, int]:
-    """Structure and checksum of sample 0 before a codec changes it, without the paths of files."""
+    """Structure and checksum of sample 0 before a codec changes it, without file paths."""
     try:
         record = encode(tree.map_leaves(sample, _without_path))
     except UnsupportedSampleError as error:
@@ -162,12 +162,13 @@ def check_source(
             wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.plan, wanted)
     if why is not None:
-        anew = f"remove this cache with 'fastload cache rm {shlex.quote(cache.path)}', or give another path"
+        command = f"fastload cache rm {shlex.quote(cache.path)}"
+        anew = f"remove this cache with '{command}', or use a different path"
         raise CacheMismatchError(
             f"{cache.path} was made from other samples, from an earlier state of them, or with other "
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "
             f"dataset, or train without it from CachedDataset.from_cache({url or cache.path!r}). If the "
-            f"dataset is right, {anew if url is None else 'build its cache at another URL'}"
+            f"dataset is right, {anew if url is None else 'build its cache at a different URL'}"
         )
     matching = "number of samples and its sample 0 match" if parts is None else "fingerprint matches"
-    cache.reason = f"opened, as its {matching} the dataset"
+    cache.reason = f"opened, because its {matching} the dataset"

@@ -1,4 +1,4 @@
-"""Runs worker processes that read samples to fill a cache, with torch's own loader, set up for this purpose.
+"""Runs worker processes that read samples to fill a cache, with torch's own loader.
 
 Answers come in the order in which tasks were handed out.
 """
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _MAX_WORKERS = 16
-_WORTH_WORKERS = 64  # samples; fewer samples are read before workers have started
+_WORTH_WORKERS = 64  # samples; fewer are read before workers have started
 
 
 def choose_workers(num_workers: int | None, num_samples: int) -> int:
-    """The user's number of workers, or by default one per CPU's worth of time that this process may use.
+    """The user's number of workers, or by default one per CPU's worth of time that this process can use.
 
     The default is no workers if starting them takes longer than it saves, or is not allowed.
     """
     if num_workers is not None:
         return num_workers
-    # A worker of torch's loader is a daemon process, which may not have child processes.
+    # A worker of torch's loader is a daemon process, which cannot have child processes.
     if num_samples < _WORTH_WORKERS or multiprocessing.current_process().daemon:
         return 0
     return min(worthwhile_cpus(), _MAX_WORKERS)
@@ -46,9 +46,9 @@ def run(
 
     Args:
         tasks: Map-style.
-        orders: Drawn one by one in this process, each when a worker can get it.
+        orders: Drawn one by one in this process, each when a worker is free.
         num_workers: Processes; 0 for none.
-        ahead: Tasks that each worker gets ahead of the answers that are taken.
+        ahead: Tasks that each worker gets ahead.
     """
     loader = _TaskLoader(
         tasks,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
 _MAX_TASK_SAMPLES = 64
-_TASKS_EACH = 8  # at least, so that workers finish at about the same time
+_TASKS_EACH = 8  # at least, so workers finish at about the same time
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Failed:
 
     @classmethod
     def of(cls, index: int, error: Exception) -> Failed:
-        """A failure of this process, ready to be sent to another one."""
+        """A failure of this process, in picklable form."""
         if get_worker_info() is None:
             return cls(index, error, "")
         trace = text_of(error)

@@ -2,15 +2,14 @@
 
 Any number of processes build shards in it, also on several machines that share the file system. Rules:
 
-1. A process writes each file under a name of its own (see `names`), brings it to the disk, and renames it. A
-   shard with its lasting name is finished. A process that ends early loses the shard that it writes.
+1. A process writes each file under a temporary name (see `names`), syncs it, and renames it. A shard with its
+   final name is finished. A process that dies loses only the shard that it is writing.
 2. Exactly one process makes the plan, by linking it to its name; all others follow it. A plan is never
    replaced: `fastload cache rm` removes it.
 3. The report about the samples that a shard leaves out is complete before the shard gets its name. A shard
    whose report does not fit it is built again.
 4. Builders of one shard on one machine exclude each other by a lock (see `build_lock`). Where the file system
-   has no locks, or a machine does not see those of others, the last builder's shard stays: all follow the
-   plan.
+   has no locks, or machines do not see each other's, the last builder's shard wins: all follow the plan.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Unfinished:
         """Read the plan; returns False if there is none.
 
         Raises:
-            CacheMismatchError: The plan is damaged, or of another release.
+            CacheMismatchError: The plan is damaged, or from a different release.
             CacheError: The directory contains files that no build made.
         """
         with writing(self.path):
@@ -91,7 +90,7 @@ class Unfinished:
         if foreign is not None:
             raise CacheError(
                 f"{foreign} is not from a build of fastload, which keeps unfinished caches at {self.path}, "
-                "and was not changed: move it away, or give the cache another path"
+                "and was not changed: move it away, or use a different path for the cache"
             )
         try:
             with writing(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -104,20 +103,20 @@ class Unfinished:
                 return True
         except ValueError as error:  # CacheMismatchError is a ValueError
             raise CacheMismatchError(
-                f"{self.path}/{PLAN_NAME} is damaged, or of another release ({error}): remove it with "
+                f"{self.path}/{PLAN_NAME} is damaged, or from a different release ({error}): remove it with "
                 f"{self._remove}, and build again"
             ) from error
         return False
 
     def begin(self, plan: Plan, max_errors: int | float) -> None:
-        """Follow the plan in the directory, which is this one if no other process made one before.
+        """Follow the plan in the directory, which becomes this one if there is none.
 
         Args:
             plan: The plan of this build.
-            max_errors: The maximum number or share of samples that are left out, for a new plan.
+            max_errors: The maximum number or share of left-out samples, for a new plan.
 
         Raises:
-            CacheMismatchError: The directory belongs to a build of other samples or with other settings.
+            CacheMismatchError: The directory belongs to a build of other samples or settings.
             CacheError: The directory contains files that no build made, or cannot be written.
         """
         if not self.open():
@@ -130,13 +129,13 @@ class Unfinished:
         why = why_different(self.plan, plan)
         if why is not None:
             raise CacheMismatchError(
-                f"{self.path} belongs to another build: {why} (here: this process, there: the build). "
-                "Nothing was changed: build with its samples and settings, give another path, or remove it "
-                f"with {self._remove}"
+                f"{self.path} belongs to a different build: {why} (here: this process, there: the build). "
+                "Nothing was changed: build with its samples and settings, use a different path, or remove "
+                f"it with {self._remove}"
             )
 
     def _make_plan(self, text: bytes) -> None:
-        """Give a file with this text the name of the plan, unless there is a plan."""
+        """Create the plan with this text, unless there is one."""
         path, own = os.path.join(self.path, PLAN_NAME), self.own_path(PLAN_NAME)
         write_new(own, text)
         try:
@@ -146,7 +145,7 @@ class Unfinished:
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
-            # If two processes come here at once, the shards of one of them do not count.
+            # If two processes get here at once, the shards of one of them do not count.
             if not os.path.lexists(path):
                 os.rename(own, path)
         with contextlib.suppress(FileNotFoundError):
@@ -154,7 +153,7 @@ class Unfinished:
         sync_directory(self.path)
 
     def remove_unused(self) -> None:
-        """Remove the directory if there is nothing in it but the plan."""
+        """Remove the directory if it holds only the plan."""
         with contextlib.suppress(OSError):
             if os.listdir(self.path) == [PLAN_NAME]:
                 os.unlink(os.path.join(self.path, PLAN_NAME))
@@ -167,7 +166,7 @@ class Unfinished:
         return os.path.join(self.path, shard_name(self.plan, shard))
 
     def own_path(self, name: str) -> str:
-        """A new path at which this process writes a file that gets this name."""
+        """A new temporary path for a file that gets this name."""
         return os.path.join(self.path, own_name(name))
 
     def finished(self, shard: int) -> list[FailedSample] | None:
@@ -180,18 +179,18 @@ class Unfinished:
         if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):
             return None
         report = read_report(report_name(path)) if found.missing else []
-        # Without its report the shard is built again, so that no sample is left out without a reason.
+        # Without its report the shard is rebuilt, so no sample is left out without a reason.
         return report if runs_of([sample.index for sample in report]) == found.missing else None
 
     def remove_remains(self, shard: int) -> None:
-        """Remove what killed processes of this machine wrote of a shard; the caller holds its lock."""
+        """Remove what killed processes of this machine left of a shard; the caller holds its lock."""
         prefix = own_prefix(shard_name(self.plan, shard))
         for name in os.listdir(self.path):
             if name.startswith(prefix):
                 os.unlink(os.path.join(self.path, name))
 
     def complete(self, shard: int, own: str, left_out: list[FailedSample]) -> None:
-        """Give a shard that this process has written at `own` its lasting name."""
+        """Give a shard that this process has written at `own` its final name."""
         path = self.path_of(shard)
         with writing(self.path):
             if left_out:
@@ -203,7 +202,7 @@ class Unfinished:
         """Check that the directory still has the plan that this process follows.
 
         Raises:
-            CacheError: Another process removed the directory.
+            CacheError: A different process removed the directory.
         """
         now = Unfinished(self._destination)
         if not now.open() or now.plan.build_id != self.plan.build_id:
@@ -215,16 +214,16 @@ class Unfinished:
     # --- the end ------------------------------------------------------------------------------------------
 
     def publish(self, left_out: list[FailedSample]) -> None:
-        """Move the finished cache to its destination, after its report was placed beside it.
+        """Move the finished cache to its destination, after placing its report beside it.
 
         Args:
-            left_out: The samples that all shards leave out, by ascending index.
+            left_out: All left-out samples, by ascending index.
         """
         destination = self._destination
         if os.path.lexists(destination):
             raise CacheError(
-                f"{destination} was made by another program while the cache was built, and was not changed. "
-                f"The finished cache is kept at {self.path}: move {destination} away, and build again"
+                f"another program created {destination} while the cache was built; it was not changed. The "
+                f"finished cache is kept at {self.path}: move {destination} away, and build again"
             )
         with writing(destination):
             if left_out:
@@ -249,7 +248,7 @@ class Unfinished:
 
 
 def report_text(samples: Iterable[FailedSample]) -> str:
-    """The report about samples that are left out: a line of JSON for each."""
+    """The report about left-out samples: one line of JSON each."""
     return "".join(json.dumps({name: getattr(one, name) for name in _REPORTED}) + "\n" for one in samples)
 
 

@@ -1,11 +1,11 @@
-"""Builds a cache whose place is a URL: shard by shard on the local disk, uploaded as they are finished.
+"""Builds a cache at a URL: shard by shard on the local disk, each uploaded when finished.
 
 See `lmdb.manifest` for the files at the URL. Rules:
 
-1. The plan is written to the URL first, again with each shard that is there, and the manifest last. A build
-   that finds a plan follows it, and builds only the shards that it lacks; it never follows a plan of other
-   samples or settings.
-2. A shard is in the plan once the whole of it is at the URL. So a part of a shard is never taken for a shard,
+1. The plan is written to the URL first, again after each uploaded shard, and the manifest last. A build that
+   finds a plan follows it, and builds only the missing shards; it never follows a plan of other samples or
+   settings.
+2. A shard is in the plan once all of it is at the URL. So a partial shard is never taken for a shard,
    whatever the store shows.
 3. One thread uploads while the next shard is built. At most two finished shards wait for it, so the disk
    holds three shards. Uploaded shards are removed from the disk. A cache that is also kept on the disk is
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
     from fastload.files.remote import RemoteFolder
 
-_REMOVE = "give another URL, or remove all files at that URL with your store's own tool"
+_REMOVE = "use a different URL, or remove all files at that URL with your store's own tool"
 
 
 def build_at_url(
@@ -61,9 +61,8 @@ def build_at_url(
 
     Args:
         dataset: Map-style and deterministic.
-        url: Any URL of fsspec to which files can be written.
-        path: Where the cache is built and kept on the local disk, too; None to keep no shard that was
-            uploaded.
+        url: Any fsspec URL to which files can be written.
+        path: Where the cache is built and also kept on the local disk; None to keep no uploaded shards.
         shards: As in `build_lmdb`.
         **options: See `Build`. The report about samples that are left out is `errors.jsonl` below the URL.
 
@@ -73,7 +72,7 @@ def build_at_url(
     Raises:
         CacheMismatchError: The URL or the path has a cache, or a build, of other samples or settings.
         CacheCorruptError: The plan or the manifest at the URL is damaged.
-        CacheBusyError: Another process of this host builds for this URL.
+        CacheBusyError: A different process of this host builds for this URL.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are
@@ -125,7 +124,7 @@ def _check_one_build(url: str, found: Manifest | None, path: str) -> None:
     if found is None:
         return
     if not os.path.lexists(path) or LMDBCache(path).plan.build_id != found.plan.build_id:
-        raise CacheMismatchError(f"{url} has another build than {path}: omit the local DEST, {_REMOVE}")
+        raise CacheMismatchError(f"{url} has a different build from {path}: omit the local DEST, {_REMOVE}")
 
 
 def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
@@ -139,7 +138,7 @@ def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
 
 
 def _build(build: Build, upload: _Upload) -> Manifest:
-    """Build the shards that are not at the URL; each is removed from the disk when it is there."""
+    """Build the shards that are not at the URL; each is removed from the disk once uploaded."""
     plan, local = upload.manifest.plan, Unfinished(build.path)
     uploads: list[Future[None]] = []
     for shard, left_out in upload.left_out.items():
@@ -176,11 +175,11 @@ class _Upload:
 
     Args:
         files: The files at the URL.
-        found: What is there; None for nothing.
+        found: What is already there; None for nothing.
         plan: The plan of the cache, if nothing is there.
 
     Attributes:
-        manifest: The plan, and the shards that are there.
+        manifest: The plan, and the uploaded shards.
         left_out: By shard, the samples that it leaves out.
     """
 
@@ -197,12 +196,12 @@ class _Upload:
                 self.left_out[shard] = [sample for sample in report if sample.index in indices]
 
     def missing(self) -> list[int]:
-        """The shards that are not there."""
+        """The shards that are not uploaded."""
         names, plan = {shard.name for shard in self.manifest.shards}, self.manifest.plan
         return [shard for shard in range(plan.num_shards) if shard_name(plan, shard) not in names]
 
     def put(self, shard: int, path: str, left_out: list[FailedSample]) -> None:
-        """Upload a shard, and note in the plan that it is there."""
+        """Upload a shard, and note it in the plan."""
         plan = self.manifest.plan
         found = _read(self._files, REMOTE_PLAN_NAME)
         if found is None or found.plan.build_id != plan.build_id:

@@ -3,8 +3,8 @@
 Rules:
 
 1. Commits bound the memory of a transaction. They are not synced: a file is synced to the disk at its end.
-2. The functions import lmdb themselves: it has no wheels for free-threaded builds of Python, where caches in
-   RAM work without it. Reading a cache on disk never needs it.
+2. The functions import lmdb themselves: it has no wheels for free-threaded Python, where caches in RAM work
+   without it. Reading a cache on disk never needs it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class ShardWriter:
         with writing(path):
             self._environment = _new_environment(path)
         self._transaction: Any = None
-        self._nbytes = 0  # of the values that are not committed
+        self._nbytes = 0  # of the uncommitted values
 
     def put(self, index: int, value: Any) -> None:
-        """Append a value, which may be any buffer; it is copied before this method returns."""
+        """Append a value, any buffer; it is copied before this method returns."""
         with writing(self._path):
             if self._transaction is None:
                 self._transaction = self._environment.begin(write=True)
@@ -65,7 +65,7 @@ class ShardWriter:
             write_description(self._path, description, num_pages, page_bytes)
 
     def close(self) -> None:
-        """Close the file; values that were not committed are lost."""
+        """Close the file; uncommitted values are lost."""
         transaction, self._transaction = self._transaction, None
         if transaction is not None:
             transaction.abort()
@@ -83,7 +83,7 @@ def _new_environment(path: str) -> Any:
             # Unused bytes of pages are zeros (meminit, lmdb's default): a file never holds old content of
             # this process's memory, and equal plans give equal files.
             return lmdb.open(path, subdir=False, map_size=map_bytes, lock=False, sync=False, **options)
-        except lmdb.MemoryError:  # the process may use fewer addresses
+        except lmdb.MemoryError:  # the process can use fewer addresses
             if map_bytes <= _MIN_MAP_BYTES:
                 raise
             map_bytes //= 2
@@ -91,7 +91,7 @@ def _new_environment(path: str) -> Any:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Raise errors of writing as a CacheError that names the file."""
+    """Raise write errors as a CacheError that names the file."""
     import lmdb
 
     try:

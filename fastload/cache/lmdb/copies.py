@@ -1,23 +1,22 @@
 """Local copies of caches in object stores: downloaded once per host, checked, limited in size.
 
 A copy is the directory `copies-UID/DIGEST-BUILD_ID` below `FASTLOAD_CACHE_DIR`: the digest of the URL, and
-the id of the build. It holds the shards and the manifest, and is a cache on disk as any other. Rules:
+the id of the build. It holds the shards and the manifest, and is a cache on disk like any other. Rules:
 
 1. A copy gets its name when all its shards are complete, checked and on the disk. Until then its files are in
-   a directory with `.partial` at its end. A shard in it has its lasting name once it was checked, so a
-   download that was interrupted continues with the next shard.
+   a directory whose name ends in `.partial`. A shard in it gets its final name once it was checked, so an
+   interrupted download continues with the next shard.
 2. One process downloads a copy: it holds the lock on `NAME.lock`, which is the lock of builds and removals
    too. Other processes wait.
-3. The manifest is read at each opening, so a cache that was built again at the URL gets another copy. If
-   the store cannot be reached and a complete copy of the URL is there, it is opened with a warning. A store
-   that answers that there is no cache, or that refuses access, is always an error.
+3. The manifest is read on every opening, so a cache that was rebuilt at the URL gets a new copy. If the store
+   cannot be reached and there is a complete copy of the URL, it is opened with a warning. A store that
+   answers that there is no cache, or that denies access, is always an error.
 4. Each open file of a copy holds a shared lock (see `files`). Copies are removed only under the exclusive
-   lock of their first file, the least recently opened first. They lose their name at once.
-5. Decisions about room are made under one lock. A copy counts with its whole size as soon as its download
-   begins.
-6. `FASTLOAD_CACHE_DIR` may be a directory of several users. What another user can have written is neither
-   read nor continued: what is not this user's or root's, what others may write, and links. Open files are
-   looked at once more, because who may write in that directory may exchange the directories in it.
+   lock of their first file, least recently used first. They lose their name at once.
+5. One lock guards decisions about room. A copy counts with its full size as soon as its download begins.
+6. Several users can share `FASTLOAD_CACHE_DIR`. What a different user can have written is neither read nor
+   continued: files that are not this user's or root's, that others can write, and links. Open files are
+   checked again, because whoever can write in that directory can exchange the directories in it.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ _NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{1,32}}({re.escape(_PARTIAL)})?")
 
 
 def own_directory(name: str) -> str:
-    """This user's directory of this name below `FASTLOAD_CACHE_DIR`, which several users may share."""
+    """This user's directory of this name below `FASTLOAD_CACHE_DIR`, which several users can share."""
     root = os.path.expanduser(os.environ.get(DIRECTORY_VARIABLE) or "~/.cache/fastload")
     user = f"-{os.getuid()}" if hasattr(os, "getuid") else ""
     return os.path.abspath(os.path.join(root, name + user))
@@ -89,7 +88,7 @@ def digest_of_url(url: str) -> str:
 def open_copy(
     url: str, storage_options: Mapping[str, Any] | None = None, *, progress: bool = True
 ) -> tuple[str, tuple[OpenFile, ...]]:
-    """The path and the open files of the local copy of a cache, which is downloaded unless it is there.
+    """The path and the open files of the local copy of a cache, downloaded if missing.
 
     Args:
         url: The URL of the cache.
@@ -99,7 +98,7 @@ def open_copy(
     Raises:
         FileNotFoundError: There is no finished cache at the URL.
         CacheCorruptError: The manifest or a shard is damaged, or a shard is missing.
-        CacheMismatchError: The cache has another format.
+        CacheMismatchError: The cache has a different format.
         CacheError: The store cannot be read, the copy cannot be written, or it exceeds the limit of all
             copies.
         ImportError: A package for the URL is missing.
@@ -118,7 +117,7 @@ def open_copy(
             raise
         manifest = found
         log.warning(
-            "%s. The local copy of the cache is used, whose build began on %s: if the cache was built again "
+            "%s. Using the local copy of the cache, whose build began on %s: if the cache was rebuilt "
             "since it was downloaded, this process does not notice",
             str(error),  # not the error: a handler that keeps records would keep its frames
             time.strftime("%Y-%m-%d %H:%M", time.localtime(manifest.plan.created_s)),
@@ -130,7 +129,7 @@ def open_copy(
         try:
             opened = open_cache(path)
         except FileNotFoundError:
-            continue  # another process removed it just now
+            continue  # another process has just removed it
         # Else it was removed before its files were locked.
         if _is_complete(path, manifest) and all(file.is_own() for file in opened):
             with contextlib.suppress(OSError):
@@ -148,7 +147,7 @@ def _writing(path: str) -> Iterator[None]:
             raise
         raise CacheError(
             f"cannot write the copy {path}: {writing_refused(error, path)}. The environment variable "
-            f"{DIRECTORY_VARIABLE} names another directory for copies"
+            f"{DIRECTORY_VARIABLE} names a different directory for copies"
         ) from error
 
 
@@ -171,7 +170,7 @@ def manifest_of_copy(path: str) -> Manifest | None:
 
 
 def _is_complete(path: str, manifest: Manifest) -> bool:
-    """Whether all files of a copy are there, with their lengths and the digests of this manifest."""
+    """Whether all files of a copy exist, with the lengths and digests of this manifest."""
     try:
         if foreign_path(path) is not None:
             return False
@@ -192,10 +191,10 @@ def _missing(directory: str, manifest: Manifest) -> list[tuple[ShardFile, int]]:
 
 
 def _sizes(directory: str) -> dict[str, int]:
-    """The sizes of the files in a directory; none if it is not there."""
+    """The sizes of the files in a directory; none if it does not exist."""
     try:
         return {file.name: file.stat().st_size for file in Path(directory).iterdir()}
-    except (FileNotFoundError, NotADirectoryError):  # another process removes or renames it now
+    except (FileNotFoundError, NotADirectoryError):  # another process is removing or renaming it
         return {}
 
 
@@ -216,12 +215,12 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
 
 
 def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
-    """Download the shards that are missing; the caller holds the lock of the copy."""
+    """Download the missing shards; the caller holds the lock of the copy."""
     for place in (path, path + _PARTIAL):
         if os.path.lexists(place) and (foreign := foreign_path(place)) is not None:
             log.warning(
-                "%s can be another user's (it belongs to one, others may write it, or it is a link): "
-                "the copy is downloaded again",
+                "%s could be from a different user (who owns it or can write it, or it is a link): the "
+                "copy is downloaded again",
                 foreign,
             )
             os.unlink(place) if os.path.islink(place) else shutil.rmtree(place)
@@ -247,7 +246,7 @@ def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -
 
 
 def _unnamed(path: str) -> str:
-    """Take its name from a copy, at once for processes that open it; returns the directory of its files."""
+    """Rename a copy away, at once for processes that open it; returns the directory of its files."""
     partial = path + _PARTIAL
     if os.path.lexists(path):
         shutil.rmtree(partial, ignore_errors=True)
@@ -263,7 +262,7 @@ def _fetch(
     shard: ShardFile,
     num_samples: int,
 ) -> None:
-    """Download a shard, check it, and give it its lasting name."""
+    """Download a shard, check it, and give it its final name."""
     path, digest = os.path.join(directory, shard.name), new_digest()
     with new_file(f"{path}.part") as file:
         for start in range(0, shard.nbytes, _PART_BYTES):
@@ -292,8 +291,8 @@ def _fetch(
 
 def _open_again(directory: str) -> str:
     return (
-        f"The shards that were downloaded are kept in {directory}: open the cache again to continue. If the "
-        "error stays, remove all files at that URL, and build the cache again"
+        f"The downloaded shards are kept in {directory}: open the cache again to continue. If the error "
+        "persists, remove all files at that URL, and build the cache again"
     )
 
 
@@ -307,9 +306,9 @@ class Copy:
     Attributes:
         path: Its directory, without the suffix of an unfinished download.
         manifest: Its manifest; None if there is no valid one.
-        nbytes: The bytes that count: of an unfinished download, all that it will take.
+        nbytes: The bytes that count; for an unfinished download, its final size.
         on_disk: The bytes of its files.
-        used_s: When it was opened last, in seconds since 1970.
+        used_s: When it was last opened, in seconds since 1970.
         is_finished: Whether it has its name.
     """
 
@@ -322,7 +321,7 @@ class Copy:
 
 
 def copies() -> list[Copy]:
-    """All copies and unfinished downloads of this user, the least recently opened first."""
+    """All copies and unfinished downloads of this user, least recently used first."""
     root = copies_directory()
     found = []
     with contextlib.suppress(FileNotFoundError):
@@ -330,7 +329,7 @@ def copies() -> list[Copy]:
             directory = os.path.join(root, name)
             manifest, on_disk = manifest_of_copy(directory), sum(_sizes(directory).values())
             nbytes = on_disk if manifest is None else max(on_disk, manifest.nbytes)
-            with contextlib.suppress(FileNotFoundError):  # another process removed or renamed it just now
+            with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
                 used_s = os.path.getmtime(directory)
                 path = directory.removesuffix(_PARTIAL)
                 found.append(Copy(path, manifest, nbytes, on_disk, used_s, path == directory))
@@ -338,7 +337,7 @@ def copies() -> list[Copy]:
 
 
 def allowed_bytes(taken: int) -> int:
-    """The most bytes that all copies may take.
+    """The maximum size of all copies in bytes.
 
     Args:
         taken: Bytes of the files of all copies.
@@ -352,7 +351,7 @@ def allowed_bytes(taken: int) -> int:
         return parse_memory(int(text) if text.isdecimal() else text, available=available)
     except ValueError:
         raise ValueError(
-            f"{BYTES_VARIABLE}={text!r} is not a size above zero: give bytes, or a size such as 200GB or "
+            f"{BYTES_VARIABLE}={text!r} is not a size above zero: set bytes, or a size such as 200GB or "
             "500GiB"
         ) from None
 
@@ -360,10 +359,10 @@ def allowed_bytes(taken: int) -> int:
 def _reserve(manifest: Manifest, path: str) -> None:
     """Make room for a copy, and count its bytes from now on.
 
-    Copies that are not in use are removed until the new copy fits; none is removed if it cannot fit.
+    Unused copies are removed until the new copy fits; none is removed if it cannot fit.
 
     Raises:
-        CacheError: Copies that are in use leave too little room.
+        CacheError: Copies in use leave too little room.
     """
     root = os.path.dirname(path)
     with held(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
@@ -378,10 +377,10 @@ def _reserve(manifest: Manifest, path: str) -> None:
                 in_use -= copy.nbytes
         if in_use + manifest.nbytes > allowed:
             raise CacheError(
-                f"a copy of {manifest.url} takes {readable_size(manifest.nbytes)}, and all copies in "
-                f"{root} may take {readable_size(allowed)}, of which copies that are in use "
-                f"take {readable_size(in_use)}: allow more with the environment variable {BYTES_VARIABLE}, "
-                f"free space on that disk, or name a directory on another disk with {DIRECTORY_VARIABLE}"
+                f"a copy of {manifest.url} takes {readable_size(manifest.nbytes)}, and all copies in {root} "
+                f"can take {readable_size(allowed)}, of which copies in use take {readable_size(in_use)}: "
+                f"allow more with the environment variable {BYTES_VARIABLE}, free space on that disk, or "
+                f"name a directory on a different disk with {DIRECTORY_VARIABLE}"
             )
         for copy in chosen:
             log.info("cache: removes the copy %s of %s", copy.path, readable_size(copy.nbytes))
@@ -417,6 +416,6 @@ def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
             fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
             locks.callback(os.close, fd)
             is_free = try_lock(fd)
-    except OSError:  # it was removed just now, or belongs to another user
+    except OSError:  # it was just removed, or belongs to a different user
         return False
     return is_free

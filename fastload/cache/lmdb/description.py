@@ -1,8 +1,8 @@
 """Writes the description in a finished file, and reads it with strict checks.
 
-A file may come from an untrusted source, and its checksums protect only against accidents. Rules:
+A file can come from an untrusted source, and its checksums protect only against accidents. Rules:
 
-1. Every field must have the type and the range that the attributes below state; otherwise reading raises.
+1. Every field must have the type and range of the attributes below; otherwise reading raises.
 2. Runs of numbers ascend and never overlap, so together they never count more numbers than exist.
 3. Memory and time depend only on the length of the text, not on the numbers in it.
 """
@@ -41,7 +41,7 @@ _COMPARED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts about a cache that all its files state; known before the first sample is written.
+    """The facts about a cache that are in all its files; known before the first sample is written.
 
     Attributes:
         build_id: New for each cache; distinguishes its shards from those of other caches.
@@ -76,12 +76,12 @@ class Plan:
 
 
 def why_different(found: Plan, plan: Plan) -> str | None:
-    """The differences that prevent a build from continuing another build; None if it can continue.
+    """The differences that prevent a build from continuing a different one; None if it can continue.
 
     Samples are compared by both fingerprints, or else by sample 0.
 
     Args:
-        found: The plan of the files that are there.
+        found: The plan of the existing files.
         plan: The plan of this build.
     """
     names, differences = list(_COMPARED), []
@@ -97,7 +97,7 @@ def why_different(found: Plan, plan: Plan) -> str | None:
 
 @dataclass(frozen=True)
 class Description:
-    """The facts that one finished file states about itself.
+    """The facts that one finished file holds about itself.
 
     Attributes:
         plan: The plan of the whole cache.
@@ -166,7 +166,7 @@ def parse_description(text: bytes, content_bytes: int) -> tuple[Description, Tre
 
     Raises:
         ValueError: The text does not describe a file of that size; the error gives the reason.
-        CacheMismatchError: The description has another format version. The caller adds the path.
+        CacheMismatchError: The description has a different format version. The caller adds the path.
     """
     fields = parse_json(text)
     check_version(fields)
@@ -218,7 +218,7 @@ def check_version(fields: Any) -> None:
     """
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int:
-        raise ValueError("it states no format version")
+        raise ValueError("it has no format version")
     if version != FORMAT_VERSION:
         raise CacheMismatchError(f"is a cache of format {version}, but this release reads {FORMAT_VERSION}")
 

@@ -1,7 +1,7 @@
 """Finds and opens the files of a cache.
 
-The open files of a local copy (see `copies`) hold a shared lock, so that the copy is not removed while it is
-used. A forked child uses the open files of its parent.
+The open files of a local copy (see `copies`) hold a shared lock, so the copy is not removed while in use. A
+forked child uses the open files of its parent.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
     for number, file in enumerate(files):
         if replace(file.description.plan, classes=None) != expected:
             raise CacheMismatchError(
-                f"{file.path} and {files[0].path} are shards of two caches: take out the shards that do not "
+                f"{file.path} and {files[0].path} are shards of two caches: remove the shards that do not "
                 "belong here"
             )
         if file.description.shard != number:
@@ -73,16 +73,15 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
         number = len(files)
     raise CacheMismatchError(
         f"{path} has {len(files):,} of the {plan.num_shards:,} shards of a cache, and shard {number + 1:,} "
-        "is missing, or another one is there twice. Open the directory of all shards, put back what is "
+        "is missing, or a different one is there twice. Open the directory of all shards, put back what is "
         "missing, or delete the directory and build it again"
     )
 
 
 def check_openable(num_shards: int) -> None:
-    """Check that this process may open a cache of so many shards.
+    """Check that this process can open a cache of this many shards.
 
-    Raises:
-        CacheError: It may not.
+    Raises: CacheError: It cannot.
     """
     if not allows_files(_FILES_A_SHARD * num_shards):
         raise CacheError(f"nothing was built: {_too_many(num_shards)}")

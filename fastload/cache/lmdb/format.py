@@ -11,9 +11,9 @@ description that LMDB does not see:
 * at the end of the file: crc32 and length of the description (4 and 8 little-endian bytes), the 7 letters
   "FLlmdb1" and a zero byte.
 
-LMDB trusts its tree: a flipped bit in it ends a process that reads through LMDB. So fastload first compares
+LMDB trusts its tree: a flipped bit in it kills a process that reads through LMDB. So fastload first compares
 the tree with its checksum, and then reads it itself (see `tree`). The tree is all pages except the overflow
-pages, which hold the records that are longer than half a page; these records have checksums of their own.
+pages, which hold the records longer than half a page; these records have their own checksums.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def unpack_value(value: bytes, index: int) -> memoryview:
         raise CacheCorruptError(f"its record has {len(value)} bytes")
     magic, crc, owner = _FRAME.unpack_from(value)
     if magic != _FRAME_MAGIC or owner != index:
-        raise CacheCorruptError("another record lies in its place")
+        raise CacheCorruptError("a different record is in its place")
     if zlib.crc32(memoryview(value)[_CHECKED_FROM:]) != crc:
         raise CacheCorruptError("its checksum is wrong")
     return memoryview(value)[VALUE_HEADER_BYTES:]
@@ -88,7 +88,7 @@ def write_description(path: str, description: Description, num_pages: int, page_
     Args:
         path: Path of the file.
         description: Its description.
-        num_pages: Pages of the environment; remains of a killed builder after these pages are cut off.
+        num_pages: Pages of the environment; whatever a killed builder left behind them is cut off.
         page_bytes: Size of a page.
     """
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -131,14 +131,14 @@ def read_stored(fd: int, path: str) -> Stored:
 
     Raises:
         CacheCorruptError: The file is damaged, cut short, or not a cache.
-        CacheMismatchError: It has another format version.
+        CacheMismatchError: It has a different format version.
     """
     text, content_bytes = _read_text(fd, path)
     try:
         description, place = parse_description(text, content_bytes)
     except CacheMismatchError as error:
         raise CacheMismatchError(
-            f"{path} {error}. Delete it to build it again, or give another path"
+            f"{path} {error}. Delete it to build it again, or use a different path"
         ) from None
     except ValueError as error:
         raise CacheCorruptError(

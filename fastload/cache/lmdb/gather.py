@@ -1,7 +1,7 @@
 """Makes a batch of raw records by copying them directly from the page cache to the memory of the batch.
 
-The given memory is valid only while the caller holds the files. All records are checked before memory is
-requested: it is requested only if all records make one batch.
+The memory is valid only while the caller holds the files. All records are checked before memory is requested:
+it is requested only if all records make one batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maps the indices of a file to the positions of its stored samples.
 
-Left-out samples are kept as runs, and there may be far more of them than stored samples: no function here
-takes memory or time in proportion to their number.
+Left-out samples are kept as runs, and can far outnumber the stored ones: no function here takes memory or
+time in proportion to their number.
 """
 
 from __future__ import annotations

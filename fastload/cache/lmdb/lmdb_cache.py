@@ -2,10 +2,10 @@
 
 See `format` for the layout of a file, and `files` for the table of open files. Rules:
 
-1. A cache pickles as its path and the id of its build; a process opens the file at the first use.
+1. A cache pickles as its path and the id of its build; a process opens the file on first use.
 2. get() copies a value before it reads it; samples are views of that copy.
-3. gather() verifies the records of the batch, and then copies only the bytes that the batch needs, from the
-   page cache directly to the rows of the batch.
+3. gather() verifies the records of the batch, and then copies only the needed bytes from the page cache
+   directly to the rows of the batch.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class LMDBCache(BaseCache):
     """A finished cache in one LMDB file, or in a directory of such files, read-only.
 
     Args:
-        path: The file or directory; or the URL of a cache in an object store, which is read from a local
-            copy. The first process of a host downloads the copy.
+        path: The file or directory; or the URL of a cache in an object store, read from a local copy that the
+            first process of a host downloads.
         storage_options: For a URL: arguments of fsspec's file system, such as credentials.
         progress: Show the progress of a download.
 
     Attributes:
         path: The absolute path, on this machine.
-        reason: The reason why this cache is in use.
+        reason: Why this cache is in use.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -89,7 +89,7 @@ class LMDBCache(BaseCache):
         return _unopened, (self.path, self._build_id, self.reason, self._known_spec())
 
     def _known_spec(self) -> Spec | None:
-        """The structure of sample 0; it takes the classes of its namedtuples along to another process.
+        """The structure of sample 0; it takes the classes of its namedtuples along to a different process.
 
         None if it is unknown, or if this process has not imported those classes.
         """
@@ -113,7 +113,7 @@ class LMDBCache(BaseCache):
 
     @property
     def plan(self) -> Plan:
-        """What the files state about the cache."""
+        """What the files say about the cache."""
         if self._plan is None:
             self._plan = self._opened()[0].description.plan
         return self._plan
@@ -125,7 +125,7 @@ class LMDBCache(BaseCache):
 
     @property
     def num_cached(self) -> int:
-        """Number of samples that are stored: all but those that could not be read."""
+        """Number of stored samples: all except those that could not be read."""
         return sum(len(file.stored) for file in self._opened())
 
     @property
@@ -172,7 +172,7 @@ class LMDBCache(BaseCache):
         return np.concatenate([file.stored.between(0, len(file.stored)) for file in files])
 
     def explain(self) -> str:
-        """The reason why this cache is in use, and the parts of its fingerprint."""
+        """Why this cache is in use, and the parts of its fingerprint."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
         size = readable_size(self.nbytes)
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.codec}"
@@ -186,7 +186,7 @@ class LMDBCache(BaseCache):
         if files is None:
             files = open_cache(self.path)
             if files[0].description.plan.build_id != self._build_id:
-                raise CacheMismatchError(f"{self.path} was replaced by another cache while it was in use")
+                raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
                 self._files = files
         return files
@@ -213,7 +213,7 @@ class LMDBCache(BaseCache):
 
         Args:
             index: Of the sample.
-            undecoded: Give images in jpeg as `EncodedImage`, but for small ones.
+            undecoded: Return images in jpeg as `EncodedImage`, except for small ones.
 
         Raises:
             CacheCorruptError: The record is damaged or missing.
@@ -266,7 +266,7 @@ class LMDBCache(BaseCache):
             raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
 
     def verify(self, *, progress: bool = False) -> list[int]:
-        """Read every record and compare it with its checksum; the index was checked when the file was opened.
+        """Compare every record with its checksum; the index was checked when the file was opened.
 
         Args:
             progress: Draw a bar, if standard error is a terminal.

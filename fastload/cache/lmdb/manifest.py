@@ -1,4 +1,4 @@
-"""The manifest of a cache in an object store: `cache.json`, written when all shards are there.
+"""The manifest of a cache in an object store: `cache.json`, written after all shards.
 
 A cache at a URL has these files directly below the URL:
 
@@ -9,10 +9,10 @@ A cache at a URL has these files directly below the URL:
 
 Rules:
 
-1. Without a manifest the cache is not finished. A shard with another length or digest than the manifest says
-   is never used.
-2. A manifest may come from an untrusted source. The names of its shards follow from the plan, so they are
-   never paths, and every field must have its type and range.
+1. Without a manifest the cache is not finished. A shard whose length or digest differs from the manifest is
+   never used.
+2. A manifest can come from an untrusted source. The names of its shards are derived from the plan, so they
+   are never paths, and every field must have its type and range.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Manifest:
     Attributes:
         url: The URL.
         plan: The plan of the cache.
-        shards: Its shards, in the order of their indices; of an unfinished cache, those that are there.
+        shards: Its shards, in the order of their indices; for an unfinished cache, the uploaded ones.
     """
 
     url: str
@@ -115,11 +115,11 @@ def parse_manifest(text: bytes, *, is_finished: bool = True) -> Manifest:
 
     Args:
         text: The text.
-        is_finished: Whether all shards should be there.
+        is_finished: Whether all shards should be listed.
 
     Raises:
         ValueError: It is not valid; the error gives the reason.
-        CacheMismatchError: It has another format version. The caller adds the URL.
+        CacheMismatchError: It has a different format version. The caller adds the URL.
     """
     fields = parse_json(text)
     check_version(fields)
@@ -156,13 +156,13 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
 
     Args:
         files: The files of the cache.
-        name: `cache.json`, or `plan.json` for that of an unfinished cache.
+        name: `cache.json`, or `plan.json` for an unfinished cache.
 
     Raises:
         FileNotFoundError: There is no finished cache; the error names the command that builds one.
         CacheCorruptError: The manifest is damaged.
-        CacheMismatchError: It has another format version.
-        CacheError: The store does not answer, or refuses.
+        CacheMismatchError: It has a different format version.
+        CacheError: The store does not answer, or denies access.
         ImportError: A package is missing.
         ValueError: There is no such protocol.
     """
@@ -183,5 +183,5 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
         raise CacheCorruptError(
             f"{files.url}/{name} is damaged: {error}. Remove all files at that URL, and build the cache again"
         ) from error
-    # A bucket may be copied to another URL.
+    # A bucket can be copied to a different URL.
     return Manifest(files.url, found.plan, found.shards)

@@ -3,15 +3,14 @@
 Rules:
 
 1. Only finished files are opened. Builds never write to them again, so reading takes no lock.
-2. A file is read through positions that were all checked when it was opened (see `tree`), never through
-   LMDB. The first read of a record verifies its checksum. Damage raises an error and never gives a wrong
-   sample.
+2. A file is read through positions that were all checked when it was opened (see `tree`), never through LMDB.
+   The first read of a record verifies its checksum. Damage raises an error and never returns a wrong sample.
 3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They keep the
-   file's content when another file is moved to the path.
+   file's content when a different file is moved to the path.
 4. Each read first checks the file's size and times, and raises if another program changed the file in place.
-   This check cannot find a change that happens later, during the read, or a change with the same time stamp
-   as the change before it (file systems may count time in steps of some milliseconds). Such a read may return
-   the new bytes. If a file is truncated while a batch is read from it, SIGBUS ends the process.
+   This check cannot find a change during the read, or a change with the same time stamp as the previous one
+   (file systems can count time in steps of some milliseconds). Such a read can return the new bytes. If a
+   file is truncated while a batch is read from it, SIGBUS kills the process.
 """
 
 from __future__ import annotations
@@ -51,21 +50,21 @@ class _Known(NamedTuple):
 
 
 class OpenFile:
-    """An open file and its description; closed when the last reference to it is dropped.
+    """An open file and its description; closed with the last reference to it.
 
     Args:
         fd: A descriptor of the file, which this object closes from here on.
-        path: The path by which it was opened.
+        path: Its path.
 
     Attributes:
         path: The path by which it was opened first.
         nbytes: Size of the file.
         description: The file's own description.
-        indices: Indices of the file's samples, including samples that are left out.
+        indices: Indices of the file's samples, including left-out ones.
         stored: Indices of the stored samples.
 
     Raises:
-        CacheMismatchError: The file has another format version.
+        CacheMismatchError: The file has a different format version.
         CacheCorruptError: The file is damaged.
         CacheError: The file cannot be read. After an error, the caller still owns the descriptor.
     """
@@ -87,11 +86,11 @@ class OpenFile:
         weakref.finalize(self, os.close, fd).atexit = False
 
     def is_own(self) -> bool:
-        """Whether nobody but this user (and root) can have written it."""
+        """Whether only this user (or root) can have written it."""
         return is_own(os.fstat(self._fd))
 
     def check(self) -> bytearray:
-        """Check that the file is still the one that was opened.
+        """Check that the file has not changed since it was opened.
 
         Returns:
             For each position, whether its record was compared with its checksum; the caller updates it.
@@ -99,7 +98,7 @@ class OpenFile:
         Raises:
             CacheMismatchError: It was changed.
         """
-        known = self._known  # read once: another thread may replace it
+        known = self._known  # read once: another thread can replace it
         try:
             stamp = self._stamp()
             if stamp == known.stamp:
@@ -189,8 +188,7 @@ class OpenFile:
     def _compared(self, verified: bytearray, position: int, index: int) -> memoryview:
         """A copy of a record, after it was compared with its checksum.
 
-        It is read in one piece, because the system then fetches it from the disk at once and not page by
-        page.
+        It is read in one piece, because the system then fetches it from disk at once, not page by page.
         """
         start, nbytes = int(self._table.starts[position]), int(self._table.sizes[position])
         parts = []
@@ -214,7 +212,7 @@ def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices
     with _reading(path):
         try:
             mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except ValueError as error:  # it was truncated just now
+        except ValueError as error:  # it was just truncated
             raise CacheCorruptError(f"{path}: {error}") from error
     try:
         table = read_table(mapping, read.place, stored)

@@ -1,13 +1,12 @@
-"""Reads from LMDB's tree where each value of a file lies, and checks every number in the tree.
+"""Reads the positions of a file's values from LMDB's tree, and checks every number in the tree.
 
-The tree's checksum detects accidents. A file from an untrusted source may hold a tree with the right checksum
-that refers to places outside the file; LMDB would access them, which ends the process. So fastload does not
-read finished files through LMDB: it walks the tree once, level by level, and keeps the place and size of each
-value. Rules:
+The tree's checksum detects accidents. A file from an untrusted source can hold a tree with the right checksum
+that refers to places outside the file; LMDB would access them, which kills the process. So fastload does not
+read finished files through LMDB: it walks the tree once, level by level, and keeps the position and size of
+each value. Rules:
 
 1. A position is followed only after it was compared with the size of the file.
-2. The keys must be exactly the indices that are stored, ascending: so no page can occur twice, and every walk
-   ends.
+2. The keys must be exactly the stored indices, ascending: so no page can occur twice, and every walk ends.
 3. Overflow pages are not read: the values in them have checksums of their own.
 
 The layout is that of LMDB 0.9 (mdb.c: MDB_page, MDB_node, MDB_meta), in the byte order of the machine.
@@ -63,7 +62,7 @@ class Table:
 
 
 def read_table(memory: mmap.mmap, place: TreePlace, stored: StoredIndices) -> Table:
-    """Find the place of the value of each stored index.
+    """Find the position of each stored value.
 
     Args:
         memory: The whole file; after the environment it has more bytes than a node.
@@ -92,7 +91,7 @@ class _Walk:
         header: np.dtype[Any] = np.dtype(fields)
         self._headers = np.ndarray((self._num_pages,), header, memory)
         self._words = np.ndarray((len(memory) // 2,), np.uint16, memory)
-        # A node may begin at any even byte, so this array has an element for each byte.
+        # A node can begin at any even byte, so this array has an element for each byte.
         self._nodes = np.ndarray((len(memory) - _NODE.itemsize + 1,), _NODE, memory, 0, (1,))
 
     def table(self, stored: StoredIndices) -> Table:
@@ -104,7 +103,7 @@ class _Walk:
         return self._read_leaves(self._leaves(root), stored)
 
     def _root(self) -> int | None:
-        """The root page of the newer one of the two states in the file."""
+        """The root page of the newer of the two states in the file."""
         found = []
         for page in range(2):
             at = page * self._page_bytes
@@ -149,7 +148,7 @@ class _Walk:
         counts = (lower - _NODES_AT) // 2
         room = self._page_bytes - upper
         if ((counts < 1) | (lower > upper) | (counts * min_node_bytes > room)).any():
-            raise ValueError("a page of it states an impossible number of entries")
+            raise ValueError("one of its pages has an impossible number of entries")
         return counts
 
     def _node_starts(self, pages: Numbers, counts: Numbers, min_node_bytes: int) -> tuple[Numbers, Numbers]:

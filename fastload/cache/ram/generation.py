@@ -4,30 +4,29 @@ Rules:
 
 1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
    the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. The
-   order holds on processors that reorder memory accesses, too: each pwrite takes and releases the lock of the
-   file, and the address of what is read depends on the entry. Each read also checks the frame of a ragged
-   record.
+   order also holds on processors that reorder memory accesses: each pwrite takes and releases the file's
+   lock, and reads depend on the entry for their address. Each read also checks the frame of a ragged record.
 2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
-   bytes. All other space is claimed by increasing a number under a try-lock: ragged space, and rows of a
-   cache that cannot hold all samples. A process that does not get the lock returns the sample uncached.
+   bytes. All other space (ragged space, and rows of a cache that cannot hold all samples) is claimed by
+   increasing a number under a try-lock. A process that does not get the lock returns the sample uncached.
 3. The claims together never exceed `max_bytes`.
 4. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
    share an inherited one.
 5. The descriptor is closed with the object, so a thread that still writes to an old generation never writes
-   to another file. Views of samples keep the mapping, and with it the memory.
+   to a different file. Views of samples keep the mapping, and with it the memory.
 
 `SharedMemoryCache.retain` makes a new generation. The process that makes it writes to the old segment where
-the new one can be reached: a descriptor of its own, as an entry of the registry. Rules:
+to reach the new one: its own descriptor, as an entry of the registry. Rules:
 
 1. A generation is complete before any other process can find it. If the maker dies before that, nothing has
    changed for the others.
-2. The entry is written before the number that announces it. Whoever follows it checks what it leads to.
-3. Every access of a process compares the announced number with the number that it has handled. If they
-   differ, the process attaches to the new generation and gives up the old one.
+2. The entry is written before the number that announces it. Followers check what it leads to.
+3. Every access compares the announced number with the last number that this process has handled. If they
+   differ, the process attaches to the new generation and releases the old one.
 4. The entry names the maker's anchor (see `shared`), which always refers to the newest generation that the
    maker holds. So one step is enough for a process that missed several generations.
-5. If the maker is gone, other owners of the cache are asked, if it is registered. If the new generation
-   cannot be reached at all, the process goes on with the old one.
+5. If the maker is gone, the process tries the cache's other owners, if it is registered. If it cannot reach
+   the new generation at all, it continues with the old one.
 """
 
 from __future__ import annotations
@@ -82,9 +81,9 @@ class Cursor(NamedTuple):
 
     Attributes:
         ragged_bytes: Claimed bytes of the ragged area.
-        rows: Claimed rows, if rows are given out one after another.
+        rows: Claimed rows, if rows are assigned one after another.
         used_bytes: What the claims take of the room of the layout.
-        is_short: Whether a warning was logged, or is not wanted, that the cache cannot hold all samples.
+        is_short: Whether the warning that the cache cannot hold all samples was logged, or is unwanted.
     """
 
     ragged_bytes: int
@@ -94,7 +93,7 @@ class Cursor(NamedTuple):
 
 
 class Generation:
-    """One segment of a shared cache, mapped; without a segment, one that holds nothing and stores nothing.
+    """One segment of a shared cache, mapped; without a segment, it holds and stores nothing.
 
     Args:
         segment: The segment; the generation owns it from here on.
@@ -110,7 +109,7 @@ class Generation:
         entries: The table of all samples, of Python numbers.
         table: The same, `(num_samples,) intp`.
         columns: Reads uniform samples; None if there are none.
-        is_full: Whether the system has refused memory for another sample, or the segment itself.
+        is_full: Whether memory for a sample, or for the segment itself, could not be allocated.
     """
 
     __slots__ = (
@@ -126,7 +125,7 @@ class Generation:
             weakref.finalize(self, segment.close).atexit = False
             try:
                 memory = mapping or segment.map(writable=False)
-            except SegmentError as error:  # for this process only: other processes may have other limits
+            except SegmentError as error:  # for this process only: others can have other limits
                 log.warning(
                     "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
@@ -164,7 +163,7 @@ class Generation:
         return Cursor(*self._cursor)
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
+        """Indices of missing samples that fit, ascending; the first ones if not all fit."""
         if self.is_full:
             return np.empty(0, np.intp)
         plan, cursor = self.plan, self.cursor
@@ -206,9 +205,7 @@ class Generation:
     def put(self, index: int, spec: Spec, values: list[Any]) -> bool:
         """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
 
-        Raises:
-            OSError: The system refused the memory.
-            MemoryError: This process gets no more memory.
+        Raises: OSError: The system has no memory left. MemoryError: This process gets no more memory.
         """
         if self.entries[index] != EMPTY:
             return self.holds(index)
@@ -238,9 +235,9 @@ class Generation:
         return True
 
     def _claim(self, index: int, nbytes: int, *, rows: int = 0, ragged_bytes: int = 0) -> Cursor | None:
-        """The cursor before this claim of space that only this caller may write; None if there is none."""
+        """The cursor before this claim of space for this caller alone; None if there is none."""
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
-            return None  # usually `max_memory` is too small, and somebody has said so
+            return None  # usually `max_memory` is too small, and a warning has said so
         with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, refused=_lock_refused) as has_lock:
             if not has_lock or self.entries[index] != EMPTY:
                 return None
@@ -280,7 +277,7 @@ class Generation:
         os.pwrite(self.segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
 
     def _write(self, buffers: Sequence[Any], offset: int) -> None:
-        """Write buffers one after another, without joining them, which would take as much memory again."""
+        """Write buffers one after another; joining them would take as much memory again."""
         for buffer in buffers:
             view = memoryview(buffer)
             if view.nbytes:
@@ -290,14 +287,14 @@ class Generation:
     # --- the next generation ------------------------------------------------------------------------------
 
     def begin(self, retained: npt.NDArray[np.bool_], *, is_short: int) -> None:
-        """Mark the samples that may be stored in this new, empty generation, which nobody else knows yet.
+        """Mark the samples that can be stored in this new, empty generation, which is not announced yet.
 
         Args:
             retained: `(num_samples,) bool`.
-            is_short: As in the cursor of the generation before.
+            is_short: As in the cursor of the previous generation.
 
         Raises:
-            OSError: The system refused the memory for the table.
+            OSError: The table's memory could not be allocated.
         """
         self._set(Cursor(0, 0, 0, is_short))
         self.segment.write(np.where(retained, EMPTY, NOT_RETAINED).astype("<i8").tobytes(), TABLE_AT)
@@ -310,7 +307,7 @@ class Generation:
             holder: The process that holds the successor, and its descriptor.
 
         Raises:
-            OSError: The system refused the memory.
+            OSError: The memory could not be allocated.
         """
         self.segment.write(holder.file_name.encode("ascii").ljust(_HOLDER_BYTES, b"\0"), _HOLDER_AT)
         self.segment.write(_ENTRY.pack(number), SUCCESSOR_AT)  # last
@@ -321,9 +318,7 @@ class Generation:
             try:
                 segment = attach(entry, self.stamp)
             except SegmentError as error:
-                log.info(
-                    "cache: process %d does not reach process %d: %s", os.getpid(), entry.pid, str(error)
-                )
+                log.info("cache: process %d cannot reach process %d: %s", os.getpid(), entry.pid, str(error))
                 continue
             newer = Generation(segment, self.plan)
             if not newer.is_full:
@@ -331,7 +326,7 @@ class Generation:
         return None
 
     def _holders(self) -> Iterator[Entry]:
-        """Processes that may hold a later generation."""
+        """Processes that might hold a later generation."""
         text = os.pread(self.segment.fd, _HOLDER_BYTES, _HOLDER_AT).rstrip(b"\0").decode("ascii", "replace")
         entry = owners.Entry.parse(text)
         if entry is not None:
@@ -344,7 +339,7 @@ def attach(entry: Entry, after: Stamp) -> Segment:
     """The segment of a later generation of a cache that another process holds.
 
     Raises:
-        SegmentError: The process is gone, or may not be asked, or its descriptor is something else.
+        SegmentError: The process is gone or inaccessible, or its descriptor is something else.
     """
     if not entry.is_alive:
         raise SegmentError(f"process {entry.pid} has ended")
@@ -362,16 +357,16 @@ def attach(entry: Entry, after: Stamp) -> Segment:
 
 def _lock_refused(error: OSError) -> None:
     say_once(
-        "cache: some samples are read from the dataset at each access: the lock on the cache cannot be "
+        "cache: some samples are read from the dataset on every access: the lock on the cache cannot be "
         f"taken: {error}"
     )
 
 
 def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of several sizes") -> None:
-    """Warn that the cache holds a part of the samples only."""
+    """Warn that the cache holds only some of the samples."""
     log.warning(
-        "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again at each "
-        "access. Give a larger max_memory=, or let prepare= make the samples smaller",
+        "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
+        "every access. Increase max_memory=, or shrink the samples in prepare=",
         *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
         needed,
     )

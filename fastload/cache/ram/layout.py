@@ -10,12 +10,12 @@ The process that creates the segment plans the layout; other processes read it f
     table        at 1 MiB, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number 2 * row + 1 = a
                  uniform row, else the offset of a ragged record
     columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
-                 given out one after another, so that any subset of the samples can be stored
-    ragged       records (see `record`), each after a frame that names its sample
+    assigned one after another, so any subset of the samples can be stored ragged       records (see
+    `record`), each after a frame that names its sample
 
-Rows that are given out one after another fill whole pages. If each sample had a row of its own in a larger,
-sparse segment, small rows of a random subset would touch nearly all pages, and so take much more memory than
-the samples themselves.
+Rows assigned one after another fill whole pages. If each sample had its own row in a larger, sparse segment,
+small rows of a random subset would touch nearly all pages, and so take much more memory than the samples
+themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ STAMP_AT = 32
 CURSOR_AT = 64
 SUCCESSOR_AT = 128
 DESCRIPTION_AT = 1024
-TABLE_AT = 1 << 20  # address space: pages that nobody writes take no memory
+TABLE_AT = 1 << 20  # address space: unwritten pages take no memory
 ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
 
@@ -66,7 +66,7 @@ _PLAIN_FIELDS = (
 )
 
 RETAINS_ALL = bytes(16)
-"""The digest of a generation in which every sample may be stored."""
+"""The digest of a generation in which every sample can be stored."""
 
 
 class Stamp(NamedTuple):
@@ -75,7 +75,7 @@ class Stamp(NamedTuple):
     Attributes:
         number: Of the generation; the first one is 1.
         cache_id: A random number that all generations of a cache share.
-        digest: Of the indices that may be stored; `RETAINS_ALL` for all of them.
+        digest: Of the indices that can be stored; `RETAINS_ALL` for all of them.
     """
 
     number: int
@@ -132,10 +132,10 @@ class Layout:
     spec: Spec | None  # of uniform samples; None if the layout is ragged
     columns: tuple[Column, ...]
     rows: int
-    is_packed: bool  # rows are given out one after another, because not all samples have one
+    is_packed: bool  # rows are assigned one after another, because not all samples have one
     ragged_at: int
-    ragged_bytes: int  # address space; less of it may be used
-    room_bytes: int  # what ragged records, and rows that are given out, may take together
+    ragged_bytes: int  # address space; not all of it need be used
+    room_bytes: int  # what ragged records and assigned rows can take together
     origin: Origin = field(compare=False)
 
     @classmethod
@@ -209,7 +209,7 @@ class Layout:
             nbytes: Of the record and its frame.
             is_first: Whether it is the first one.
         """
-        if self.is_packed:  # pages at the ends of columns are in vain while not all rows are used
+        if self.is_packed:  # pages at the ends of columns are wasted while not all rows are used
             return nbytes + is_first * 2 * PAGE_BYTES * len(self.columns)
         # No sample touches these pages of the row, which is one of a full column.
         pages = sum(max(0, column.row_bytes // PAGE_BYTES - 1) for column in self.columns)
@@ -222,7 +222,7 @@ class Layout:
             stamp: Which generation it is.
 
         Raises:
-            SegmentError: The system refused the memory.
+            SegmentError: The memory could not be allocated.
         """
         fingerprint = self.origin.fingerprint
         description = {
@@ -280,7 +280,7 @@ class Layout:
 def create(
     num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Layout, Segment, mmap.mmap]:
-    """Make the layout, segment and mapping of a new cache; if the system refuses, with less than `max_bytes`.
+    """Make the layout, segment and mapping of a new cache, smaller than `max_bytes` if the system demands it.
 
     Args:
         num_samples: As for `Layout.plan`.
@@ -289,8 +289,8 @@ def create(
         origin: As for `Layout.plan`.
 
     Raises:
-        SegmentError: The system refused even a segment that holds little more than the examples, or it
-            refused the lock under which space is claimed.
+        SegmentError: The system denied even a segment that holds little more than the examples, or the lock
+            under which space is claimed.
     """
     stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
@@ -311,7 +311,7 @@ def create(
                 pass
         except OSError as error:
             segment.close()
-            raise SegmentError(f"the system refuses locks on shared memory: {error}") from error
+            raise SegmentError(f"the system does not allow locks on shared memory: {error}") from error
     if refusal:
         level = logging.INFO if layout.rows == num_samples else logging.WARNING
         log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), refusal)

@@ -1,7 +1,7 @@
 """The registry of live shared caches: through it, ranks and jobs of one user find each other's memory.
 
-The memory has no name, and lives as long as any process holds it. An entry of the registry tells where the
-memory can be reached. It is an empty file
+The memory has no name, and lives as long as any process holds it. An entry of the registry says where to
+reach the memory. It is an empty file
 
     DIRECTORY/NAME.PID.STARTED.FD.NAMESPACE
 
@@ -9,11 +9,11 @@ and means: descriptor FD of process PID, which started at tick STARTED, in a PID
 To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
 
 1. An entry is a hint. A process that follows it checks that the owner still runs, and checks the type of the
-   descriptor before it opens it: the owner may have reused the number, and opening a pipe or a device would
+   descriptor before opening it: the owner might have reused the number, and opening a pipe or a device would
    change it (see `segment.open_in_process`).
 2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
-   leave a wrong entry as it is, because the owner may register the same number again at any moment.
-3. The directory belongs to this user and is closed to all other users; any other directory is not used. No
+   leave a wrong entry alone, because the owner can register the same number again at any moment.
+3. The directory belongs to this user and is closed to all other users; any other directory is rejected. No
    file in it is opened through a symbolic link.
 4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
    second for a lock, so a stopped process delays other processes by at most that.
@@ -82,33 +82,33 @@ class Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; True for another PID namespace, where this cannot be checked."""
+        """Whether the process still runs; assumed for a different PID namespace."""
         return self.namespace != _own_namespace() or start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            SegmentError: The process does not let this one open its descriptors, or runs in another PID
-                namespace (container), or its descriptor refers to another file.
+            SegmentError: The process does not let this one open its descriptors, or runs in a different PID
+                namespace (container), or its descriptor refers to a different file.
         """
         if self.namespace != _own_namespace():
-            raise SegmentError(f"process {self.pid} runs in another PID namespace (container)")
+            raise SegmentError(f"process {self.pid} runs in a different PID namespace (container)")
         try:
             return open_in_process(
                 self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
             )
         except OSError as error:
             raise SegmentError(
-                f"process {self.pid} does not open its descriptor: {error.strerror}"
+                f"the descriptor of process {self.pid} cannot be opened: {error.strerror}"
             ) from error
 
 
 def directory() -> Path | None:
     """The directory of this user's registry, created if missing; None, with a log line, if it is unusable.
 
-    FASTLOAD_RUNTIME_DIR names another directory. The default is in /tmp because all sessions and jobs of a
-    user share it; they do not share TMPDIR or XDG_RUNTIME_DIR.
+    FASTLOAD_RUNTIME_DIR overrides it. The default is in /tmp because all sessions and jobs of a user share
+    it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
     problem = "" if _own_namespace() is not None else "it needs /proc, which does not exist"
@@ -118,7 +118,7 @@ def directory() -> Path | None:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             problem = (
-                "it is not a directory of this user alone (mode 0700): remove it, or set "
+                "it is not a private directory of this user (mode 0700): remove it, or set "
                 f"{DIRECTORY_VARIABLE}"
             )
     except OSError as error:

@@ -1,6 +1,6 @@
 """PrivateCache: a cache in RAM for systems without anonymous shared memory: a dict in each process.
 
-`open_cache` makes it if memfd is missing (macOS, Windows) or refused (by a system call filter or a resource
+`open_cache` makes it if memfd is missing (macOS, Windows) or denied (by a seccomp filter or a resource
 limit). It pickles as an empty cache of the same size limit, so each worker fills its own. This costs memory
 and decoding in every worker; a warning says so.
 """
@@ -32,7 +32,7 @@ class PrivateCache(BaseCache):
     Args:
         num_samples: Number of samples of the dataset.
         max_memory: The limit for one process, as in `parse_memory`.
-        reason: The reason why the cache is not shared, as a readable clause.
+        reason: Why the cache is not shared, as a readable clause.
     """
 
     layout = "private"
@@ -63,7 +63,7 @@ class PrivateCache(BaseCache):
         return len(self._records)
 
     def explain(self) -> str:
-        """The reason why this cache is in use."""
+        """Why this cache is in use."""
         return f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: {self.reason}"
 
     def missing(self) -> npt.NDArray[np.intp]:
@@ -71,7 +71,7 @@ class PrivateCache(BaseCache):
         return np.array([i for i in np.flatnonzero(self._retained) if i not in self._records], np.intp)
 
     def is_retained(self, index: int) -> bool:
-        """Whether the sample may be stored."""
+        """Whether the sample can be stored."""
         return bool(self._retained[index])
 
     def __contains__(self, index: object) -> bool:
@@ -93,13 +93,13 @@ class PrivateCache(BaseCache):
         if self._is_full or not self.is_retained(index):
             return False
         record = encode(sample)
-        # Worker threads share the cache. Each process has its own lock, because a fork may copy a held one.
+        # Worker threads share the cache. Each process has its own lock, because a fork can copy a held one.
         with self._lock():
             nbytes = self.nbytes + len(record)
             if index in self._records or nbytes > self.max_bytes or not self.is_retained(index):
                 return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
-                # Every worker has a cache of this size; together they may need more than there is.
+                # Every worker has a cache of this size; together they can need more than there is.
                 self._checked_bytes, free_bytes = nbytes, available_bytes()
                 self._is_full = free_bytes < _FREE_SHARE * self.max_bytes
                 if self._is_full:
@@ -117,7 +117,7 @@ class PrivateCache(BaseCache):
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these, and store no others, in this process and in those that it starts.
 
-        Worker processes that run already keep their own samples.
+        Running worker processes keep their own samples.
 
         Args:
             indices: Of the samples, each `0 <= index < num_samples`; None for all samples.

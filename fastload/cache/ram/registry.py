@@ -2,10 +2,10 @@
 
 Rules:
 
-1. There is one cache per name: a process that finds none looks again under the creation lock before it makes
+1. There is one cache per name: a process that finds none looks again under the creation lock before making
    one.
-2. A found cache is checked before it is used: it must belong to this user, be sealed, have the right magic
-   and version, and be made of the same parts. A cache with the same key but other parts is an error.
+2. A found cache is checked before use: it must belong to this user, be sealed, have the right magic and
+   version, and be made of the same parts. A cache with the same key but different parts is an error.
 3. An unreachable cache is not an error: this process makes its own cache, and one log line says so.
 """
 
@@ -40,9 +40,9 @@ class LiveCache:
         parts: The parts of its fingerprint.
         owners: The processes that opened it by its name; their workers hold it too.
         num_samples: Number of samples of the dataset.
-        num_cached: Samples that are stored now.
+        num_cached: Samples stored now.
         nbytes: Memory in use now, by all processes together.
-        max_bytes: The most memory it takes.
+        max_bytes: Its maximum memory.
         created_s: When it was made, in seconds since 1970.
     """
 
@@ -89,11 +89,11 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 def create(
     fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
 ) -> SharedMemoryCache:
-    """The cache of this name: a new one, or the one that another process has just made.
+    """The cache of this name: a new one, or one that another process has just made.
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
-        SegmentError: The system refused the memory.
+        SegmentError: The memory could not be allocated.
     """
     with owners.creating() as is_alone:
         if is_alone and (cache := find(fingerprint, num_samples)) is not None:
@@ -153,7 +153,7 @@ def _attach(entry: Entry) -> SharedMemoryCache:
         raise
     if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
         cache.close()
-        raise CacheMismatchError("the descriptor refers to another cache by now")
+        raise CacheMismatchError("the descriptor now refers to a different cache")
     return cache
 
 

@@ -1,16 +1,16 @@
 """SharedMemoryCache: decodes each sample once, into one segment of anonymous memory that all processes share.
 
-The parent makes it; the parent and its workers of every start method use it, as the cache pickles as a
+The parent makes it; the parent and its workers of every start method use it, because the cache pickles as a
 handle. Other ranks and jobs of the same user find a cache that has a fingerprint (see `registry`). The
 segment (see `layout`) is sparse, so memory is allocated as samples are stored, and sealed, so its size never
-changes. How samples are read and stored is in `generation`. Rules:
+changes. `generation` reads and stores samples. Rules:
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset. Only `retain`
    drops samples: it starts an empty segment, the next generation of the cache (see `generation`).
-2. Each access checks whether there is a next generation, and follows. A sample that a process stores in an
-   old generation meanwhile is lost, and is read from the dataset again.
-3. What was handed out keeps its generation's memory, so it never changes.
-4. The memory is freed when the last process that holds the segment ends, in whatever way.
+2. Every access checks for a next generation, and follows. A sample stored in an old generation meanwhile is
+   lost, and is read from the dataset again.
+3. Samples in use keep their generation's memory, so they never change.
+4. The memory is freed when the last process that holds the segment ends, however it ends.
 5. Other processes reach the cache through its anchor: a descriptor that is never read or written, and that
    refers to the newest generation that this process holds.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.ram.owners import Entry
 
-_RETAIN_WAIT_S = 10.0  # for another process that makes the next generation
+_RETAIN_WAIT_S = 10.0  # for a process that makes the next generation
 
 
 class SharedMemoryCache(BaseCache):
@@ -56,15 +56,15 @@ class SharedMemoryCache(BaseCache):
         num_samples: Number of samples of the dataset.
         examples: A few samples that are typical of the dataset, or none; they are not stored.
         max_memory: The limit, as in `parse_memory`.
-        fingerprint: Of the samples, if other processes shall find the cache.
+        fingerprint: Of the samples, if other processes should find the cache.
 
     Attributes:
         layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
-        capacity: How many uniform samples fit; None for ragged samples, whose sizes are not known.
+        capacity: How many uniform samples fit; None for ragged samples, whose sizes are unknown.
         origin: Which process made it, when, and from which samples.
 
     Raises:
-        SegmentError: The system refused the memory, or the lock that ragged samples need.
+        SegmentError: The memory, or the lock that ragged samples need, is not available.
         UnsupportedSampleError: A value in an example cannot be cached.
         ValueError: `parse_memory` does not accept `max_memory`.
     """
@@ -109,8 +109,8 @@ class SharedMemoryCache(BaseCache):
     def __reduce__(self) -> tuple[Any, ...]:
         now = self._newest()
         if context.get_spawning_popen() is None and now.stamp.number:
-            # Pickled for another purpose than to start a child process. This process may move to another
-            # generation before the pickle is read; that one is then found through the anchor.
+            # Not pickled to start a child process. This process can move to a new generation before the
+            # pickle is read; the anchor then leads to it.
             entry = owners.entry_of("", self.anchor_fd())
             if entry is not None:
                 return _found, (entry, now.stamp.cache_id, self._plan)
@@ -133,13 +133,13 @@ class SharedMemoryCache(BaseCache):
         return now
 
     def _move(self, new: Generation) -> None:
-        """Use another generation from here on; the old one goes with the last view of its samples."""
+        """Use a new generation from here on; the old one goes with the last view of its samples."""
         if self._anchor is not None:
             os.dup2(new.segment.fd, self._anchor.fd, inheritable=False)
         self._now = new
 
     def anchor_fd(self) -> int:
-        """A descriptor in this process that always refers to the newest generation that the process holds.
+        """A descriptor that always refers to the newest generation that this process holds.
 
         Raises:
             OSError: This process has no descriptor left.
@@ -156,16 +156,16 @@ class SharedMemoryCache(BaseCache):
         return self._newest().stamp.number
 
     def is_retained(self, index: int) -> bool:
-        """Whether the sample may be stored."""
+        """Whether the sample can be stored."""
         entry: int = self._newest().entries[index]
         return entry != generation.NOT_RETAINED
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples, and store no others than these, in all processes that use this cache.
+        """Drop all samples, and store only these from now on, in all processes that use this cache.
 
         The cache starts empty and fills again: the samples that stay are read from the dataset once more. The
-        old memory is freed when all processes have followed, each at its next access, and nobody holds a
-        sample of it. Until then, the cache takes the old memory and that of samples stored meanwhile: at most
+        old memory is freed once all processes have followed, each on its next access, and none of its samples
+        is in use. Until then, the cache takes the old memory and that of samples stored meanwhile: at most
         `nbytes + max_bytes`.
 
         Each process that shares the cache can call this: the first call does the work. If the indices are
@@ -181,7 +181,7 @@ class SharedMemoryCache(BaseCache):
             digest = hashlib.blake2b(np.packbits(retained).tobytes(), digest_size=len(RETAINS_ALL)).digest()
         try:
             while True:
-                self._now.followed = 0  # a generation that could not be reached before may be there now
+                self._now.followed = 0  # a generation that was unreachable before might be reachable now
                 now = self._newest()
                 if not now.stamp.number or now.stamp.digest == digest:
                     return
@@ -192,7 +192,7 @@ class SharedMemoryCache(BaseCache):
                         self._succeed(now, retained, digest)
                         return
         except (OSError, MemoryError, SegmentError) as error:
-            log.warning("cache: retain() has changed nothing, and all samples stay right: %s", str(error))
+            log.warning("cache: retain() has changed nothing, and all samples remain valid: %s", str(error))
 
     def _succeed(self, old: Generation, retained: npt.NDArray[np.bool_], digest: bytes) -> None:
         """Start a new generation for the retained samples, and tell the other processes."""
@@ -215,14 +215,14 @@ class SharedMemoryCache(BaseCache):
         return self._now.segment.fd if self._anchor is None else self._anchor.fd
 
     def explain(self) -> str:
-        """The reason why this cache is in use, and the parts of its fingerprint."""
+        """Why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self.origin.fingerprint
         parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
         return f"shared memory, {held}: {self.reason}{parts}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of samples that are not stored and fit, ascending; the first ones if not all fit."""
+        """Indices of missing samples that fit, ascending; the first ones if not all fit."""
         return self._newest().missing()
 
     @property
@@ -236,7 +236,7 @@ class SharedMemoryCache(BaseCache):
         return self._now.nbytes
 
     def expect_short(self) -> None:
-        """Let no process warn that the cache cannot hold all samples."""
+        """Keep all processes from warning that the cache cannot hold all samples."""
         self._newest().expect_short()
 
     # --- reading ------------------------------------------------------------------------------------------

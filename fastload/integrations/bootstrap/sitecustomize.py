@@ -1,13 +1,13 @@
 """Call a function in this interpreter as soon as torch's loader is imported.
 
 Python imports a module of this name when it starts. `children.watch` puts this folder in front of PYTHONPATH,
-so that child processes find it here. The environment variable FASTLOAD_CHILD_HOOK names the function, as
+so child processes find it here. The environment variable FASTLOAD_CHILD_HOOK names the function, as
 MODULE:FUNCTION. Rules:
 
 1. An interpreter that never imports torch's loader imports nothing of fastload.
-2. A `sitecustomize` of the user, further back in the path, runs as it would without this one, and first.
+2. A user's `sitecustomize`, further back in the path, runs as it would without this one, and first.
 3. The program finds the `sys.path` that it would have without this folder.
-4. The code runs in any Python from 3.6 on, because a child process may be of another Python than its parent.
+4. The code runs in any Python from 3.6 on, because a child process can run a different Python.
 """
 
 import os
@@ -18,7 +18,7 @@ WATCHED = "torch.utils.data.dataloader"
 
 
 class Watcher:
-    """Stands first among the finders of modules until torch's loader is imported, then calls the hook."""
+    """The first module finder until torch's loader is imported, then calls the hook."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         """Find torch's loader by the other finders, and let its import end with the hook."""
