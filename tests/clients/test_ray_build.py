@@ -159,7 +159,7 @@ if __name__ == "__main__":
     os.environ["BAD"] = "3 40 63"
     ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
     from fastload.errors import CacheError, TooManyFailuresError
-    for name, options in (("raise", {}), ("budget", {"on_error": "skip", "max_errors": 2})):
+    for name, options in (("raise", {}), ("limit", {"on_error": "skip", "max_errors": 2})):
         try:
             ray_build.build(images, FOLDER / "cache", shards=4, **options)
         except (CacheError, TooManyFailuresError) as error:
@@ -210,16 +210,14 @@ def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
 
 
 def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
-    """Each fails its shard; with a budget too many end the build; otherwise one report lists them."""
+    """Each fails its shard; too many end the build; otherwise one report lists them."""
     run(SKIPPING, tmp_path, "torch", limit_s=LIMIT_S).check_end()
     twin = local_twin(tmp_path, bad=[3, 40, 63], on_error="skip", max_errors=1.0)
 
     told = (tmp_path / "raise").read_text()
     assert told.startswith("CacheError: 3 of 4 shards were not built: shard 1/4 on ")
     assert told.count("ImageReadError: cannot read the image") == 3
-    assert (
-        (tmp_path / "max_memory").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
-    )
+    assert (tmp_path / "limit").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
     assert files_at(tmp_path / "cache") == files_at(twin)
     reports = [(tmp_path / f"{name}.errors.jsonl").read_text() for name in ("cache", "twin")]
     assert reports[0] == reports[1]
