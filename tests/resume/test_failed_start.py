@@ -74,7 +74,7 @@ FAULTS: list[Any] = [
     *(pytest.param({}, fault, id=f"local, {name}") for name, fault in SAMPLERS.items()),
     *(
         pytest.param({"num_workers": 2, "worker_type": method}, SAMPLERS[f"sampler, {name}"])
-        for method, name in [("process", "iter"), ("process", "different indices"), ("thread", "too short")]
+        for method, name in [("process", "iter"), ("process", "other indices"), ("thread", "too short")]
     ),
     pytest.param({}, Fault(AssertionError, timeout=5), id="local, timeout"),
     pytest.param({"num_workers": 2}, Fault(ArithmeticError, fault="next"), id="workers, sampler, next"),
