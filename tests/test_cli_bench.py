@@ -270,7 +270,7 @@ class TestImpossible:
 
         rows = json.loads(default.stdout)["rows"]
         assert all(
-            ("but a cache in RAM may take" in row["problem"]) == (row["cache"] == "ram") for row in rows
+            ("but a cache in RAM can take" in row["problem"]) == (row["cache"] == "ram") for row in rows
         )
         found = json.loads(asked.stdout)
         assert all(row["problem"] == "" for row in found["rows"])

@@ -222,8 +222,8 @@ class TestSource:
     @pytest.mark.parametrize(
         ("files", "said"),
         [
-            ([], "Couldn't find any class folder in photos: images of a class lie in photos/cat"),
-            (["1.png"], "Couldn't find any class folder in photos: images of a class lie in photos/cat"),
+            ([], "Couldn't find any class folder in photos: images of a class belong in photos/cat"),
+            (["1.png"], "Couldn't find any class folder in photos: images of a class belong in photos/cat"),
             (
                 ["cat/notes.txt"],
                 "Found no valid file for the classes cat in photos. Supported extensions are",

@@ -1,10 +1,10 @@
-"""Runs a function in a process of its own, so that it leaves nothing behind for the next run.
+"""Runs a function in its own process, so it leaves nothing behind for the next run.
 
 Memory, file handles, caches, threads and worker processes of a run end with its process. Rules:
 
 1. On Linux the process is forked from this one, which has imported torch and opened the dataset, but never
-   reads a sample. All runs therefore start from the same state, and imports cost time once. Elsewhere the
-   process is spawned.
+   reads a sample. So all runs start from the same state, and imports cost time once. Elsewhere the process is
+   spawned.
 2. The process leads a process group. A Ctrl-C of the terminal reaches only this process, which then
    interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
    `_PATIENCE_S` is killed.
@@ -40,7 +40,7 @@ class RunFailedError(Exception):
 
 
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function that runs in a process of its own.
+    """The result of a function that runs in its own process.
 
     Args:
         function: Importable, and so is its result's class; both are pickled.
@@ -93,7 +93,7 @@ def _end(process: Any) -> None:
 
 def _how_it_ended(exit_code: int | None) -> str:
     if exit_code == -signal.SIGKILL:
-        return "its process was ended by SIGKILL, perhaps for want of memory"
+        return "its process was killed by SIGKILL, perhaps out of memory"
     return f"its process ended with exit code {exit_code}"
 
 
@@ -116,15 +116,15 @@ def _main(
         with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
             leave_with(parent_pid)
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
-        sys.stdout = sys.stderr = sys.__stderr__  # a progress bar may have replaced both
-        warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were asked for
+        sys.stdout = sys.stderr = sys.__stderr__  # a progress bar can have replaced both
+        warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested
         logging.disable()
         result = True, function(*arguments)
     except KeyboardInterrupt:
         return
     except BaseException as error:  # noqa: BLE001  # it is shown in the row of this contender
         result = False, in_a_line(error)
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # nobody waits for it any more
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # nothing waits for it anymore
         sender.send(result)
 
 

@@ -2,11 +2,11 @@
 
 Only later epochs are compared: the first ones depend on the start of processes. There are two comparisons:
 
-- of samples per second, on one machine. It notices everything that makes loading slower, including changes of
+- of samples per second, on one machine. It notices everything that slows loading down, including changes of
   the user's dataset. It also fails if the machine is slower today.
 - relative: each rate is divided by the rate of torch's loader in the same run (the geometric mean of its
-  rows). A slower machine, or another one, slows both, so the quotient stays. This comparison does not notice
-  that the user's dataset has become slower, because this slows both loaders too.
+  rows). A slower or different machine slows both, so the quotient stays. This comparison does not notice that
+  the user's dataset has become slower, because this also slows both loaders.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Comparison:
     """A run and its baseline.
 
     Attributes:
-        has_passed: Whether something was compared, and nothing has become slower or has failed.
+        has_passed: Whether something was compared, and nothing has become slower or failed.
         is_relative: Whether rates were divided by torch's.
-        tolerance: The share of its rate that a contender may lose.
+        tolerance: The share of its rate that a contender can lose.
         torch_ratio: How fast torch's loader was in this run, where 1 is its rate in the baseline; the
             geometric mean of its rows. None if no row is in both runs.
         changes: The contenders with figures in both runs; in a relative comparison, without torch's.
@@ -75,7 +75,7 @@ def compare(baseline: Result, now: Result, *, tolerance: float, is_relative: boo
     Args:
         baseline: The earlier run.
         now: The later run.
-        tolerance: The share of its rate that a contender may lose.
+        tolerance: The share of its rate that a contender can lose.
         is_relative: Whether rates are divided by torch's in the same run.
     """
     before = {row.contender: row.rate for row in baseline.rows if row.is_measured}

@@ -1,4 +1,4 @@
-"""Draws the result of a benchmark as a PNG picture, with matplotlib, which is an optional dependency."""
+"""Draws the result of a benchmark as a PNG picture, with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Contender:
 
     @property
     def kind(self) -> str:
-        """The loader and its cache, for people."""
+        """The loader and its cache, for display."""
         return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def contenders_of(
     caches: Iterable[str],
     sizes: Iterable[str | None] = (None,),
 ) -> list[Contender]:
-    """Every combination of these settings that differs from the others.
+    """Every distinct combination of these settings.
 
     torch's loader always takes part, because the other contenders are compared with it. It has no cache, and
     a loader without workers has no start method.

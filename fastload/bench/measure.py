@@ -1,6 +1,6 @@
 """The steps that read samples: examine the dataset, warm the page cache, build a cache, measure a contender.
 
-Each step runs in a process of its own (see `apart`). The process that compares never reads a sample.
+Each step runs in its own process (see `apart`). The process that compares never reads a sample.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
     """Look at some samples, evenly spaced. An error of the dataset or the transform is raised."""
     indices = spread_indices(len(dataset), min(len(dataset), _MAX_EXAMINED))
     samples, times_s = [], []
-    dataset[indices[0]]  # the first access may open files
+    dataset[indices[0]]  # the first access can open files
     started_s = time.perf_counter()
     for index in indices:
         before_s = time.perf_counter()
@@ -116,7 +116,7 @@ def _cacheable(dataset: Any, indices: Sequence[int], samples: Sequence[Any]) -> 
 
 
 def warm(dataset: Any, num_workers: int) -> None:
-    """Read every sample once, so that no contender finds files that are not in the page cache."""
+    """Read every sample once, so every contender finds its files in the page cache."""
     with DataLoader(dataset, batch_size=None, num_workers=num_workers) as loader:
         for _ in loader:
             pass
@@ -136,7 +136,7 @@ def measure(
 
     Args:
         dataset: The samples of an epoch.
-        transform: The random part, which runs at every access.
+        transform: The random part, run on every access.
         contender: The loader and its settings.
         lmdb_path: The finished cache of the dataset, if the contender reads one.
     """
@@ -144,7 +144,7 @@ def measure(
     if contender.cache == "lmdb":
         dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}", progress=False)
     elif contender.cache == "ram":
-        # A key of this run: it must not find the cache of another process, which is filled already.
+        # A key of this run: it must not find a different process's cache, which is already filled.
         key = f"fastload bench, process {os.getpid()}"
         dataset = CachedDataset(dataset, transform, cache="ram", cache_key=key)
     else:
@@ -161,7 +161,7 @@ def measure(
     try:
         first_s = _epoch_s(loader)
         if contender.cache == "ram":
-            # The first epoch may have left samples for later ones (see cache/rate_limit.py).
+            # The first epoch might have left samples for later ones (see cache/rate_limit.py).
             dataset.fill(contender.num_workers, progress=False)
         later_s, num_epochs = 0.0, 0
         while later_s < LATER_S:

@@ -140,7 +140,7 @@ def _gain(verdict: Verdict) -> str:
         doubt = ". One round shows no spread: use --rounds 3 before you rely on it"
     else:
         said += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
-        doubt = ". The difference lies within the spread: the rounds disagree on which loader is faster"
+        doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
     return f"{said}, from the second epoch on{doubt if gain.is_within_spread else ''}"
 
 
@@ -166,7 +166,9 @@ def baseline_lines(comparison: Comparison, path: str) -> list[str]:
     if comparison.has_passed:
         return [*lines, "no contender is slower than the baseline by more than the tolerance"]
     if not comparison.changes:
-        lines.append("the check failed: nothing could be compared, as no contender has figures in both runs")
+        lines.append(
+            "the check failed: nothing could be compared, because no contender has figures in both runs"
+        )
         return lines
     outcome = (
         f"slower or failed: {len(comparison.slower) + len(comparison.failed)} of the baseline's contenders"

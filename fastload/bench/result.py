@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times faster a row is than another: the ratio of medians, and its spread over the rounds."""
+    """The speed-up of one row over another: the ratio of medians, and its spread over the rounds."""
 
     value: float
     low: float
@@ -94,7 +94,7 @@ class Verdict:
 
 
 def verdicts(rows: Iterable[Row]) -> list[Verdict]:
-    """A verdict for each size, because images of another size are other work."""
+    """A verdict for each size, because the size of images changes the work."""
     by_size: dict[str | None, list[Row]] = {}
     for row in rows:
         if row.is_measured:

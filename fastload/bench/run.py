@@ -1,6 +1,6 @@
 """A whole benchmark: examine the samples, choose what the user left open, build caches, measure in turn.
 
-Nothing remains after it, also after an error or an interruption: no process, and no file.
+It leaves no process and no file behind, also after an error or an interruption.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MIN_BATCHES = 4  # of an epoch, or as many as the workers prefetch
 _READS = {"none": 2.0, "ram": 1.0, "lmdb": 0.1}  # how many times a run decodes each sample, or as long
 # The path of a socket has at most 107 bytes, and multiprocessing adds /pymp-12345678/listener-12345678.
 _MAX_DIRECTORY_BYTES = 70
-_DISK_SHARE = 0.9  # of the free space, which an LMDB cache may take
+_DISK_SHARE = 0.9  # of the free space, for an LMDB cache
 _BUSY_SHARE = 0.1  # a warning is shown if other processes use a larger share of the CPUs
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user wants to be measured; None where the benchmark may choose.
+    """What to measure; None where the benchmark chooses.
 
     Attributes:
         source: The name of the source.
@@ -58,7 +58,7 @@ class Settings:
         caches: Of `contenders.CACHES`.
         sizes: The names of sizes to which images are scaled.
         samples: Samples of an epoch.
-        minutes: About how long the benchmark may take.
+        minutes: Approximate duration of the benchmark.
         rounds: How often each contender runs.
         scratch: A directory for LMDB caches.
     """
@@ -76,7 +76,7 @@ class Settings:
     scratch: str | None = None
 
     def completed_by(self, baseline: Result) -> Settings:
-        """These settings, and those of the baseline where the user chose none, so that the runs match."""
+        """These settings, and those of the baseline where the user chose none, so the runs match."""
         of_fastload = [row.contender.cache for row in baseline.rows if not row.contender.is_torch]
         there: dict[str, Any] = {
             "transform": baseline.transform,
@@ -107,8 +107,8 @@ class Benchmark:
         result: The contenders, with the figures of those that have run.
 
     Raises:
-        RunFailedError: Samples could not be read.
-        NoBatchError: They have several shapes, or are of a kind that makes no batch.
+        RunFailedError: Samples could not be read. NoBatchError: They have several shapes, or are of a kind
+            that makes no batch.
     """
 
     def __init__(self, settings: Settings, datasets: Mapping[str | None, Any], transform: Any) -> None:
@@ -196,8 +196,8 @@ class Benchmark:
             whole, part = result.length * found.sample_nbytes, result.num_samples * found.sample_nbytes
             is_for_whole = whole > memory_nbytes and not self._settings.caches
             sizes = (
-                f"the whole dataset takes {readable_size(whole)} when it is decoded, but a cache in RAM may "
-                f"take {readable_size(memory_nbytes)} now"
+                f"the whole dataset takes {readable_size(whole)} decoded, but a cache in RAM can take "
+                f"{readable_size(memory_nbytes)} now"
             )
             if found.why_no_cache:
                 row.problem = f"not possible: {found.why_no_cache}"
@@ -206,7 +206,7 @@ class Benchmark:
             elif cache == "lmdb" and part > disk_nbytes:
                 row.problem = (
                     f"not measured: the cache takes {readable_size(part)}, but {directory} has room for "
-                    f"{readable_size(disk_nbytes)}: give another directory with --scratch"
+                    f"{readable_size(disk_nbytes)}: pass a different directory with --scratch"
                 )
             elif whole > memory_nbytes:
                 warning = f"{sizes}: the rows with a cache show the rates of the measured part, which fits"
@@ -244,7 +244,7 @@ def default_workers(num_cpus: int) -> tuple[int, ...]:
 def costs_s(
     contenders: Sequence[Contender], rounds: int, examined: Mapping[str | None, Examined], num_cpus: int
 ) -> tuple[float, float]:
-    """About how long a benchmark takes: seconds whatever the number of samples, and seconds for each one."""
+    """Estimated duration of a benchmark: fixed seconds, and seconds per sample."""
     each_s = sum(one.sample_s for one in examined.values()) / num_cpus  # the pass that warms the page cache
     for contender in contenders:
         found = examined[contender.size]
@@ -255,9 +255,9 @@ def costs_s(
 
 
 def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:
-    """All rows, in the order of a round: each round begins with another one.
+    """All rows, in the order of a round: each round begins with a different one.
 
-    In each round every contender runs once, so that a slow minute of the machine reaches all of them.
+    In each round every contender runs once, so a slow minute of the machine affects all of them.
     """
     first = number * max(1, len(rows) // rounds) % max(1, len(rows))
     return [*rows[first:], *rows[:first]]
@@ -275,10 +275,10 @@ def _directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def _temporary_files() -> Iterator[str]:
-    """A directory for the temporary files of all runs, which is removed at the end.
+    """A directory for the temporary files of all runs, removed at the end.
 
-    A worker of torch's loader that is stopped because of an error leaves the directory of its socket behind.
-    Where the path of such a socket would be too long for the system, the runs keep the usual directory.
+    A worker of torch's loader that is stopped after an error leaves its socket's directory behind. Where the
+    path of such a socket would be too long for the system, the runs keep the usual directory.
     """
     variable, directory_before = os.environ.get("TMPDIR"), tempfile.tempdir
     with _directory(None) as directory:

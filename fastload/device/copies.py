@@ -10,16 +10,16 @@ worker calls this code. NOTE [ Copies ahead ]:
    the caller's current stream waits for the batch's event, and `record_stream` tells the allocator that this
    stream uses them. So a batch that the caller keeps, or an alias of it, stays valid.
 4. Leaves other than dense CPU tensors (subclasses, sparse tensors, tensors that need gradients, objects with
-   a ``to``) move on the caller's current stream when the batch is handed over, because their move may
+   a ``to``) move on the caller's current stream when the batch is handed over, because their move can
    allocate memory that cannot be recorded. Such a batch is transformed on that stream, too.
-5. The work for a batch waits on the device for all work that the caller had launched when the batch was
+5. The work for a batch runs on the device after all work that the caller had queued when the batch was
    fetched. So a host that runs ahead of its device does not fill the device with batches. This also protects
-   tensors that a transform hides in an object of its own, where rule 3 does not find them: their memory is
-   not written while the caller still reads it.
-6. The caller's inference mode and autocast do not apply to batches that are made ahead. Transforms run
-   without gradients.
+   tensors that a transform hides in a custom object, where rule 3 does not find them: their memory is not
+   written while the caller still reads it.
+6. The caller's inference mode and autocast do not apply to prefetched batches. Transforms run without
+   gradients.
 7. If a signal handler raises while a batch is fetched, copied or handed over, the iterator closes: it never
-   continues with a batch missing. An error of the loader waits for its turn after the batches before it.
+   continues with a batch missing. A loader's error is raised after the batches before it.
 
 All device work goes through `Backend`.
 """
@@ -61,13 +61,13 @@ class CopiesAhead(Iterator[T]):
     """One pass over a loader. See NOTE [ Copies ahead ].
 
     Args:
-        source: Returns the batches. If it has `register_slots`, the device may read its slots in place.
+        source: Returns the batches. If it has `register_slots`, the device can read its slots in place.
         backend: The device.
         stream: The side stream.
         depth: How many batches are in flight after the one handed out.
-        next_transform: Called when a batch was fetched; returns the function that is called with this batch
-            once it is on the device. None leaves batches as they are.
-        taken: Called when the caller takes the next batch, or the error in its place.
+        next_transform: Called when a batch was fetched; returns the function to call with this batch once it
+            is on the device. None leaves batches unchanged.
+        taken: Called when the caller takes the next batch, or the error instead of it.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class CopiesAhead(Iterator[T]):
                 self._pull(self._source)
 
     def _pull(self, source: Iterator[T]) -> None:
-        # A separate function, so that no local variable keeps the last batch or error alive.
+        # A separate function, so no local variable keeps the last batch or error alive.
         try:
             batch = next(source)
         except StopIteration:
@@ -156,8 +156,8 @@ class CopiesAhead(Iterator[T]):
                 return leaf
             if id(leaf) not in started:  # a tensor that occurs twice is copied once
                 pinned = self._backend.pin(leaf)
-                # Keep it before the copy starts. Memory that was pinned already may be freed with the batch,
-                # not with the tensor: then the whole batch is kept.
+                # Keep it before the copy starts. Already pinned memory can be freed with the batch, not with
+                # the tensor: then the whole batch is kept.
                 reading.append((pinned, batch if pinned is leaf else None))
                 started[id(leaf)] = leaf, self._backend.copy(pinned, self._stream)
             return started[id(leaf)][1]
@@ -236,8 +236,8 @@ def apply_transform(
     except Exception as error:
         add_note(
             error,
-            f"raised by {name}, which gets whole batches on {device}; "
-            "the loader does not move a module's own tensors there",
+            f"raised by {name}, which gets whole batches on {device}; the loader does not move a module's "
+            f"own tensors there",
         )
         raise
 
@@ -268,7 +268,7 @@ def _is_plain(leaf: Any) -> bool:
 
 
 class _HostMemory:
-    """Host memory that the device may still read, in the order of its recorded events."""
+    """Host memory that the device might still read, in the order of its recorded events."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

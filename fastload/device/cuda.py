@@ -1,6 +1,6 @@
-"""The device interface for copying ahead, its implementation for torch.cuda, and the choice of a device.
+"""The device interface for prefetching, its implementation for torch.cuda, and the choice of a device.
 
-Runs in the consumer's process and threads. Tests replace the CUDA device by a device of their own.
+Runs in the consumer's process and threads. Tests replace the CUDA device with a fake one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # For each device, the streams of loaders and prefetchers that no longer exist. torch's allocator keeps memory
-# for each stream and cannot use it for another: if each new loader made a new stream, memory would grow.
+# per stream: if each new loader made a new stream, memory would grow.
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
@@ -66,7 +66,7 @@ class Backend(Protocol):
         """A block in which this thread's work for the device goes to ``stream``; the host does not wait."""
 
     def register(self, address: int, nbytes: int) -> str:
-        """Page-lock mapped memory, so that copies read it in place; return "", or why that failed."""
+        """Page-lock mapped memory, so copies read it in place; return "", or why that failed."""
 
     def unregister(self, address: int) -> str:
         """Undo `register`, when no copy from that memory is in flight; return "", or why that failed."""
@@ -105,7 +105,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | St
     """The backend that copies to ``device``; None for the CPU. Messages name ``asker`` as their subject.
 
     Raises:
-        DeviceUnavailableError: A device was requested by name and is not available.
+        DeviceUnavailableError: The requested device is not available.
         ValueError: As `check_device`.
     """
     asked = check_device(device)
@@ -125,7 +125,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | St
             "device='auto' uses the CPU where there is no CUDA"
         )
     if is_streamless:
-        say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not copied ahead")
+        say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
         return StreamlessDevice(asked)
     return _CUDABackend(asked.index)
 
@@ -235,7 +235,7 @@ class _CUDABackend:
     def _clear_error(self) -> None:
         """Clear the error that a failed call leaves behind: otherwise the next kernel would report it.
 
-        torch clears the error when it raises it: at the launch of any kernel, and when the device has no
+        torch clears the error when it raises it: when any kernel is launched, and when the device has no
         memory left for the kernel's tensor. If the second kernel fails too, the device itself has an error.
         """
         with contextlib.suppress(RuntimeError):

@@ -19,32 +19,32 @@ T = TypeVar("T")
 
 
 class DevicePrefetcher(Generic[T]):
-    """Iterates over the batches of ``loader``, copied to a CUDA device ahead of their use.
+    """Iterates over the batches of ``loader``, prefetched to a CUDA device.
 
     Batches may nest dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
     ``to(device)``. Values that are not tensors pass through, container types are kept, and the loader's own
-    batches are not changed. Memory that is pinned already is read in place, and so are the slots of the
-    workers of a `fastload.DataLoader`; other memory is first copied into torch's pinned memory. The caller
-    owns the batches and may keep them.
+    batches are not changed. Pinned memory is read in place, and so are the slots of a `fastload.DataLoader`'s
+    workers; other memory is first copied into torch's pinned memory. The caller owns the batches and can keep
+    them.
 
-    Each ``iter()`` starts a new epoch. An error of the loader is raised after the batches before it.
-    The ``state_dict()`` of the loader also counts the batches that were copied ahead; with `device=`, the
-    ``state_dict()`` of a `fastload.DataLoader` counts only the batches that were handed out.
-    Attributes that are not listed here are the loader's: ``dataset``, ``sampler``, ``set_epoch``, ...
+    Each ``iter()`` starts a new epoch. An error of the loader is raised after the batches before it. The
+    ``state_dict()`` of the loader also counts prefetched batches; with `device=`, the ``state_dict()`` of a
+    `fastload.DataLoader` counts only delivered ones. Attributes that are not listed here are the loader's:
+    ``dataset``, ``sampler``, ``set_epoch``, ...
 
     Args:
         loader: Any iterable of batches.
         device: "cuda" (the current device at the first iteration), "cuda:1" or the int 1, "cpu", or "auto":
-            CUDA if it is available, else the CPU, with one log line. On the CPU batches pass through
-            unchanged. "mps" and "xpu" are experimental: batches move when the caller asks for them.
-        depth: How many batches are copied ahead of the one handed out. Each takes device memory.
+            CUDA if available, else the CPU, with one log line. On the CPU batches pass through unchanged.
+            "mps" and "xpu" are experimental: batches move when the caller asks for them.
+        depth: How many batches to prefetch beyond the delivered one. Each takes device memory.
 
     Attributes:
         loader: The iterable itself.
         depth: As given.
 
     Raises:
-        DeviceUnavailableError: The device was requested by name and is not available.
+        DeviceUnavailableError: The requested device is not available.
         TypeError: ``depth`` is not an int, or ``loader`` is not an iterable.
         ValueError: ``depth`` is below 1, or ``device`` is of another kind.
     """

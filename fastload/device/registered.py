@@ -1,4 +1,4 @@
-"""Register slots with the device: page-lock their mapped memory once, so that the device reads them in place.
+"""Register slots with the device: page-lock their mapped memory once, so the device reads them in place.
 
 Runs in the consumer's process, for the pool whose workers write the slots. Rules:
 
@@ -49,10 +49,10 @@ class RegisteredSlots:
         self._is_refused = False
 
     def add(self, memory: Memory, in_use: Iterable[Memory | None]) -> None:
-        """Register ``memory`` if possible; unregister memory that no slot uses any more.
+        """Register ``memory`` if possible; unregister memory that no slot uses anymore.
 
         Args:
-            memory: The memory that is about to be lent.
+            memory: The memory about to be lent.
             in_use: The memory of all slots.
         """
         if memory in self._addresses or os.getpid() != self._pid:

@@ -1,7 +1,7 @@
-"""Devices without copies ahead: mps and xpu. Experimental, and never tested on a real device.
+"""Devices without prefetching: mps and xpu. Experimental, and never tested on a real device.
 
-A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. The device
-therefore reads no slot after that call, and no order between streams is needed.
+A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. So the device
+reads no slot after that call, and streams need no ordering.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Requests to a store: watched while they run, ended when they stall, and tried again.
+"""Requests to a store: watched while they run, aborted when they stall, and retried.
 
 Rules:
 
-1. An error that may pass (a connection, a time-out, a busy server, a body that was cut short) is tried again
-   with growing pauses. An error that cannot pass (no such file, no permission) is raised at once.
-2. A request without progress ends after `Limits.read_s`, and the next attempt uses another connection. The
-   HTTP client and s3fs see each byte that arrives and take this limit as their own. Of other file systems
-   only the result is seen: a request then ends after that time, with an allowance for its length, and each
-   further attempt has twice the time, because a slow network must get there.
-3. A request that takes long is a warning, however it ends.
+1. A transient error (a connection, a time-out, a busy server, a truncated body) is retried with growing
+   pauses. A permanent error (no such file, no permission) is raised at once.
+2. A request without progress is aborted after `Limits.read_s`, and the next attempt uses a new connection.
+   The HTTP client and s3fs see every byte that arrives and apply this limit themselves. For other file
+   systems only the result is visible: a request is aborted after that time plus an allowance for its length,
+   and each further attempt has twice the time, so a slow network gets there.
+3. A slow request is a warning, however it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 CONNECT_VARIABLE = "FASTLOAD_CONNECT_TIMEOUT"
 READ_VARIABLE = "FASTLOAD_READ_TIMEOUT"
-# Errors that another attempt would meet again.
+# Errors that a retry would hit again.
 PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
@@ -42,7 +42,7 @@ PERMANENT = (
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
 _SLOW_S, _WARN_EVERY_S = 5.0, 30.0
-_SLOWEST_BYTES_PER_S = 1 << 20  # a request of a large file may take longer by its length at this rate
+_SLOWEST_BYTES_PER_S = 1 << 20  # the allowance for a large file: its length at this rate
 
 
 class OtherLengthError(OSError):
@@ -54,11 +54,11 @@ class StalledError(OSError):
 
 
 class Limits(NamedTuple):
-    """How long a store may keep a request waiting.
+    """How long a store can keep a request waiting.
 
     Attributes:
-        connect_s: Seconds in which a connection must be there.
-        read_s: Seconds in which something must arrive.
+        connect_s: Maximum seconds until a connection.
+        read_s: Maximum seconds without data.
     """
 
     connect_s: float
@@ -74,9 +74,9 @@ class Limits(NamedTuple):
         return cls(_seconds(CONNECT_VARIABLE, 10.0), _seconds(READ_VARIABLE, 20.0))
 
     def applied(self, kind: type, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The options of a file system with these limits, and whether it ends stalled requests itself.
+        """The options of a file system with these limits, and whether it aborts stalled requests itself.
 
-        Limits that the user gave stay.
+        The user's own limits stay.
 
         Args:
             kind: The class of the file system.
@@ -96,7 +96,7 @@ class Limits(NamedTuple):
             options = _with_defaults(
                 options, "client_options", connect_timeout=timedelta(seconds=self.connect_s)
             )
-            # It repeats requests for three minutes, and would be ended before it gives a reason.
+            # It retries for three minutes, and would be aborted before it gives a reason.
             pause = timedelta(seconds=self.read_s / 2)
             return _with_defaults(options, "retry_config", retry_timeout=pause), False
         return options, False
@@ -120,8 +120,8 @@ def _seconds(variable: str, default: float) -> float:
 def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exception], limits: Limits) -> T:
     """The result of the first attempt that succeeds.
 
-    Failed attempts are logged; as a warning if they have taken several seconds, because a client that has
-    retries of its own may take a minute to find that the endpoint is wrong.
+    Failed attempts are logged; as a warning if they have taken several seconds, because a client with its own
+    retries can take a minute to find that the endpoint is wrong.
 
     Args:
         attempt: What to try; called with the number of the attempt, from 1.
@@ -146,21 +146,21 @@ def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exce
 
 
 def may_pass(error: Exception) -> bool:
-    """Whether the cause of an error of `retried` may pass by itself, as a network that is down does."""
+    """Whether an error of `retried` is transient, such as a network outage."""
     return not isinstance(error.__cause__, PERMANENT)
 
 
 def answer(
     fs: Any, method: str, *args: Any, what: str, limit_s: float = math.inf, nbytes: int = 0, **options: Any
 ) -> Any:
-    """The result of a method of a file system; a warning if it takes long.
+    """The result of a file system's method; a warning if it is slow.
 
     Args:
         fs: The file system.
         method: The name of its method.
         args: The method's arguments.
         what: The URL, for people.
-        limit_s: Seconds after which the request is given up, besides the time for its length.
+        limit_s: Seconds until the request is aborted, besides the time for its length.
         nbytes: Its length, as far as it is known.
         options: The method's keyword arguments.
 
@@ -174,7 +174,7 @@ def answer(
         if not wait([result], min(slow_s, limit_s)).done and slow_s < limit_s:
             if _may_warn():
                 log.warning(
-                    "%s: no complete answer in %.0f s; a request without progress is tried again after the "
+                    "%s: no complete answer in %.0f s; a request without progress is retried after the "
                     "seconds in %s",
                     *(what, slow_s, READ_VARIABLE),
                 )
@@ -200,7 +200,7 @@ def _begin(fs: Any, method: str, args: tuple[Any, ...], options: dict[str, Any])
     try:
         # A thread for each request: one that never gets its answer keeps its thread.
         threading.Thread(target=_run, args=(result, call), name="fastload-request", daemon=True).start()
-    except RuntimeError:  # the system has no more threads; then nobody watches
+    except RuntimeError:  # the system has no more threads; then nothing watches
         _run(result, call)
     return result
 
@@ -214,7 +214,7 @@ def _run(result: Future[Any], call: Callable[[], Any]) -> None:
 
 
 def _may_warn() -> bool:
-    """Whether the last warning of this process was some time ago: 64 requests may fail at the same time."""
+    """Whether the last warning of this process was some time ago: 64 requests can fail at the same time."""
     now_s = _now_s()
     if now_s < _warned["at_s"] + _WARN_EVERY_S:
         return False
@@ -223,7 +223,7 @@ def _may_warn() -> bool:
 
 
 def _pause_s(number: int) -> float:
-    """The pause after a failed attempt: half of it random, so that processes do not all come back at once.
+    """The pause after a failed attempt, half of it random, so processes do not all come back at once.
 
     The random part does not come from `random`, whose state belongs to the user's code.
     """

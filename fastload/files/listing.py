@@ -5,9 +5,9 @@ Rules:
 1. The classes are the folders directly below the root, sorted by name. A class's files are sorted by folder
    and then by name, as torchvision's ImageFolder sorts them.
 2. A saved list has every file, with its length and its version: an ImageFolder of any `extensions` reads it.
-   It has a line of JSON with its version, age and classes, and one for each file.
-3. Somebody else may have written the list: its names stay below the folder, its numbers and its
-   decompressed length are bounded. A list that is damaged, or of another format, is an error.
+   It has a line of JSON with its version, age and classes, and one per file.
+3. The list can come from an untrusted source: its names stay below the folder, its numbers and its
+   decompressed length are bounded. A list that is damaged, or has a different format, is an error.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RemoteFile(NamedTuple):
 
     Attributes:
         name: Its path below the folder, with slashes.
-        nbytes: Its length; `UNKNOWN_BYTES` if the store does not tell it.
+        nbytes: Its length; `UNKNOWN_BYTES` if the store does not report it.
         version: A text that changes with its content, such as an ETag; empty if the store has none.
     """
 
@@ -112,7 +112,7 @@ def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _raise(error: OSError) -> None:
-    raise error  # a folder that cannot be listed must not look like an empty one
+    raise error  # a folder that cannot be listed must not look empty
 
 
 def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tuple[str, ...]) -> Listing:
@@ -162,7 +162,7 @@ def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
     """When a saved list was made, its classes and its files.
 
     Raises:
-        ValueError: It is damaged, or of another format; the error gives the reason.
+        ValueError: It is damaged, or has a different format; the error gives the reason.
     """
     limit = _MIN_LIMIT_BYTES + _MAX_RATIO * len(data)
     try:
@@ -173,7 +173,7 @@ def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
         first, *lines = text.decode("ascii").splitlines()
         head = json.loads(first)
         if head["version"] != _FORMAT_VERSION:
-            raise ValueError(f"its version is {head['version']!r:.40}, and not {_FORMAT_VERSION}")
+            raise ValueError(f"its version is {head['version']!r:.40}, not {_FORMAT_VERSION}")
         when = datetime.fromisoformat(head["created"]).isoformat(" ", "minutes")
         classes = list(head["classes"])
         files = [RemoteFile(*json.loads(line)) for line in lines]

@@ -1,9 +1,8 @@
-"""ReadAhead: reads announced files in threads, so that their latencies overlap.
+"""ReadAhead: reads announced files in threads, so their latencies overlap.
 
 A process announces the files of its next batches and then takes them one by one. Rules:
 
-1. `take` never waits for anything but the file that it returns. A file that no thread has begun to read is
-   read by the caller.
+1. `take` waits only for the file that it returns. The caller reads a file that no thread has begun to read.
 2. Files that were read and not taken hold at most `window_bytes`, and one file more. If the window is full
    and the caller has to read a file itself, all files that were announced before it are dropped: the caller
    has gone past them.
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _WINDOW_BYTES = 256 << 20
-_GUESSED_BYTES = 1 << 20  # of a file whose length the store does not tell
+_GUESSED_BYTES = 1 << 20  # of a file whose length the store does not report
 _MAX_ANNOUNCED = 1 << 14
 
 
@@ -33,10 +32,10 @@ class ReadAhead:
     """Reads files before they are needed.
 
     Args:
-        read: Returns the content of the file of a number; called in several threads at the same time.
+        read: Returns the content of the file of a number; called in several threads concurrently.
         nbytes_of: The length of that file; negative if it is unknown.
-        num_threads: How many files are read at the same time.
-        window_bytes: The most bytes of files that were read, or are being read, and were not taken.
+        num_threads: How many files are read concurrently.
+        window_bytes: Maximum bytes of files that were read, or are being read, and were not taken.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ReadAhead:
             self._begin()
 
     def take(self, number: int) -> bytes:
-        """The content of a file, which is read now unless it was announced.
+        """The content of a file, read now unless it was announced.
 
         Raises:
             Exception: The error of reading it.
@@ -111,7 +110,7 @@ class ReadAhead:
     def close(self) -> None:
         """Drop all files, and end the threads once they have finished their files."""
         if os.getpid() != self._pid:
-            return  # a forked child has none of the threads, and one of them may hold the lock for ever
+            return  # a forked child has none of the threads, and one of them can hold the lock forever
         with self._lock:
             self._is_closed = True
             self._waiting.clear()

@@ -2,13 +2,14 @@
 
 fsspec and the package of the protocol are imported when the first file is read or listed. Rules:
 
-1. Each process makes its own file system, because those of fsspec must not be used after a fork. The object
-   pickles as its URL and its options.
-2. A forked process keeps the file systems of its parent and never closes them: closing a connection takes it
-   out of the epoll instance that both processes share, and the parent would wait for its next answer in vain.
-3. Requests are watched and tried again (see `attempts`).
-4. A body of another length than the list of files says, or than was asked for, is never returned.
-5. No name leads out of the folder. The links of a web page are anybody's text: those that lead elsewhere are
+1. Each process makes its own file system, because fsspec's must not be used after a fork. The object pickles
+   as its URL and its options.
+2. A forked process keeps the file systems of its parent and never closes them: closing a connection removes
+   it from the epoll instance that both processes share, and the parent would wait forever for its next
+   answer.
+3. Requests are watched and retried (see `attempts`).
+4. A body whose length differs from the list of files, or from the request, is never returned.
+5. No name leads out of the folder. The links of a web page are untrusted: those that lead elsewhere are
    neither followed nor taken for files.
 """
 
@@ -30,12 +31,12 @@ from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_b
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-# The most files that one process reads at the same time.
+# How many files one process reads concurrently.
 READS_AT_ONCE = 64
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_PREFIX = "file://"
-# Fields in which file systems of fsspec state the version of a file, the best first.
+# Fields in which fsspec's file systems report the version of a file, best first.
 _VERSION_FIELDS = (
     *("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation"),
     *("mtime", "LastModified", "last_modified", "updated", "created"),
@@ -62,7 +63,7 @@ class RemoteFolder:
 
     Attributes:
         url: The URL without a slash at its end.
-        limits: How long the store may keep a request waiting.
+        limits: How long the store can keep a request waiting.
 
     Raises:
         ValueError: An environment variable with a limit is not a number of seconds.
@@ -81,7 +82,7 @@ class RemoteFolder:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
         self.limits = Limits.of_environment()
         self._opened: _Opened | None = None
-        self._home_pid = os.getpid()  # a forked process is another one
+        self._home_pid = os.getpid()  # a forked process is a different one
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}
@@ -106,7 +107,7 @@ class RemoteFolder:
 
         def ask(method: str, path: str) -> Any:
             def attempt(_: int) -> Any:
-                # Without a limit, unless the client has it: a listing is any number of requests.
+                # Without a limit, unless the client has one: a listing takes any number of requests.
                 return answer(fs, method, path, detail=True, what=self.url)
 
             return retried(attempt, _failing("list", self.url, "folder"), self.limits)
@@ -145,7 +146,7 @@ class RemoteFolder:
         """The list that `save_list` wrote: when it was made, the folders, the files; None if there is none.
 
         Raises:
-            RemoteFolderError: The list is there, and cannot be read, or is damaged.
+            RemoteFolderError: The list exists, but is damaged or cannot be read.
         """
         try:
             data = self.load(SAVED_NAME)
@@ -175,7 +176,7 @@ class RemoteFolder:
             nbytes: Its length in the list of files, or `UNKNOWN_BYTES`.
 
         Raises:
-            ImageReadError: The file cannot be read, or has another length.
+            ImageReadError: The file cannot be read, or has a different length.
         """
 
         def failed(error: Exception, tried: str) -> Exception:
@@ -226,7 +227,7 @@ class RemoteFolder:
     def put(self, name: str, local: str) -> None:
         """Copy a file of this machine into the folder, and compare its length.
 
-        Object stores show a file when it is complete. Other stores may show a part of it, so the caller must
+        Object stores show a file when it is complete. Other stores can show a part of it, so the caller must
         not trust a file by its name.
 
         Raises:
@@ -246,14 +247,14 @@ class RemoteFolder:
         fs, root = self.file_system()
 
         def attempt(_: int) -> None:
-            if not getattr(fs, "async_impl", False):  # clients of object stores would make the bucket
+            if not getattr(fs, "async_impl", False):  # clients of object stores would create the bucket
                 fs.makedirs(root, exist_ok=True)
             write(fs, f"{root}/{name}")
 
         retried(attempt, _failing("write", self.path(name)), self.limits)
 
     def file_system(self) -> tuple[Any, str]:
-        """The file system of this process, and the folder's path in it; made at the first use.
+        """The file system of this process, and the folder's path in it; made on first use.
 
         Raises:
             ImportError: A package is missing.
@@ -272,13 +273,13 @@ class RemoteFolder:
         return opened
 
     def _make(self, *, for_listing: bool = False) -> tuple[Any, str, bool]:
-        """A new file system, the folder's path in it, and whether its stalled requests must be ended."""
+        """A new file system, the folder's path in it, and whether its stalled requests must be aborted."""
         if self._maker is not None:
             kind, args, options = self._maker
             if os.getpid() != self._home_pid and kind.__module__.partition(".")[0] == "obstore":
                 raise RuntimeError(
                     f"{self.url} is read through obstore, whose threads do not survive a fork: reading would "
-                    'wait for ever. Start workers with multiprocessing_context="forkserver" or "spawn"'
+                    'wait forever. Start workers with multiprocessing_context="forkserver" or "spawn"'
                 )
             options, ends_stalled = self.limits.applied(kind, options)
             fs, root = _made(kind, args, options, self.url)
@@ -287,7 +288,7 @@ class RemoteFolder:
             options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
             fs, root, ends_stalled = _open_url(self.url, options, self.limits)
         if type(fs).__module__.startswith("s3fs"):
-            fs.retries = 2  # by default up to 25 requests for one read, each of which may stall
+            fs.retries = 2  # by default up to 25 requests for one read, each of which can stall
         return fs, root, not ends_stalled
 
 
@@ -320,7 +321,7 @@ class _Opened:
 
 
 def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, str], Exception]:
-    """Makes the error of a request; an error of its own if that which is missing is expected to be there."""
+    """Makes the error of a request; a different one if the missing file is expected to exist."""
 
     def failed(error: Exception, tried: str) -> Exception:
         if missing and isinstance(error, FileNotFoundError):
@@ -345,7 +346,7 @@ def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, s
         options = _for_s3fs(options)
     try:
         options, ends_stalled = limits.applied(fsspec.get_filesystem_class(name), options)
-        # Without fsspec's table of instances, connections are closed once the folder is not used any more.
+        # Without fsspec's table of instances, connections are closed once the folder is no longer used.
         fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
     except ImportError as error:
         raise ImportError(f"{url} needs a package that is not installed: {error}") from error
@@ -357,7 +358,7 @@ def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, s
 def _forget_thread_of_parent() -> None:
     """Let fsspec start its thread anew in a forked process.
 
-    Older releases do not notice the fork: each read would wait for the parent's thread, for ever.
+    Older releases do not notice the fork: each read would wait forever for the parent's thread.
     """
     from fsspec import asyn
 
@@ -376,10 +377,10 @@ def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[A
 
 
 def _for_s3fs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs for many requests at the same time; those that the user gave stay.
+    """Options of s3fs for many concurrent requests; the user's own stay.
 
-    By default it has ten connections. It moves parts of a file at the same time, and for this it asks for the
-    size of each file before it reads the file, which is one request too many for each small file.
+    By default it has ten connections. It transfers parts of a file concurrently, and so requests the size of
+    each file before reading it, which is one request too many for each small file.
     """
     config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
     return {"max_concurrency": 1, **options, "config_kwargs": config}
@@ -404,7 +405,7 @@ def _is_web(fs: Any) -> bool:
 def _below(path: str, prefix: str) -> str:
     """A path below the folder; empty for the folder itself and for anything outside of it."""
     name = path.rstrip("/").removeprefix(prefix) if path.startswith(prefix) else ""
-    if prefix.startswith("http"):  # a link, which may say "./"
+    if prefix.startswith("http"):  # a link, which can say "./"
         name = "/".join(part for part in name.split("/") if unquote(part) != ".")
     return name if is_below(name) else ""
 

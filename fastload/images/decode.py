@@ -3,11 +3,11 @@
 The module keeps no state and no open file.
 
 Rules:
-1. The pixels are Pillow's, no matter which other packages are installed. Whole JPEGs are decoded by
-   `fastload.images.jpeg` where that is faster; Pillow decodes everything else, and raises all errors.
+1. The pixels are Pillow's, whatever else is installed. Whole JPEGs are decoded by `fastload.images.jpeg`
+   where that is faster; Pillow decodes everything else, and raises all errors.
 2. The result is the image as a viewer shows it: turned by its EXIF tag, first frame, alpha dropped.
 3. Every file that cannot be read raises `ImageReadError` with its path, for any error of the codec.
-4. Raise ``DECODE_VERSION`` when the same file gives other pixels: the fingerprints of caches contain it.
+4. Increase ``DECODE_VERSION`` when a file decodes to different pixels: the fingerprints of caches contain it.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def read_image(
 ) -> npt.NDArray[np.uint8]:
     """Read an image file as C-contiguous ``(H, W, 3) uint8`` RGB.
 
-    Grey, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte,
-    the EXIF orientation is applied, and the first frame of an animation is read. Calling this function
-    switches off Pillow's warnings about damaged metadata in this process.
+    Grey, palette, 1-bit and CMYK images become RGB, alpha is dropped, 16-bit values keep their high byte, the
+    EXIF orientation is applied, and the first frame of an animation is read. Calling this function switches
+    off Pillow's warnings about damaged metadata in this process.
 
     Args:
         path: The file.
@@ -92,7 +92,7 @@ def decode(
         size: As for `read_image`.
         scale: 2, 4 or 8 decodes a JPEG directly at that fraction of its size, with sides rounded up; other
             formats keep their size.
-        orientation: The value of the EXIF tag of an ordinary JPEG, if it has been read.
+        orientation: The value of the EXIF tag of an ordinary JPEG, if already read.
     """
     size = check_size(size)
     if size is None and scale == 1:
@@ -120,7 +120,7 @@ def _jpeg_content(source: Source) -> bytes | memoryview | None:
 
 
 class Header(NamedTuple):
-    """Facts about an image that are known before it is decoded.
+    """Facts about an image from its header.
 
     Attributes:
         height: In pixels, as a viewer shows the image.
@@ -214,7 +214,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) ->
         # Only JPEGs can be decoded directly to a smaller size, which is also faster.
         target = width, height = _stored_size(image, size)
         drafted = image.draft(None, (round(REDUCING_GAP * width), round(REDUCING_GAP * height)))
-        box = drafted[1] if drafted else None  # where the picture lies in the small image
+        box = drafted[1] if drafted else None  # where the picture is in the small image
     image.load()  # before the tag is read: loading a TIFF applies and removes it
     if size is not None and target is None:
         target = _stored_size(image, size)
@@ -234,7 +234,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, int]:
-    """The (width, height) to resize to before the picture is turned."""
+    """The (width, height) to resize to before the picture is rotated."""
     if isinstance(size, int):
         short, long = sorted(image.size)
         long = size * long // short
@@ -256,7 +256,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
     if mode in ("P", "PA"):
-        return image.convert("RGBA").convert("RGB")  # P to RGB directly may replace a transparent colour
+        return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent colour
     image.info.pop("transparency", None)  # convert() would convert it, with a warning
     return image.convert("RGB")
 

@@ -4,9 +4,9 @@ This module imports Pillow only when an image is decoded. Rules:
 
 1. Boxes and shapes are those of the image as a viewer shows it, after its EXIF orientation.
 2. If the file is intact, ``image.decode(box)`` has the same pixels as that box of ``image.decode()``. Damage
-   outside the box may go unnoticed.
-3. An object that was made from a path keeps the header of the file, and never its content: a dataset may keep
-   such objects for all of its files.
+   outside the box can go unnoticed.
+3. An object made from a path keeps the header of the file, never its content: a dataset can keep such objects
+   for all of its files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
 
     Attributes:
         pixels: `(height, width, 3) uint8` RGB; a new array that the caller owns.
-        box: `(x_min, y_min, x_max, y_max)`: where the region lies in these pixels. Its edges may lie between
+        box: `(x_min, y_min, x_max, y_max)`: where the region is in these pixels. Its edges can lie between
             two reduced pixels.
     """
 
@@ -48,14 +48,14 @@ class Reduced(NamedTuple):
 
 
 class EncodedImage:
-    """An image file that is not decoded yet: a value of a sample, in place of the image's array.
+    """An undecoded image file: a value of a sample, instead of the image's array.
 
     A `CachedDataset` decodes it. If the first transform of its albumentations pipeline is a crop, only the
     crop is decoded, which is several times faster for large JPEGs. With ``cache="ram-encoded"`` the file's
     bytes are cached.
 
     Args:
-        source: The path of the file, which is read when it is needed; or the content of a file.
+        source: The path of the file, read when needed; or the content of a file.
 
     Attributes:
         path: The path, or None.
@@ -83,13 +83,13 @@ class EncodedImage:
 
     @classmethod
     def of(cls, content: bytes | memoryview, path: str | None) -> EncodedImage:
-        """The content of a file that was read from this path before."""
+        """The content of a file already read from this path."""
         image = cls(content)
         image.path = path
         return image
 
     def content(self) -> bytes | memoryview:
-        """The bytes of the file; a path is read at each call.
+        """The bytes of the file; a path is read on every call.
 
         Raises:
             ImageReadError: The file cannot be read.
@@ -103,7 +103,7 @@ class EncodedImage:
             raise ImageReadError(self._name, getattr(error, "strerror", None) or str(error)) from error
 
     def opened(self) -> EncodedImage:
-        """This image with the content of its file, which is read now and kept by the result.
+        """This image with the content of its file, read now and kept by the result.
 
         Raises:
             ImageReadError: The file cannot be read.
@@ -131,7 +131,7 @@ class EncodedImage:
 
         Raises:
             ImageReadError: The file cannot be read or decoded.
-            TypeError: The box has other values than ints.
+            TypeError: The box has values other than ints.
             ValueError: The box is empty or exceeds the image.
         """
         if self._content is None:
@@ -157,7 +157,7 @@ class EncodedImage:
 
         Args:
             box: As for `decode`.
-            least: The least height and width of the result, if the box has them.
+            least: The minimum height and width of the result, if the box has them.
 
         Raises:
             ImageReadError, TypeError, ValueError: As `decode`.
@@ -255,7 +255,7 @@ def _reduced_span(
 ) -> tuple[slice, float, float]:
     """The reduced pixels that cover pixels `start` to `stop` of an axis, and where these lie in them.
 
-    The last reduced pixel of the stored image may cover fewer pixels than the others; in a flipped axis, this
+    The last reduced pixel of the stored image can cover fewer pixels than the others; in a flipped axis, this
     is the first one.
     """
     shift = -(-length // scale) - length / scale if flips else 0.0

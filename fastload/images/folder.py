@@ -1,6 +1,6 @@
 """ImageFolder: a dataset of images in one folder per class, by torchvision's convention.
 
-It runs in the process that indexes the dataset, which is mostly a worker. The folder may be remote.
+It runs in the process that indexes the dataset, usually a worker. The folder can be remote.
 
 Rules:
 1. Classes, their numbers and the order of samples are the same as in torchvision's ImageFolder: a checkpoint
@@ -51,22 +51,21 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     class applies no transform; `fastload.CachedDataset` takes one.
 
     A remote folder is read through fsspec (needs the extra `remote`, and the package of the protocol, such as
-    s3fs). Files are read whole, up to 64 at the same time in each process: fastload's loader announces the
-    next batches of each worker to `read_ahead`, and torch's loader reads the files of one batch together.
-    Connections that fail are tried again.
+    s3fs). Files are read whole, up to 64 concurrently in each process: fastload's loader announces the next
+    batches of each worker to `read_ahead`, and torch's loader reads the files of one batch together.
+    Transient errors are retried.
 
     Args:
-        root: The folder that holds a folder for each class: a path, or a URL of fsspec such as
-            ``s3://bucket/train``. Files are found at any depth below the class folders, also through symbolic
-            links.
+        root: The folder with one folder per class: a path, or an fsspec URL such as ``s3://bucket/train``.
+            Files are found at any depth below the class folders, also through symbolic links.
         size: As for `fastload.read_image`: None, the shorter side, or (height, width).
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
         storage_options: For a URL: arguments of fsspec's file system, such as credentials.
-        filesystem: For a URL: a file system with fsspec's interface to use in place of the one that fsspec
-            has for the URL. Each process makes its own from the same arguments.
-        listing: For a URL: ``"use"`` takes the list of files that is saved in the folder, or lists the folder
-            if there is none; ``"save"`` lists it and saves the list there, for folders that do not change;
+        filesystem: For a URL: a file system with fsspec's interface to use instead of fsspec's own. Each
+            process makes its own from the same arguments.
+        listing: For a URL: ``"use"`` reads the list of files saved in the folder, or lists the folder if
+            there is none; ``"save"`` lists it and saves the list there, for folders that do not change;
             ``"ignore"`` lists it.
 
     Attributes:
@@ -80,9 +79,9 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
         ImportError: if a package for the URL's protocol is missing.
         RemoteFolderError: if a remote folder cannot be listed.
-        TypeError: if ``size``, ``extensions`` or ``filesystem`` is of another type.
-        ValueError: if ``size`` is not positive, ``listing`` has another value, or an option for URLs is given
-            with a path.
+        TypeError: if ``size``, ``extensions`` or ``filesystem`` is of a different type.
+        ValueError: if ``size`` is not positive, ``listing`` is invalid, or an option for URLs comes with a
+            path.
     """
 
     def __init__(
@@ -97,9 +96,9 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
         if storage_options is not None and filesystem is not None:
-            raise ValueError("give either storage_options= or filesystem=, which has its options already")
+            raise ValueError("pass either storage_options= or filesystem=, which already has its options")
         if filesystem is not None and not hasattr(filesystem, "storage_options"):
-            raise TypeError(f"filesystem should be a file system of fsspec, but got {filesystem!r}")
+            raise TypeError(f"filesystem should be an fsspec file system, but got {filesystem!r}")
         if isinstance(extensions, str):
             raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
         if listing not in ("use", "save", "ignore"):
@@ -123,7 +122,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         self.classes = found.classes
         if not self.classes:
             raise FileNotFoundError(
-                f"Couldn't find any class folder in {self.root}: images of a class lie in {self.root}/cat"
+                f"Couldn't find any class folder in {self.root}: images of a class belong in {self.root}/cat"
             )
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
@@ -173,10 +172,10 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     def read_ahead(self, indices: Iterable[int]) -> None:
         """Begin to read the files of these samples in the background, in this order; never blocks.
 
-        fastload's loader calls this for the next batches. A dataset of yours that holds an ImageFolder may
-        have a method of this name that calls it. Nothing happens unless the folder is remote, and indices
-        without a sample are ignored. The files of samples that are not read later are dropped when their
-        memory is needed: a process keeps at most 256 MiB of files that were read and not decoded.
+        fastload's loader calls this for the next batches. A dataset that wraps an ImageFolder can have a
+        method of this name that calls it. It does nothing unless the folder is remote, and ignores invalid
+        indices. Files of samples that are never read are dropped when their memory is needed: a process keeps
+        at most 256 MiB of undecoded files.
         """
         if self._remote is not None:
             self._reader().announce(_resolved(indices, len(self)))
@@ -187,16 +186,16 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return self._remote is not None
 
     def encoded(self, index: int) -> tuple[EncodedImage, int]:
-        """The image before it is decoded, and its label; no file of this machine is opened.
+        """The undecoded image, and its label; no local file is opened.
 
         Raises:
             IndexError: if there is no such sample.
-            ValueError: if `size` is set, because images are then resized while they are decoded.
+            ValueError: if `size` is set, because images are then resized while decoding.
         """
         if self.size is not None:
             raise ValueError(
-                f"this ImageFolder resizes its images to size={self.size} while it decodes them, so it has "
-                "no undecoded ones: omit size=, and let the transform begin with a crop or a resize"
+                f"this ImageFolder resizes its images to size={self.size} while decoding, so it has no "
+                "undecoded ones: omit size=, and let the transform begin with a crop or a resize"
             )
         number = _resolve(index, len(self))
         path, label = self._sample(number)
@@ -217,16 +216,16 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return TargetsView(self._label, self._class_starts)
 
     def fingerprint(self) -> dict[str, str] | None:
-        """What the samples are made of, in named parts, which change with any file, ``size`` and the classes.
+        """The identity of the samples, in named parts that change with any file, ``size`` and the classes.
 
         Covers the class names, and for each file its path below ``root``, its length and its modification
-        time, but not its content. The method calls stat for every file, which takes seconds for a million.
-        The files of a remote folder have the lengths and the versions (such as ETags) that they had when the
-        folder was listed. If the store states no versions, as most web servers do, the result is None: give
-        `CachedDataset` a ``key``.
+        time, but not its content. It calls stat for every file, which takes seconds for a million. Files of a
+        remote folder count with the lengths and versions (such as ETags) they had when the folder was listed.
+        If the store has no versions, as on most web servers, the result is None: pass `CachedDataset` a
+        ``cache_key``.
 
         Raises:
-            ImageReadError: if a file does not exist any more.
+            ImageReadError: if a file no longer exists.
         """
         files = self._digest if self._remote is not None else self._local_digest()
         if files is None:
@@ -350,7 +349,7 @@ def _resolve(index: int, length: int) -> int:
 
 
 def _resolved(indices: Iterable[Any], length: int) -> Iterator[int]:
-    """The numbers of the samples that exist; reading another one raises its error later."""
+    """The numbers of the existing samples; reading any other raises its error later."""
     for index in indices:
         with contextlib.suppress(IndexError, TypeError):
             yield _resolve(index, length)
@@ -360,7 +359,7 @@ def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str
     saved = remote.saved_list() if listing == "use" else None
     if saved is not None:
         when, classes, files = saved
-        log.info("%s: %d files, from the list that was saved there on %s", remote.url, len(files), when)
+        log.info("%s: %d files, from the list saved there on %s", remote.url, len(files), when)
     else:
         classes, files = remote.list_files()
         if listing == "save":

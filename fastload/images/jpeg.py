@@ -1,13 +1,13 @@
-"""Ordinary JPEGs: what their segments say, and a decoder that is faster than Pillow's and gives equal pixels.
+"""Ordinary JPEGs: what their segments say, and a decoder that is faster than Pillow's with equal pixels.
 
 Rules:
 
 1. OpenCV decodes if its pixels equal Pillow's: each process compares them once, on a small picture of each
-   kind. Which libjpeg the two are built with, and with which options, is thus no matter.
+   kind. So it does not matter how the libjpeg of either was built.
 2. Only ordinary files are decoded here: 8 bits, grey or colours of a common sampling, and an end marker.
-   OpenCV gets no other file, because it does not raise all errors that Pillow raises: it does not look behind
-   the last pixel, and old releases fill what is missing with grey.
-3. Whatever is refused here is left to Pillow, which decodes it or raises.
+   OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look behind the
+   last pixel, and old releases fill gaps with grey.
+3. Whatever is rejected here is left to Pillow, which decodes it or raises.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ START, END = b"\xff\xd8", b"\xff\xd9"
 BLOCK_SIDE = 8  # pixels
 _TAIL_BYTES = 64  # some cameras pad files with zeros
 
-# A JPEG is a row of segments: 0xFF, kind, length. A frame's segment goes on with precision, height, width and
-# the number of components, and three bytes for each component (ITU-T T.81, annex B).
+# A JPEG is a sequence of segments: 0xFF, kind, length. A frame's segment continues with precision, height,
+# width, the number of components, and three bytes per component (ITU-T T.81, annex B).
 _MARKER = 0xFF
 _FRAME = struct.Struct(">BBHBHHB")
 _PROGRESSIVE_KIND = 0xC2
 _FRAME_KINDS = (0xC0, 0xC1, _PROGRESSIVE_KIND)  # baseline and extended: one scan
 _SCAN_KIND = 0xDA  # the compressed data follow
 _TAGS_KIND = 0xE1  # EXIF or XMP
-_INDEX_KIND = 0xE2  # of the pictures in a file of several, and other matters
+_INDEX_KIND = 0xE2  # of the pictures in a multi-picture file, and the like
 _RESTARTS_KIND = 0xDD
 _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comments, and APPn
 _MAX_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
@@ -60,9 +60,9 @@ class JpegHeader(NamedTuple):
         width: The same.
         sampling: Horizontal and vertical factor of each component, in four bits each.
         frame_at: Where the frame's segment begins, in bytes.
-        tags_at: Where segments begin that Pillow must read: EXIF and XMP may turn the picture, and a damaged
-            index of several pictures is an error.
-        is_one_scan: Whether all components lie in one scan; otherwise several scans follow.
+        tags_at: Where segments begin that Pillow must read: EXIF and XMP can rotate the picture, and a
+            damaged index of several pictures is an error.
+        is_one_scan: Whether all components are in one scan; otherwise several scans follow.
         restart_interval: How many MCUs (the smallest units of a scan) lie between two restart markers; 0
             without them.
         scan_at: Where the compressed data begin, in bytes.
@@ -79,7 +79,7 @@ class JpegHeader(NamedTuple):
 
     @property
     def mcu_blocks(self) -> list[tuple[int, int]]:
-        """How many blocks of each component lie side by side and below each other in an MCU."""
+        """Horizontal and vertical number of blocks of each component in an MCU."""
         return [(1, 1)] if len(self.sampling) == 1 else [(one >> 4, one & 15) for one in self.sampling]
 
     @property
@@ -90,7 +90,7 @@ class JpegHeader(NamedTuple):
 
     @property
     def num_mcus(self) -> tuple[int, int]:
-        """How many MCUs lie in a row, and how many rows there are."""
+        """MCUs per row, and number of rows."""
         width, height = self.mcu_sides
         return -(-self.width // width), -(-self.height // height)
 
@@ -98,7 +98,7 @@ class JpegHeader(NamedTuple):
 def parse_jpeg(data: Content) -> JpegHeader | None:
     """The header of an ordinary JPEG, in a tenth of the time that Pillow takes; None: Pillow must read it.
 
-    All segments up to the compressed data are looked at, because EXIF may follow the frame's.
+    All segments up to the compressed data are read, because EXIF can follow the frame's.
     """
     if data[:2] != START:
         return None
@@ -136,15 +136,15 @@ def parse_jpeg(data: Content) -> JpegHeader | None:
 
 
 def is_whole(data: Content) -> bool:
-    """Whether a file has an end; a file without one is cut short."""
+    """Whether a file has an end marker; a file without one is truncated."""
     return bytes(data[-_TAIL_BYTES:]).rstrip(b"\0").endswith(END)
 
 
 def markers(data: Content, header: JpegHeader) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.uint8]]:
-    """Where in the compressed data a marker begins, counted from their start, and its kind."""
+    """The offset of each marker in the compressed data, and its kind."""
     scan = np.frombuffer(data, np.uint8)[header.scan_at :]
     begins = scan[:-1] == _MARKER
-    begins &= scan[1:] != 0  # a 0 behind 0xFF says that this is no marker
+    begins &= scan[1:] != 0  # a 0 behind 0xFF: not a marker
     places = begins.nonzero()[0]
     return places, scan[1:].take(places)
 
@@ -161,7 +161,7 @@ def decode_jpeg(data: Content, header: JpegHeader, *, is_checked: bool = False) 
 
     Args:
         data: The content of the file.
-        header: As `parse_jpeg` gives it.
+        header: As returned by `parse_jpeg`.
         is_checked: Whether the markers are known to be in order.
 
     Returns:
@@ -180,7 +180,7 @@ def _decoder() -> Callable[[Content], Pixels | None] | None:
 
         flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
     except (ImportError, AttributeError) as error:  # AttributeError: a release before 4.11, or a broken one
-        log.debug("Pillow decodes JPEGs, as OpenCV cannot: %s", error)
+        log.debug("Pillow decodes JPEGs, because OpenCV cannot: %s", error)
         return None
 
     def decode(data: Content) -> Pixels | None:
@@ -192,7 +192,7 @@ def _decoder() -> Callable[[Content], Pixels | None] | None:
     for content in _proofs(cv2):
         found, expected = decode(content), Image.open(io.BytesIO(content)).convert("RGB")
         if found is None or not np.array_equal(found, np.asarray(expected)):
-            log.debug("Pillow decodes JPEGs, as OpenCV %s decodes other pixels", cv2.__version__)
+            log.debug("Pillow decodes JPEGs, because OpenCV %s decodes different pixels", cv2.__version__)
             return None
     return decode
 

@@ -1,4 +1,4 @@
-"""How the dimensions of an array of images are read: the one rule of the loader and of all transforms."""
+"""The meaning of an image array's dimensions: one rule for the loader and all transforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
 IMAGE_CHANNELS = (1, 3, 4)
-MIN_SIDE = 8  # of what counts as an image where nobody says so: keypoints, poses and kernels are smaller
+MIN_SIDE = 8  # of what counts as an image unless declared: keypoints, poses and kernels are smaller
 
 # Where C is 1, 3 or 4 and both sides have at least MIN_SIDE pixels, no shape has both layouts.
 Layout = Literal["HWC", "CHW"]
@@ -36,7 +36,7 @@ def fitting_layouts(
 def image_layout(shape: Sequence[int], *, is_pixels: bool) -> Layout | None:
     """The layout of an array as an image; None if it is not one.
 
-    An image is uint8 or floating, has 1, 3 or 4 channels, and at least 8 x 8 pixels.
+    An image is uint8 or floating-point, has 1, 3 or 4 channels, and at least 8 x 8 pixels.
 
     Args:
         shape: Three dimensions of a sample, or the last three of a batch.

@@ -1,4 +1,4 @@
-"""The EXIF orientation: how a stored image is turned before a viewer shows it."""
+"""The EXIF orientation: how viewers rotate a stored image."""
 
 from __future__ import annotations
 

@@ -4,12 +4,12 @@ Of a file that has restart markers, only the tiles of the region are decoded. nv
 ``regions``) decodes regions of these tiles and of other files, on the CPU with libjpeg-turbo, as Pillow does.
 Without it, the tiles are decoded as any other JPEG. Rules:
 
-1. A region has exactly the pixels that the same region of Pillow's full decode has, for all intact files
-   that `decode_region` accepts (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs).
-   Of a file with wrong bytes inside, both decoders make up pixels, and these may differ.
-2. A file that nvImageCodec refuses, and a file without an end, which is cut short, is left to Pillow: both
-   decoders therefore raise the same errors.
-3. Each thread of each process has a decoder of its own, because a decoder serves one thread at a time.
+1. A region has exactly the pixels of Pillow's full decode, for all intact files that `decode_region` accepts
+   (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs). For corrupt data, both decoders
+   make up pixels, which can differ.
+2. A file that nvImageCodec rejects, and a truncated file, is left to Pillow, so both decoders raise the same
+   errors.
+3. Each thread of each process has its own decoder, because a decoder serves one thread at a time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastload.images.tiles import Box, Cut
 
 # At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
-# interpolation, so that they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
+# interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
 _MIN_WIDTH = 4
 # What the import writes to standard error, because it also looks for codecs of GPUs.
 _NOISE = re.compile(rb"nvjpeg|nvtiff|nvImageCodec|nvimgcodec", re.IGNORECASE)
@@ -51,7 +51,7 @@ class _Decoders(threading.local):
 
 
 _decoders = _Decoders()
-# Two imports at the same time would each take the other's file for standard error.
+# Two concurrent imports would each take the other's file for standard error.
 _importing: dict[int, threading.Lock] = {}
 
 
@@ -92,7 +92,7 @@ def decode_tiles(cut: Cut, box: Box, path: str) -> npt.NDArray[np.uint8]:
 
 
 def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:
-    """A region, by nvImageCodec; None if it is not installed, or refuses."""
+    """A region, by nvImageCodec; None if it is not installed, or rejects the file."""
     codec = _codec()
     x_min, y_min, x_max, y_max = box
     if codec is None or x_max - x_min < _MIN_WIDTH or not is_whole(data):
@@ -120,7 +120,7 @@ def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:
 def _codec() -> Any:
     """The module nvidia.nvimgcodec, or None."""
     try:
-        # A forked child has a lock of its own: a thread that held the parent's does not exist there.
+        # A forked child has its own lock: a thread that held the parent's does not exist there.
         with _importing.setdefault(os.getpid(), threading.Lock()):
             return _import_quietly("nvidia.nvimgcodec")
     except ImportError as error:
@@ -135,7 +135,7 @@ def _parameters() -> Any:
 
 
 def _import_quietly(name: str) -> Any:
-    """Import a module that writes to the descriptor of standard error, without what it writes about GPUs."""
+    """Import a module, and drop what it writes about GPUs to the descriptor of standard error."""
     if name in sys.modules:
         return sys.modules[name]
     if sys.stderr is not None:  # as in a process without a terminal

@@ -1,10 +1,10 @@
-"""Adds restart markers to a JPEG without loss, so that each run of a few MCUs can be decoded by itself.
+"""Adds restart markers to a JPEG losslessly, so each run of a few MCUs can be decoded by itself.
 
 Only the first value of each block (DC) is coded anew: it is stored as the difference to the block before, and
 behind a marker this begins again at 0. The bits of all other values are copied. Rules:
 
 1. Every coefficient stays, and so do the other segments of the header and the bytes behind the picture.
-2. Whatever is not a sequential, Huffman-coded JPEG of one scan is refused with ValueError.
+2. Anything but a sequential, Huffman-coded JPEG of one scan raises ValueError.
 3. This is Python code, because no package has a lossless transcoder that sets markers. A photograph of 50 kB
    takes 13 ms, once; `tiled_folder` asks the program jpegtran first.
 """
@@ -44,7 +44,7 @@ _EVERY_DC = bytes([0, 1, 5, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, *range(12)])
 
 
 def restart_interval(columns: int) -> int:
-    """How many MCUs lie between two markers, in rows of this many MCUs."""
+    """The number of MCUs between two markers, in rows of this many MCUs."""
     return next(number for number in INTERVALS if columns % number == 0)
 
 
@@ -65,7 +65,7 @@ def add_restarts(content: bytes) -> bytes:
     """
     header = parse_jpeg(content)
     if header is None or not header.is_one_scan:
-        raise ValueError("only JPEGs of 8 bits, grey or RGB, that are not progressive can have tiles")
+        raise ValueError("only non-progressive JPEGs of 8 bits, grey or RGB, can have tiles")
     if any(content[at + 4 : at + 8] == b"MPF\0" for at in header.tags_at):
         raise ValueError("the file holds several pictures and an index of their places")
     if has_restarts(header):

@@ -3,8 +3,8 @@
 Rules:
 
 1. A rewritten file counts only if it decodes to the pixels of its original; otherwise the file is copied.
-2. Files appear in DEST when they are whole, with the times of their originals. A file with the time of its
-   original is not written again, so an interrupted run continues.
+2. Files appear in DEST when complete, with the times of their originals. A file with the time of its original
+   is not written again, so an interrupted run continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TiledFile(NamedTuple):
         nbytes: Its length before.
         new_nbytes: Its length now.
         is_tiled: Whether it has the markers now.
-        reason: Why a JPEG was copied as it was; None for other files.
+        reason: Why a JPEG was copied unchanged; None for other files.
     """
 
     name: str
@@ -48,11 +48,11 @@ class TiledFile(NamedTuple):
 
 
 def files_to_tile(source: str, dest: str) -> list[str]:
-    """The paths below `source` of all files that `dest` does not have yet.
+    """The paths below `source` of all files missing from `dest`.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ValueError: One folder lies in the other.
+        ValueError: One folder is inside the other.
     """
     if not os.path.isdir(source):
         raise FileNotFoundError(f"there is no folder {source}")
@@ -62,7 +62,7 @@ def files_to_tile(source: str, dest: str) -> list[str]:
     names, seen = [], set()
     for folder, folders, files in os.walk(source, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:  # a link to a folder above
+        if real in seen:  # a link to a parent folder
             folders.clear()
             continue
         seen.add(real)
@@ -75,7 +75,7 @@ def tile_files(source: str, dest: str, names: Sequence[str], num_workers: int) -
 
     Args:
         source: A folder.
-        dest: A folder, which is made.
+        dest: A folder, created if missing.
         names: Paths below `source`.
         num_workers: Processes; 0 for none.
 

@@ -1,13 +1,13 @@
 """Cuts a JPEG that has restart markers: a smaller JPEG that shows a region with the same pixels.
 
-Between two restart markers lie the MCUs (the smallest units of a scan) of a tile, which can be decoded
-without the ones before it. A header with other sides, the tiles that a region touches and new numbers for
-their markers are again an ordinary JPEG, and any decoder reads it. Rules:
+The MCUs (the smallest units of a scan) between two restart markers are a tile, which can be decoded without
+the ones before it. A header with different sides, the tiles that a region touches and renumbered markers are
+again an ordinary JPEG, which any decoder reads. Rules:
 
 1. A margin of two pixels lies around the region, because colours are interpolated between neighbours; and
    eight columns are kept at least, because libjpeg-turbo does not interpolate in pictures of four columns.
 2. A file is cut only if its markers are those that its header promises: as many, in order, and nothing else.
-   Wrong bytes between two markers then change the same pixels as in the whole picture.
+   Corrupt data between two markers then changes the same pixels as in the whole picture.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Cut(NamedTuple):
     Attributes:
         content: A whole JPEG, without EXIF.
         header: Its header.
-        x: Where its first column lies in the picture that it was cut from.
-        y: Where its first row lies there.
+        x: Its first column in the original picture.
+        y: Its first row there.
     """
 
     content: bytearray
@@ -47,7 +47,7 @@ class Cut(NamedTuple):
     y: int
 
     def moved(self, box: Box) -> Box:
-        """Where a box of that picture lies in this one."""
+        """A box of that picture in this one."""
         x_min, y_min, x_max, y_max = box
         return x_min - self.x, y_min - self.y, x_max - self.x, y_max - self.y
 

@@ -4,10 +4,10 @@ Rules:
 
 1. Every view of a slot is made from a lease. The lease dies with the last tensor, array, memoryview or
    storage alias made from it, in any order and on any thread; until then the memory is never written again.
-2. The death of a lease calls nothing: the code that wants the memory checks a weak reference. So no finalizer
-   runs at a bad moment, and no lock is needed.
-3. Shared memory that was leased while this process forked is never written again, because the child may
-   hold the same batch and sees the same pages.
+2. There is no callback when a lease dies: the code that wants the memory checks a weak reference. So no
+   finalizer runs at a bad moment, and no lock is needed.
+3. Shared memory that was leased while this process forked is never written again, because the child can hold
+   the same batch and sees the same pages.
 """
 
 from __future__ import annotations
@@ -85,18 +85,18 @@ class Memory:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the memory must not be reused because a forked child may hold a view of it."""
+        """Whether the memory must not be reused because a forked child can hold a view of it."""
         return self._shared and self._lease is not None and self._forks_at_lease != _forks
 
 
 def private_memory(nbytes: int) -> Memory:
-    """Anonymous private pages, allocated now; a forked child has a copy of its own."""
+    """Anonymous private pages, allocated now; a forked child has its own copy."""
     nbytes = round_up(max(nbytes, 1), PAGE_BYTES)
     if hasattr(mmap, "MAP_PRIVATE"):
         mapping = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         populate(mapping)
     else:
-        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are allocated at the first touch
+        mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are allocated on first touch
     return Memory(mapping, shared=False)
 
 
@@ -115,7 +115,7 @@ class Arena:
         self.used_bytes = 0
 
     def begin(self, memory: Memory | None) -> None:
-        """Start a batch in ``memory``, or in new memory that is made at the first request for a stretch."""
+        """Start a batch in ``memory``, or in new memory, made on the first request for a stretch."""
         self.memory = memory
         self.lease = None
         self.used_bytes = 0
@@ -168,10 +168,10 @@ class WritingInto:
     """A block in which functions that know `current_arena` write their results into ``arena``.
 
     Use it only around code whose result is the batch. Whatever makes a part of one, such as a dataset that
-    calls default_collate for a sample, must get memory outside the arena, because the arena may be reused
+    calls default_collate for a sample, must get memory outside the arena, because the arena can be reused
     while the part is in use.
 
-    This is a class and not a contextlib generator: it is entered for each batch, and leaves errors untouched.
+    This is a class, not a contextlib generator: it is entered for each batch, and leaves errors untouched.
 
     Args:
         arena: The memory; None: the heap.
@@ -195,8 +195,8 @@ class Buffers:
     """Private buffers of one fetching thread: one per batch, reused when no view of the batch is left.
 
     Args:
-        limit_bytes: Upper bound for the bytes of all kept buffers; a batch beyond it gets memory of its own.
-        max_buffers: The most buffers that are kept.
+        limit_bytes: Upper bound on the bytes of all kept buffers; a batch beyond it gets its own memory.
+        max_buffers: Maximum number of kept buffers.
     """
 
     def __init__(self, limit_bytes: int, max_buffers: int = MAX_BUFFERS) -> None:
@@ -206,7 +206,7 @@ class Buffers:
         self._memories: list[Memory] = []
 
     def begin(self) -> None:
-        """Start a batch; its memory is chosen at the first request for a stretch."""
+        """Start a batch; its memory is chosen on the first request for a stretch."""
         self.arena.begin(None)
 
     def clear(self) -> None:

@@ -3,14 +3,14 @@
 This module does no I/O. A worker makes the memory of a slot, and the parent receives it with the first batch
 in that slot. Rules:
 
-1. A slot belongs to one worker for life, so that each page is mapped by one worker and the parent only.
+1. A slot belongs to one worker for life, so each page is mapped only by one worker and the parent.
 2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE if the batch was copied out or was an error.
    LENT becomes FREE when no view made from the lease is alive (see `lease`).
-3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes`
-   in total. Every worker may always have one slot, and gets no more until the size of a batch is known.
-   If batches grow later, free slots are dropped until the total is within the limit again.
+3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes` in
+   total. Every worker can always have one slot, and gets no more until the size of a batch is known. If
+   batches grow later, free slots are dropped until the total is within the limit again.
 4. Back-pressure without deadlock: with no free slot, a task waits. A slot is lent only if its worker keeps
-   another slot or may get one; otherwise the caller gets a copy, and the slot is free at once.
+   another slot or can get one; otherwise the caller gets a copy, and the slot is free at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # A training loop holds its current batch while it asks for the next one; prefetchers hold a few more.
 LENT_SLOTS = 4
 
-# After this many batches without any bytes (such as lists of strings), a worker may have several in flight
-# although their size is unknown. If larger batches follow, the first ones may exceed `max_bytes`.
+# After this many batches without any bytes (such as lists of strings), a worker can have several in flight
+# although their size is unknown. If larger batches follow, the first ones can exceed `max_bytes`.
 EMPTY_BATCHES = 8
 
 
@@ -57,8 +57,8 @@ class Ring:
 
     Args:
         num_workers: How many workers there are.
-        slots_in_flight: Batches that a worker may have in flight (the prefetch factor).
-        max_bytes: Upper bound for the memory of all slots together.
+        slots_in_flight: Batches that a worker can have in flight (the prefetch factor).
+        max_bytes: Upper bound on the memory of all slots together.
     """
 
     def __init__(self, num_workers: int, slots_in_flight: int, max_bytes: int) -> None:
@@ -68,7 +68,7 @@ class Ring:
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
         self._largest_bytes: int | None = None  # of a slot; None until a batch arrived with memory
         self._num_empty = 0  # batches without bytes before that
-        self.num_copies = 0  # batches that were copied out because their slot could not be lent
+        self.num_copies = 0  # batches copied out because their slot could not be lent
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +150,7 @@ class Ring:
             slots.clear()
 
     def _has_surplus(self, slots: list[Slot]) -> bool:
-        # Only the newest slot is dropped, so that slot numbers stay list positions; the worker keeps a slot.
+        # Only the newest slot is dropped, so slot numbers stay list positions; the worker keeps a slot.
         is_idle = len(slots) > 1 and slots[-1].state is SlotState.FREE
         return is_idle and any(slot.state is not SlotState.LENT for slot in slots[:-1])
 
@@ -160,7 +160,7 @@ class Ring:
             return True
         if self._largest_bytes is None:
             return self._num_empty >= EMPTY_BATCHES and len(slots) < self._slots_in_flight
-        # Bytes are reserved for slots whose memory is not made yet, and for workers without a slot.
+        # Bytes are reserved for slots without memory yet, and for workers without a slot.
         spoken_for = sum(slot.memory is None for slot in self.slots) + sum(
             not others for others in self._slots
         )

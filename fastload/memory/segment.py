@@ -38,10 +38,10 @@ _LIMITS = {errno.EFBIG: "RLIMIT_FSIZE", errno.ENOMEM: "RLIMIT_AS", errno.EMFILE:
 
 @functools.cache
 def why_unsupported() -> str | None:
-    """The reason why segments do not work here, as a readable clause; None if segments work.
+    """Why segments do not work here, as a readable clause; None if they work.
 
     The function makes, seals and maps a segment of one page, once per process: in containers memfd_create
-    often exists, but the call is refused.
+    often exists, but is denied.
     """
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
         return "this platform has no anonymous shared memory (memfd_create)"
@@ -53,8 +53,8 @@ def why_unsupported() -> str | None:
             trial.close()
     except SegmentError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCITIES:
-            return None  # the next attempt to create a segment may succeed
-        return f"this system refuses anonymous shared memory: {error}"
+            return None  # the next attempt to create a segment might succeed
+        return f"this system denies anonymous shared memory: {error}"
     return None
 
 
@@ -77,15 +77,15 @@ class Segment:
 
     @classmethod
     def create(cls, nbytes: int, *, name: str = "fastload", sealed: bool = False) -> Segment:
-        """Make a segment of ``nbytes`` zero bytes; pages are allocated at the first touch.
+        """Make a segment of ``nbytes`` zero bytes; pages are allocated on first touch.
 
         Args:
             nbytes: Size; rounded up to whole pages, at least one.
             name: Shown in /proc/PID/maps only; need not be unique.
-            sealed: Forbid every later change of the size, so that no mapping can cause a SIGBUS.
+            sealed: Forbid every later change of the size, so no mapping can cause a SIGBUS.
 
         Raises:
-            SegmentError: The system refused the memory or the descriptor.
+            SegmentError: The memory or the descriptor is not available.
         """
         nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         try:
@@ -95,7 +95,7 @@ class Segment:
                 f"cannot create a shared segment of {nbytes:,} bytes: {refusal(error)}"
             ) from error
         try:
-            os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor may open a memfd
+            os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor can open a memfd
             os.ftruncate(fd, nbytes)
             if sealed:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -122,7 +122,7 @@ class Segment:
 
     @property
     def is_own(self) -> bool:
-        """Whether the segment belongs to this process's user, and other users may not open it."""
+        """Whether the segment belongs to this process's user, and other users cannot open it."""
         status = os.fstat(self.fd)
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
@@ -144,7 +144,7 @@ class Segment:
         """Write all of ``data``, without a mapping.
 
         Raises:
-            OSError: The system refused the memory.
+            OSError: The memory could not be allocated.
         """
         view = memoryview(data)
         while view:
@@ -152,7 +152,7 @@ class Segment:
             view, offset = view[written:], offset + written
 
     def reopen(self) -> int:
-        """A new descriptor with a file description of its own; the caller closes it.
+        """A new descriptor with its own file description; the caller closes it.
 
         flock(2) locks belong to the file description: processes that share an inherited or duplicated one
         do not exclude each other.
@@ -163,7 +163,7 @@ class Segment:
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Give up this process's descriptor; idempotent."""
+        """Close this process's descriptor; idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -171,14 +171,14 @@ class Segment:
     def __reduce__(self) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:
             return _attach_inherited, (reduction.DupFd(self.fd),)
-        # Pickled for another purpose than to start a child process: the reading process must belong to the
-        # same user, and must open the descriptor while this process lives (proc(5), /proc/PID/fd).
+        # Not pickled to start a child process: the reading process must belong to the same user, and must
+        # open the descriptor while this process lives (proc(5), /proc/PID/fd).
         status = os.fstat(self.fd)
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
 
 
 def refusal(error: OSError) -> str:
-    """The system's message, and the limit of this process that may have caused it, if that limit is set."""
+    """The system's message, and the limit of this process that might be the cause, if it is set."""
     name = _LIMITS.get(error.errno or 0)
     if name is None:
         return str(error)
@@ -201,11 +201,11 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
 
 
 def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str], bool]) -> Segment:
-    """The segment behind a descriptor of another process, with a file description of its own.
+    """The segment behind a descriptor of another process, with its own file description.
 
-    The descriptor may refer to another file by now, and opening a pipe, a device or a terminal would change
-    it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and opened
-    through that descriptor, so no other file can take its place in between.
+    The descriptor might refer to a different file by now, and opening a pipe, a device or a terminal would
+    change it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and
+    opened through that descriptor, so no other file can take its place in between.
 
     Args:
         pid: The process.
@@ -214,8 +214,8 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
             it is the segment that the caller wants.
 
     Raises:
-        OSError: The process or the descriptor is gone, or this process may not open its descriptors.
-        SegmentError: The descriptor refers to another file by now.
+        OSError: The process or the descriptor is gone, or this process cannot open its descriptors.
+        SegmentError: The descriptor now refers to a different file.
     """
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -232,13 +232,13 @@ def populate(mapping: mmap.mmap) -> None:
     """Allocate all pages of a writable mapping now, in one call instead of one page fault each.
 
     Raises:
-        SegmentError: There is not enough memory (instead of a SIGBUS at the first touch).
+        SegmentError: There is not enough memory (instead of a SIGBUS on first touch).
     """
     if sys.platform != "linux":
-        return  # pages are allocated at the first touch: slower, and just as correct
+        return  # pages are allocated on first touch: slower, but just as correct
     try:
         mapping.madvise(_MADV_POPULATE_WRITE)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
             raise SegmentError(f"cannot take {len(mapping):,} bytes of memory: {error}") from error
-        # EINVAL: the kernel is older than 5.14; pages are allocated at the first touch.
+        # EINVAL: the kernel is older than 5.14; pages are allocated on first touch.

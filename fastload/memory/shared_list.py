@@ -1,8 +1,8 @@
 """SharedList: picklable records in one segment of shared memory, instead of a list of Python objects.
 
-Reading an object of a list changes its reference count, and so its page. A forked worker therefore ends up
-with a copy of every page of the list that it reads; a spawned worker gets a copy of the whole list at once.
-Bytes in shared memory have no reference counts, and all processes map the same pages.
+Reading an object of a list changes its reference count, and so its page. So a forked worker ends up with a
+copy of every page of the list that it reads; a spawned worker gets a copy of the whole list at once. Bytes in
+shared memory have no reference counts, and all processes map the same pages.
 
 Rules:
 
@@ -52,7 +52,7 @@ class SharedList(Sequence[T]):
 
     Raises:
         TypeError: An item cannot be pickled; the message has its index.
-        SegmentError: The system refused the memory.
+        SegmentError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
@@ -132,7 +132,7 @@ def _stored(items: Iterable[Any]) -> Segment | bytearray:
     """New memory with these items."""
     reason = why_unsupported()
     if reason is not None:
-        say_once(f"SharedList: each process keeps a copy of its own, because {reason}")
+        say_once(f"SharedList: each process keeps its own copy, because {reason}")
         private = bytearray()
         for chunk in _chunks(items):
             private += chunk

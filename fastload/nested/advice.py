@@ -1,4 +1,4 @@
-"""Says what to return in place of a value that cannot be cached.
+"""Says what to return instead of a value that cannot be cached.
 
 Classes of other libraries are recognised by the names of their modules; no library is imported here.
 """

@@ -1,7 +1,7 @@
 """Finds the leaves of a nested batch that can move to a device, and moves them.
 
-These leaves are tensors, and objects with a ``to(device)`` of their own (PackedSequence, TensorDict, a
-graph's batch), because only these objects know how to move their content.
+These leaves are tensors, and objects with their own ``to(device)`` (PackedSequence, TensorDict, a graph's
+batch), because only these objects know how to move their content.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The leaf values that a cached sample may hold: their types, and their conversion to bytes and back.
+"""The leaf values that a cached sample can hold: their types, and their conversion to bytes and back.
 
 Rules:
 
 1. The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, str_ and
    bytes_, which are NumPy's own, and image, an `EncodedImage`. Pickle is never used.
 2. Type, dtype and shape are restored exactly; restored arrays and tensors are C-contiguous.
-3. Restored arrays are views of the given memory. Restored tensors are always private copies, because torch
-   has no read-only memory: an in-place operation on a read-only mapping would end the process.
+3. Restored arrays are views of the memory. Restored tensors are always private copies, because torch has no
+   read-only memory: an in-place operation on a read-only mapping would kill the process.
 4. torch is imported only when a tensor occurs (see `tensors`): the command line reads caches without it.
 """
 
@@ -33,7 +33,7 @@ IMAGE = "image"
 _PATH_BYTES = struct.Struct("<I")  # before the path, which is before the content of the file
 _FLOAT = struct.Struct("<d")
 _MAX_BYTES = (1 << 63) - 1  # of an array
-_INT_BYTES = 8  # the least that an int takes; larger ints take more
+_INT_BYTES = 8  # the minimum for an int; larger ints take more
 
 
 class Leaf(NamedTuple):
@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
 
 @cache
 def torch_side() -> Any:
-    """The module `tensors`, imported at the first call; later calls are faster than an import statement."""
+    """The module `tensors`, imported on the first call; later calls are faster than an import statement."""
     from fastload.nested import tensors
 
     return tensors
@@ -133,7 +133,7 @@ def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
         path = b"" if value.path is None else value.path.encode("utf-8", "surrogateescape")
         return b"".join([_PATH_BYTES.pack(len(path)), path, value.content()])
     if kind in ("str", "str_"):
-        return bytes(value.encode("utf-8", "surrogatepass"))  # paths may hold undecodable bytes
+        return bytes(value.encode("utf-8", "surrogatepass"))  # paths can hold undecodable bytes
     return bytes(value) if kind in ("bytes", "bytes_") else b""
 
 

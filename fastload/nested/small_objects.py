@@ -33,7 +33,7 @@ class SmallObjects(NamedTuple):
     Attributes:
         path: Where it is, such as `"dataset.items"`.
         length: Its number of elements.
-        nbytes: About what a worker copies that reads all of them.
+        nbytes: Roughly what a worker that reads all of them copies.
     """
 
     path: str
@@ -67,7 +67,7 @@ def _below(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[SmallO
 
 
 def _estimate(value: Any, depth: int, seen: set[int]) -> float:
-    """About how many bytes are copied when this object is read, and all that it leads to."""
+    """Roughly how many bytes are copied when this object, and all that it leads to, is read."""
     if not depth or id(value) in seen:
         return 0.0
     seen.add(id(value))

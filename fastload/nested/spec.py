@@ -1,12 +1,12 @@
 """Describes the structure of a sample without its values: dicts, lists, tuples and namedtuples around leaves.
 
-A spec is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, so that specs can
-be compared and hashed; equal specs are one object. Rules:
+A spec is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, which can be
+compared and hashed; equal specs are one object. Rules:
 
 1. Only exact built-in containers and namedtuples are allowed; dict keys are str and keep their order.
 2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
-   the class is looked up in the modules that this process has already imported. A spec that is sent to a
-   worker takes its classes along (pickled by reference), so that the worker imports them too.
+   the class is looked up in the modules that this process has already imported. A spec sent to a worker takes
+   its classes along (pickled by reference), so the worker imports them too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Spec:
         Raises:
             CacheError: The class of a namedtuple is not imported in this process.
         """
-        if self._flat_type is not None:  # most samples: quicker than the walk
+        if self._flat_type is not None:  # most samples: faster than the walk
             return self._flat_type(values)
         return _build(self.node, iter(values))
 
@@ -172,7 +172,7 @@ def is_namedtuple(value: Any) -> bool:
 
 
 def _class_name(kind: type, path: tuple[Any, ...]) -> tuple[str, str]:
-    # multiprocessing imports the main script under another name in spawned workers.
+    # multiprocessing imports the main script under a different name in spawned workers.
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     if _find_class(module, kind.__qualname__) is not kind:
         raise UnsupportedSampleError(
@@ -214,7 +214,7 @@ def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any
     if not is_tuple_class or getattr(found, "_fields", None) != fields:
         raise CacheError(
             f"a cached sample is a namedtuple {module}.{qualname}{fields}, but no such class is imported in "
-            f"this process: import {module} before you read the cache"
+            f"this process: import {module} before reading the cache"
         )
     return found
 
@@ -248,7 +248,7 @@ def _walk(node: Node, path: str = "$") -> Iterator[tuple[str, Node]]:
 
 
 def _parse_node(data: Any, depth: int = 0) -> Node:
-    """A node from JSON: lists become tuples; every kind and type is checked, as a file may hold anything."""
+    """A node from JSON; lists become tuples. Checks every kind and type: a file can hold anything."""
     if depth > MAX_DEPTH:
         raise ValueError(f"a node is nested more than {MAX_DEPTH} levels deep")
     match data:

@@ -1,7 +1,7 @@
 """Walks over nested samples and over the outputs of transforms: copies, read-only views, comparison.
 
 In a sample, containers are dicts, lists, tuples and namedtuples, including subclasses. `map_leaves` also
-walks over batches, which may be of more types.
+walks over batches, which can have more types.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def map_leaves(
         parts = value.items()
     elif kind == "sequence":
         parts = enumerate(value)
-    else:  # fields that are declared with init=False may never have been set
+    else:  # fields declared with init=False might never have been set
         names = [field.name for field in dataclasses.fields(value)]
         parts = [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     changed = {}
@@ -121,10 +121,10 @@ def _copied(leaf: Any) -> Any:
 
 
 class HiddenMemoryError(Exception):
-    """An object may refer to memory that `detached` does not find."""
+    """An object can refer to memory that `detached` does not find."""
 
 
-# Leaves of these types refer to no memory of an array. np.void may be a view; other objects may hold one.
+# Leaves of these types refer to no memory of an array. np.void can be a view; other objects can hold one.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
 _FREE = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64))
 
@@ -140,7 +140,7 @@ def detached(nest: Any, sample: Any) -> Any:
         The nest; the strides of the copies have the same order as those of the originals.
 
     Raises:
-        HiddenMemoryError: A leaf is an object of another type than arrays, tensors, numbers and texts.
+        HiddenMemoryError: A leaf is not an array, tensor, number or text.
     """
     if type(nest) is tuple and type(sample) is tuple and nest:  # most samples: faster than the walk
         first = nest[0].copy() if type(nest[0]) is np.ndarray and nest[0] is sample[0] else nest[0]
@@ -150,7 +150,7 @@ def detached(nest: Any, sample: Any) -> Any:
 
 
 def _owns(part: Any) -> bool:
-    """Whether a value is plain, or an array with memory of its own."""
+    """Whether a value is plain, or an array that owns its memory."""
     kind = type(part)
     if kind is np.ndarray:
         return part.flags.owndata and not part.dtype.hasobject
@@ -198,7 +198,7 @@ def read_only(sample: Any) -> Any:
 
 
 def read_only_views(sample: Any) -> Any:
-    """The sample with read-only views of its arrays, and private tensors; other values stay as they are."""
+    """The sample with read-only views of its arrays, and private tensors; other values stay unchanged."""
     return map_leaves(sample, _read_only_leaf)
 
 

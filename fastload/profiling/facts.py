@@ -1,4 +1,4 @@
-"""Collect facts on a loader and its batches as plain values: settings, sizes, and the user's name for it."""
+"""Collect facts about a loader and its batches as plain values: settings, sizes, and the loader's name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     is_iterable = isinstance(dataset, IterableDataset)
     num_samples = None
     if not is_iterable:
-        with contextlib.suppress(Exception):  # whatever it raises, the loop may never ask for it
+        with contextlib.suppress(Exception):  # whatever it raises, the loop might never ask for it
             num_samples = len(dataset)
     small_objects: list[str] = []
     with contextlib.suppress(Exception):  # the same for containers of the user's own classes
@@ -79,9 +79,9 @@ def _is_around(value: Any, loader: Any) -> bool:
 
 
 def _name_of(loader: Any, frame: FrameType | None) -> str:
-    """The variable or attribute that holds the loader in the user's code that called us; else its class.
+    """The variable or attribute that holds the loader in the calling user code; else its class.
 
-    Names in frameworks' functions, and names that many functions give to any loader, are the last choice.
+    Names in frameworks' functions, and generic names, are the last choice.
     """
     general = ""
     while frame is not None:

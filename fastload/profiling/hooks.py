@@ -5,7 +5,7 @@ Runs in the consumer's process and in its workers. Rules:
 1. A hooked function returns and raises what the original does.
 2. Worker processes get their hooks through the function that they start with (`WatchedMain`),
    which is pickled with the directory of the recordings: this works for fork, spawn and forkserver alike.
-3. A process that was forked from a watched one, and is no worker of it, records nothing.
+3. A process forked from a watched one that is not its worker records nothing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Process:
             process._recording.close()
 
     def measure(self, fetcher: Any, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call ``make``, which makes a batch, and record it under the loader that it belongs to."""
+        """Call ``make``, which makes a batch, and record it under its loader."""
         loader: int | None = self._loader
         worker, thread = _worker_number(), threading.get_ident()
         if self._is_consumer:  # a worker thread knows its loader since it was made
@@ -128,7 +128,7 @@ class Process:
         return watch
 
     def add(self, stage: str, name: str, wall_ns: int, cpu_ns: int) -> None:
-        """Add time that belongs to no batch that is being made, such as sending one."""
+        """Add time outside of making a batch, such as sending one."""
         if os.getpid() == self._pid:
             loader = self._loader if in_use.loader is None else in_use.loader
             self._recording.add(Moment(loader, _worker_number(), stage, name, wall_ns, cpu_ns))
@@ -161,13 +161,13 @@ class WatchedMain:
 
 
 def watch_new_workers(directory: str, loader: int) -> None:
-    """Let worker processes that start from now on belong to this loader."""
+    """Assign worker processes that start from now on to this loader."""
     for kind, (owner, name, _) in _MAINS.items():
         setattr(owner, name, WatchedMain(kind, directory, loader))
 
 
 def forget_new_workers() -> None:
-    """Let worker processes start as they do without a profile."""
+    """Start worker processes as without a profile again."""
     for owner, name, original in _MAINS.values():
         setattr(owner, name, original)
 
@@ -239,7 +239,7 @@ def _watched_collate(collate: Any) -> Any:
 
 
 def _is_ours(fetcher: Any, collate: Any) -> bool:
-    """Whether fastload's fetcher replaces this function by its own rows, which it tells by identity."""
+    """Whether fastload's fetcher replaces this function with its own rows, which it tells by identity."""
     return isinstance(fetcher, own_fetch.Fetcher) and is_torch_default(collate)
 
 

@@ -1,9 +1,9 @@
 """Which lines of the user's code take the time: a thread looks at the stacks of threads that make batches.
 
-A look sees waits as well as computation, which a profiler that counts CPU time does not. It takes about
-20 us, but it takes the GIL and a CPU from the thread that works: where torch computes with several threads,
-all of them wait for the one that lost its CPU, up to 4 ms (benchmarks/NOTES.md, "Profiles"). Looks are
-therefore frequent at first, and rare once there are enough of them.
+A look sees waits as well as computation, which a profiler that counts CPU time does not. It takes about 20
+us, but it takes the GIL and a CPU from the thread that works: where torch computes with several threads, all
+of them wait for the one that lost its CPU, up to 4 ms (benchmarks/NOTES.md, "Profiles"). So looks are
+frequent at first, and rare once there are enough of them.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class HotLines:
                 del frames
 
     def stop(self) -> None:
-        """End the thread, and wait for it."""
+        """Stop the thread, and wait for it."""
         self._has_stopped.set()
         self._thread.join()
 
 
 def is_own_code(path: str) -> bool:
-    """Whether a source file is the user's: neither Python's, nor of an installed package, nor ours."""
+    """Whether a source file is the user's: not Python's, an installed package's, or ours."""
     return bool(path) and not path.startswith(_NOT_OWN)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fastload.profiling.timeline import Timeline
 
-_OWN_SHARE = 0.7  # of all CPU time, from which on a loop is limited by the CPUs
+_OWN_SHARE = 0.7  # of all CPU time, above which a loop is limited by the CPUs
 _NUM_STEPS = 400  # simulated
 
 
@@ -29,13 +29,13 @@ class Model:
     """A loader and its consumer, as times of recorded batches.
 
     Attributes:
-        computes: Seconds that the consumer is busy with each batch, also with receiving it.
+        computes: Seconds that the consumer is busy with each batch, including receiving it.
         makes: Seconds that making each batch takes, by worker.
         num_workers: The number of workers; 0: the consumer makes the batches.
         prefetch_factor: Batches in flight per worker.
         make_cpu_s: CPU seconds of making a batch.
         consumer_cpu_s: CPU seconds of the consumer's process per step, without making batches.
-        num_cpus: CPUs that may be used.
+        num_cpus: Usable CPUs.
         is_saturated: Whether CPUs were the limit: then recorded times contain waits for a CPU.
     """
 
@@ -61,7 +61,7 @@ class Model:
         computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s
         consumer_cpu_s = timeline.consumer_cpu_s - (0 if workers else make_cpu_s)
-        # CPUs that other programs keep busy do not become free by a change of the loader.
+        # No change of the loader frees CPUs that other programs keep busy.
         is_limit = make_cpu_s + consumer_cpu_s > _OWN_SHARE * timeline.machine.num_cpus * timeline.step_s
         return cls(
             computes or [0.0],
@@ -80,7 +80,7 @@ class Model:
         return replace(self, makes=makes, make_cpu_s=self.make_cpu_s * cpu)
 
     def with_workers(self, num_workers: int) -> Model:
-        """The same, with another number of workers."""
+        """The same, with a different number of workers."""
         everything = [make_s for makes in self.makes for make_s in makes]
         computes = self.computes
         if self.num_workers == 0:
@@ -98,7 +98,7 @@ class Model:
         return max(simulated_s, self.cpu_s / max(self.num_cpus, 0.1))
 
     def gain_to(self, other: Model) -> float:
-        """How many times as fast steps are in another model of the same loader."""
+        """The speed-up of steps in a different model of the same loader."""
         before_s, after_s = self.step_s(), other.step_s()
         if self.is_saturated and self.cpu_s > 0:
             # Recorded times contain waits for CPUs, which become shorter with the CPU time.
@@ -130,7 +130,7 @@ def simulate(
             start_s = now_s
         worker = number % num_workers
         own = makes[worker % len(makes)]
-        turn = number // num_workers + worker // len(makes) * 7  # other recorded times for further workers
+        turn = number // num_workers + worker // len(makes) * 7  # recorded times for further workers
         free_s[worker] = max(free_s[worker], asked_s[number]) + own[turn % len(own)]
         now_s = max(now_s, free_s[worker])
         asked_s.append(now_s)

@@ -1,11 +1,11 @@
-"""Which functions belong to which stage. They are replaced by timed ones while a batch is measured.
+"""Which functions belong to which stage. They are replaced with timed ones while a batch is measured.
 
 Rules:
 
 1. Probes are on only while some thread measures a batch in detail. In between, every function and attribute
-   is the original again, so that other batches cost nothing.
+   is the original again, so other batches cost nothing.
 2. A probed function returns what the original returns, and raises what it raises.
-3. Only modules that are imported already are probed: profiling imports no library of its own accord.
+3. Only already imported modules are probed: profiling imports no library by itself.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Probes:
             is_on = self._num_measuring > 0  # another thread measures a batch
             if is_on:
                 self._put(is_on=False)
-            self._find()  # now, and not in a batch that is measured
+            self._find()  # now, not in a measured batch
             if is_on:
                 self._put(is_on=True)
 
@@ -161,7 +161,7 @@ def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
 
 
 def _transform_modules() -> Iterator[Patch]:
-    """The transforms of libraries: all their classes with a `forward` or `__call__` of their own."""
+    """The transforms of libraries: all their classes with their own `forward` or `__call__`."""
     for module_name, module in list(sys.modules.items()):
         if module is not None and module_name.startswith(_TRANSFORM_MODULES):
             for kind in list(vars(module).values()):
@@ -264,7 +264,7 @@ _PLAIN = (-1, None, None, None)  # buffering, encoding, errors and newline, as p
 
 @functools.wraps(_original_open, updated=())
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-    """`open`, whose files time their reads if they are opened by path for reading in binary mode."""
+    """`open`, whose files time their reads if opened by path for reading in binary mode."""
     is_plain = mode in ("rb", "br") and not kwargs and args == _PLAIN[: len(args)]
     if here.spans is not None and is_plain and isinstance(file, (str, bytes, os.PathLike)):
         return _probed_open(file)

@@ -2,8 +2,8 @@
 
 Rules:
 
-1. Each line is written by one call: threads need no lock, and a process that is killed leaves whole lines and
-   at most a part of one, which the reader leaves out.
+1. Each line is written by one call: threads need no lock, and a killed process leaves whole lines and at most
+   a part of one, which the reader skips.
 2. A process records at most `MAX_LINES`, and nothing after an error of the file system.
 3. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
@@ -99,7 +99,7 @@ class Recording:
 
 
 def read_recordings(directory: str) -> tuple[list[Batch], list[Moment]]:
-    """Everything that was recorded in a directory; batches by the time when they were begun."""
+    """Everything recorded in a directory; batches by start time."""
     batches: list[Batch] = []
     moments: list[Moment] = []
     for path in Path(directory).glob("*.jsonl"):

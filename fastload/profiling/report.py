@@ -44,17 +44,17 @@ class LoaderReport:
         name: The variable that held the loader, or its class.
         dataset: The class of its dataset.
         settings: Its number of workers, batch size, and so on, as plain values.
-        num_epochs: How often a loop over it began.
+        num_epochs: The number of loops over it.
         num_batches: The batches that the loops got.
         num_steady: The steady steps among them, on which the waits are measured.
         total_s: Seconds in these loops, without the very first wait, which happens once.
         wait_p50_ms: The median wait of a steady step.
-        wait_p95_ms: The wait that 95% of the steady steps stay below.
+        wait_p95_ms: The 95th percentile of the same.
         compute_ms: The mean time that the loop computes with a batch.
         first_start_s: The time from the first `iter()` to its first batch, which happens once.
         start_s: The mean of the same for later epochs; None with one epoch.
         data_share: The share of all time that the loops waited for data.
-        speedup_if_free: How many times as fast the loops were if loading cost nothing, by the waits.
+        speedup_if_free: The speed-up if loading were free, by the waits.
         speedup_replayed: The same, measured with held batches; None without `replay`.
         make_ms: The mean time of making a batch, in the worker.
         worker_utilisation: The share of their time that workers made batches; None without workers.
@@ -113,13 +113,13 @@ class LoaderReport:
             starts = f"wait per batch: {waits}; computing: {self.compute_ms:,.1f} ms; {starts}"
         lines.append(f"  {starts}")
         if self.bottleneck:
-            free = f"  if loading cost nothing: {self.speedup_if_free:.2f} times as fast"
+            free = f" if loading were free: {self.speedup_if_free:.2f} times as fast"
             if self.speedup_replayed is not None:
                 free += f" by the waits, {self.speedup_replayed:.2f} measured with batches held in memory"
             lines += [free, *self._table()]
             changes = [f"{one.gain:.2f}x: {one.text}" for one in self.suggestions]
             lines += [f"  {number}. {change}" for number, change in enumerate(changes, start=1)] or [
-                "  No change of the loader that is known here would gain 3% or more."
+                "  No known change of the loader would gain 3% or more."
             ]
         return lines
 
@@ -147,8 +147,8 @@ class ProfileReport:
 
     Attributes:
         loaders: The reports.
-        num_cpus: The CPUs that the process may use.
-        busy_share: How busy the CPUs were that the process may use; None if the system does not say.
+        num_cpus: The CPUs that the process can use.
+        busy_share: How busy these CPUs were; None if unknown.
         notes: What makes the figures uncertain, and what workers copy of a dataset.
     """
 
@@ -196,7 +196,7 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
 
 
 def _on_copies(facts: dict[str, Any]) -> str:
-    """A note on the small objects of which each worker has a copy; "" if there are none."""
+    """A note on the small objects that each worker copies; "" if there are none."""
     held, own_bytes = " and ".join(facts["small_objects"]), facts["own_bytes"]
     if not held or own_bytes < MIN_BYTES:
         return ""

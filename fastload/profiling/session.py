@@ -34,7 +34,7 @@ class Profile:
         """Begin to watch.
 
         Raises:
-            RuntimeError: Another profile runs in this process.
+            RuntimeError: A different profile is running in this process.
         """
         directory = tempfile.mkdtemp(prefix="fastload-profile-")
         watch = Watch(directory, self._loaders or None, replay=self._replay)
@@ -48,7 +48,7 @@ class Profile:
         return self
 
     def stop(self) -> None:
-        """End watching; a second call does nothing. Loaders in use continue unwatched."""
+        """Stop watching; a second call does nothing. Loaders in use continue unwatched."""
         watch, self._watch = self._watch, None
         if watch is None or self._before is None:
             return
@@ -58,7 +58,7 @@ class Profile:
             watch.stop()
             try:
                 self._read(watch, machine)
-            except Exception:  # a signal's handler may raise here: torch's does when a worker dies
+            except Exception:  # a signal handler can raise here: torch's does when a worker dies
                 self._read(watch, machine)
                 raise
         finally:
@@ -112,13 +112,13 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
     ```
 
     Loaders of torch's class and of fastload's are watched alike. Batches, their order and errors stay the
-    same. Workers that were started before the block are not watched; use it around `iter(loader)`.
+    same. Workers started before the block are not watched; use it around `iter(loader)`.
 
     Args:
         loaders: The loaders to watch; none: all loaders of this process.
-        replay: In stretches of this many steps, return copies of earlier batches instead of new ones, which
-            measures how fast the loop is when loading costs nothing. Training then sees these batches
-            again. A loop that writes to its batches changes the held ones.
+        replay: In stretches of this many steps, return copies of earlier batches instead of new ones, to
+            measure the loop's speed if loading were free. Training then sees these batches again. A loop that
+            writes to its batches changes the held ones.
 
     Returns:
         A context manager; `report()` is what was measured.

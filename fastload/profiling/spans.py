@@ -4,8 +4,8 @@ Rules:
 
 1. A stage's time excludes the stages that it calls: the times of a batch's stages add up to its whole time.
 2. A thread that is not in a measured batch pays for one attribute of a thread-local object per probe.
-3. Not every batch is measured in detail: the third, because the first two contain what happens once, such as
-   imports at first use; then as many that measuring costs at most `MAX_SHARE` of the time.
+3. Not every batch is measured in detail: the third, because the first two contain one-time work, such as
+   imports on first use; then so many that measuring costs at most `MAX_SHARE` of the time.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class BatchWatch:
 
 
 def stride_of(num_events: int, wall_ns: int) -> int:
-    """Every how many-th batch is measured in detail, by the cost of the last one that was."""
+    """The interval between batches measured in detail, from the cost of the last one."""
     share = (BATCH_NS + num_events * EVENT_NS) / max(wall_ns, 1)
     return min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
 

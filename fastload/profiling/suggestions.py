@@ -1,4 +1,4 @@
-"""The culprit, and what to change so that training waits less, with the gain that the recorded times predict.
+"""The culprit, and what to change to make training wait less, with the gain that the recorded times predict.
 
 Rules:
 
@@ -68,7 +68,7 @@ class Suggestion:
     Attributes:
         change: The name of the change, for programs: "cache", "workers", "persistent_workers", ...
         text: The change in words.
-        gain: How many times as fast training would be, by the recorded times.
+        gain: The predicted speed-up of training, from the recorded times.
     """
 
     change: str
@@ -85,7 +85,7 @@ def find_culprit(timeline: Timeline) -> tuple[str, str]:
     The part is "start", "worker", a stage, or "" if nothing was recorded of it.
     """
     if timeline.start_share > timeline.data_share / 2:
-        return "start", "The bottleneck is the starts of epochs: the loop waits for their first batches."
+        return "start", "The bottleneck is the start of epochs: the loop waits for their first batches."
     slow = _slow_worker(timeline)
     if slow:
         return "worker", f"The bottleneck is one slow worker: {slow}."
@@ -148,14 +148,14 @@ def _outside(timeline: Timeline) -> Stage | None:
 
 
 def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
-    """The changes that are worth while, largest gain first.
+    """The worthwhile changes, largest gain first.
 
     Args:
         timeline: What was recorded.
         available_bytes: The host memory that is free.
     """
     if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.warm:
-        return []  # also if the workers were started before the profile, so that nothing is known of them
+        return []  # also if the workers were started before the profile, so nothing is known of them
     model = Model.of(timeline)
     steady = 1 - timeline.start_share  # the share of the time that these changes concern
     found = [
@@ -267,7 +267,7 @@ def _workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         return  # a stream must be divided among workers by its own code
     limit = max(1, round(model.num_cpus))
     if timeline.make_s > 2 * timeline.make_cpu_s and not timeline.machine.is_saturated:
-        limit *= 4  # workers that wait for storage or a network need no CPU each
+        limit *= 4  # workers that wait for storage or a network share CPUs
     best, gain = now, 1.0
     for number in range(now + 1, limit + 1):
         one = model.gain_to(model.with_workers(number))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastload.profiling.watching import LoaderWatch, Step
 
 NUM_WARM_UP = 10  # steps at most, and a tenth of the first epoch at most
-_SATURATED = 0.9  # from this share of busy CPUs on, waiting for a CPU explains time without one
+_SATURATED = 0.9  # above this share of busy CPUs, waiting for a CPU explains time without one
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Machine:
     """What the machine offered while the profile ran.
 
     Attributes:
-        num_cpus: The CPUs that this process may use.
-        busy_share: How busy the CPUs were that this process may run on; None if the system does not say.
-        others_share: The share of them that processes outside the script used; None likewise.
+        num_cpus: The CPUs that this process can use.
+        busy_share: How busy these CPUs were; None if unknown.
+        others_share: Their share used by processes outside the script; None if unknown.
     """
 
     num_cpus: float
@@ -129,7 +129,7 @@ class Timeline:
 
     @functools.cached_property
     def warm(self) -> list[Batch]:
-        """The batches of all workers but for the first of each, which warms it up."""
+        """The batches of all workers except the first of each, which warms it up."""
         every = [batch for own in self.batches.values() for batch in own]
         return [batch for own in self.batches.values() for batch in own[1:]] or every
 
@@ -286,7 +286,7 @@ def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stag
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
-    """A function that reads and decodes as two stages: the time in which it did not compute is reading."""
+    """Split a function that reads and decodes into two stages: time without computing is reading."""
     reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS and stage.name != "ImageFile.load"
     is_one = stage.stage != probes.DECODE or not reads_too or machine.is_saturated
     if is_one or stage.blocked_s < 0.1 * stage.wall_s:

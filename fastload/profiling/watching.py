@@ -4,7 +4,7 @@ Rules:
 
 1. A watched loader returns the same batches, in the same order, with the same errors.
 2. `Watch.stop()` puts every original back; a loader that is in use continues unwatched.
-3. Only the outermost `__iter__` and `__next__` of a thread count: a loader may use another one inside.
+3. Only the outermost `__iter__` and `__next__` of a thread count: a loader can wrap a different one.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Step(NamedTuple):
         end_ns: When it got the batch.
         cpu_ns: CPU time of the consumer's thread in between.
         process_cpu_ns: CPU time of the consumer's process until then, with all threads.
-        kind: `NEW`; `REPLAYED` if the batch was held in memory; `AHEAD` if it is new, but the workers had
-            time to prepare it while held batches were used.
+        kind: `NEW`; `REPLAYED` if the batch was held in memory; `AHEAD` if it is new, but workers had time to
+            prepare it during held batches.
     """
 
     epoch: int
@@ -69,7 +69,7 @@ class Epoch:
     Attributes:
         start_ns: When `iter()` was called.
         ready_ns: When `iter()` returned.
-        asked_ns: When the loop asked for one more batch after the last; 0 if it was left early or goes on.
+        asked_ns: When the loop asked for one more batch after the last; 0 if it was left early or continues.
     """
 
     start_ns: int
@@ -104,7 +104,7 @@ class Watch:
     Args:
         directory: Where recordings are written.
         loaders: The loaders to watch; None watches every loader of the process.
-        replay: How many batches to hold and to return again in place of new ones; 0: none.
+        replay: How many batches to hold and to return again instead of new ones; 0: none.
 
     Attributes:
         loaders: What was recorded, in the order of first use.
@@ -195,7 +195,7 @@ class Watch:
             key = tuple(
                 facts[name] for name in ("name", "dataset", "num_samples", "batch_size", "num_workers")
             )
-            known = self._by_facts.get(key)  # a loader that is made anew for each epoch is one loader
+            known = self._by_facts.get(key)  # a loader recreated for each epoch is one loader
             if known is None:
                 known = self._by_facts[key] = LoaderWatch(len(self.loaders), facts)
                 self.loaders.append(known)
@@ -207,8 +207,8 @@ class _Watched:
     """One iterator: its steps, and whether the next one is replayed.
 
     Stretches of new batches and of `replay` held ones take turns. After a stretch of held batches the workers
-    are ahead, so that the first new batches cost no wait; these are not counted. An epoch keeps its number of
-    steps: its last new batches are left.
+    are ahead, so the first new batches cost no wait; these are not counted. An epoch keeps its number of
+    steps: its last new batches are skipped.
     """
 
     def __init__(self, watch: Watch, watched: LoaderWatch, iterator: Any) -> None:

@@ -1,4 +1,4 @@
-"""Seed random numbers, either once for each worker or anew for each sample.
+"""Seed random numbers, either once per worker or for each sample.
 
 Read in this order: `seeding` (rng="worker": torch's seeds, and the seeds of pipelines), `takeover`
 (generators in the consumer's process), `sample_streams` (rng="sample": the part of the

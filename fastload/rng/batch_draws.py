@@ -2,15 +2,15 @@
 
 The process that transforms a batch draws them, with NumPy, for all images in one call. Rules:
 
-1. Each image has a key of 64 bits. With ``rng="sample"`` the key follows from the seed, the epoch, the
-   sample's index and its occurrence; with ``rng="worker"`` from the loader's base seed, the epoch, the rank,
-   the number of the batch and the image's position in it. Keys depend neither on time nor on workers, so a
-   transform draws the same numbers in a worker and on the device.
+1. Each image has a key of 64 bits. With ``rng="sample"`` the key depends on the seed, the epoch, the sample's
+   index and its occurrence; with ``rng="worker"`` on the loader's base seed, the epoch, the rank, the number
+   of the batch and the image's position in it. Keys depend on neither time nor workers, so a transform draws
+   the same numbers in a worker and on the device.
 2. The generator has no state: draw i of an image is a function of its key and of i. It is SplitMix64 (Steele,
    Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with each key as a starting
    point. NumPy's own counter-based generator, Philox, takes one key at a time.
-3. Each call of `BatchStreams.uniforms` for one batch draws from a random stream of its own. So two
-   transforms, or two calls of one transform, draw different numbers, in the order of the calls.
+3. Each call of `BatchStreams.uniforms` for one batch draws from its own random stream. So two transforms, or
+   two calls of one transform, draw different numbers, in the order of the calls.
 4. Outside a loader, each call is seeded by a draw from torch's default generator.
 """
 
@@ -46,7 +46,7 @@ class BatchId(NamedTuple):
     """Identifies one batch of a run.
 
     Attributes:
-        seed: Of the run. What replaces an unreadable sample depends on this and the next two.
+        seed: Of the run. The replacement of an unreadable sample depends on this and the next two.
         epoch: The number of the epoch.
         number: Of the batch in its epoch.
         base_seed: Drawn at the beginning of the epoch.
@@ -64,8 +64,8 @@ class BatchStreams:
     """The random streams of the images of one batch.
 
     Args:
-        words: Integers that the keys of all images follow from; each kind below has another number of them.
-        indices: The sampler's indices of the samples; None if keys follow from positions only.
+        words: Integers that determine the keys of all images; their number differs by kind.
+        indices: The sampler's indices of the samples; None if keys depend only on positions.
         occurrences: How often each index came before in the epoch; None: 0 for all of them.
         first_call: The number of the first call of `uniforms`.
     """
@@ -84,12 +84,12 @@ class BatchStreams:
 
     @classmethod
     def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any], *, first_call: int = 0) -> BatchStreams:
-        """Streams that follow from the samples: for ``rng="sample"``."""
+        """Streams that depend on the samples: for ``rng="sample"``."""
         return cls((origin.seed, origin.epoch), indices, origin.occurrences, first_call)
 
     @classmethod
     def of_batch(cls, batch_id: BatchId, *, first_call: int = 0) -> BatchStreams:
-        """Streams that follow from the batch's number in its epoch: for ``rng="worker"``."""
+        """Streams that depend on the batch's number in its epoch: for ``rng="worker"``."""
         _, epoch, number, base_seed, rank = batch_id
         return cls((base_seed, epoch, rank, number), first_call=first_call)
 
@@ -101,8 +101,8 @@ class BatchStreams:
     def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
         """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.
 
-        If the batch has as many images as samples, an image has the key of the sample at its position. If it
-        has another number of images, an image's key follows from all samples and from its position.
+        If the batch has as many images as samples, an image has the key of the sample at its position.
+        Otherwise an image's key depends on all samples and on its position.
         """
         keys = self._keys
         if self._indices is None or len(keys) != num_images:
@@ -123,7 +123,7 @@ class BatchStreams:
 
 
 def draw_uniforms(num_images: int, num_draws: int) -> NDArray[np.float64]:
-    """``(num_draws, num_images)`` numbers in [0, 1) for the images of the batch that is being transformed."""
+    """``(num_draws, num_images)`` numbers in [0, 1) for the images of the batch being transformed."""
     streams = _current.streams
     return (BatchStreams.of_call() if streams is None else streams).uniforms(num_images, num_draws)
 
@@ -158,7 +158,7 @@ def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _digest(data: bytes) -> NDArray[np.uint64]:
-    # An array: NumPy warns of the overflow of scalars, which is wanted here.
+    # An array: NumPy warns about overflowing scalars, but overflow is wanted here.
     return np.frombuffer(hashlib.blake2b(data, digest_size=8).digest(), np.uint64)
 
 

@@ -1,11 +1,11 @@
-"""Seed the generators that a dataset or a collate_fn keeps for itself: a part of `rng="sample"`.
+"""Seed the generators that a dataset or a collate_fn holds: a part of `rng="sample"`.
 
 `sample_rng` seeds them before each sample. Rules:
 
 1. Generators draw from different random streams: the stream of a generator depends on the sample and on the
    generator's position among those of the dataset, or among those of the collate_fn.
 2. Only generators of numpy, random and torch are seeded whose classes are known, and of torch those on the
-   CPU. Generators that are left as they are get a warning, once for each generator.
+   CPU. Unseeded generators get a warning, once each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class HeldGenerator(NamedTuple):
         generator: The generator.
         stream: Bytes that differ between the generators of one job, and are the same in every process.
         seed: A function that seeds it from 64 bytes; None: it cannot be seeded.
-        fixed_by: A function, class or set that holds it, so that threads cannot get their own; or None.
+        fixed_by: A function, class or set that holds it, so threads cannot get their own; or None.
     """
 
     generator: Any
@@ -81,7 +81,7 @@ def warn_of_unseeded(dataset: Any, collate_fn: Any, *, in_threads: bool) -> None
 
 
 def pcg64_state(state: int, increment: int) -> Any:
-    """The state of numpy's PCG64 of two numbers of 128 bits."""
+    """The state of numpy's PCG64 from two numbers of 128 bits."""
     # An odd increment: O'Neill, PCG: A Family of Simple Fast Space-Efficient ... Generators, 2014.
     values = {"state": state, "inc": increment | 1}
     return {"bit_generator": "PCG64", "state": values, "has_uint32": 0, "uinteger": 0}

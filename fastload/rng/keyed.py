@@ -1,7 +1,7 @@
 """`rng="sample"` through torch's own iterator: each index carries the origin of its random streams.
 
 For loaders that use torch's iterator (see `DataLoader._why_torch`). In the parent, the sampler's indices
-become keys; in a worker, the dataset takes a key apart, sets the generators, and reads the sample.
+become keys; in a worker, the dataset unpacks a key, sets the generators, and reads the sample.
 """
 
 from __future__ import annotations
@@ -52,16 +52,15 @@ class KeyedDataset(Dataset[Any]):
             self._rng = SampleRng(
                 self._dataset, self._collate_fn, with_pipelines=self._with_pipelines, is_guest=False
             )
-        self._rng.begin(key.origin, key.index, key.occurrence)  # never ended: the collate_fn may draw, too
+        self._rng.begin(key.origin, key.index, key.occurrence)  # never ended: the collate_fn can draw, too
         return self._dataset[key.index]
 
 
 class KeyedSampler:
-    """A sampler that returns keys instead of the indices of another sampler.
+    """A sampler that returns keys instead of the indices of the wrapped sampler.
 
     Args:
-        sampler: Gives indices, or lists of them.
-        auto_collation: Whether it gives lists.
+        sampler: Returns indices, or lists of them. auto_collation: Whether it returns lists.
         epoch: Returns the epoch that has begun, which counts indices; called when the first key is requested.
     """
 
@@ -74,7 +73,7 @@ class KeyedSampler:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._keys(iter(self._sampler))  # iter() may draw random numbers: torch calls it here, too
+        return self._keys(iter(self._sampler))  # iter() can draw random numbers: torch calls it here, too
 
     def _keys(self, indices: Iterator[Any]) -> Iterator[Any]:
         epoch = self._epoch()

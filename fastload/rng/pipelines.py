@@ -3,8 +3,8 @@
 The search changes no object. Rules:
 
 1. albumentations is never imported; its objects are recognised by the names of their classes.
-2. The search runs no code of the user's: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``.
-   Therefore none of them can raise.
+2. The search runs no user code: no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``. So none of
+   them can raise.
 3. The work is bounded, however large the dataset is.
 """
 
@@ -35,10 +35,10 @@ _MAX_VISITS = 200_000  # objects in one search; a fraction of a second
 
 @dataclass
 class Found:
-    """What is random below a root, the nearest to it first.
+    """What is random below a root, nearest first.
 
     Attributes:
-        transforms: The transforms of albumentations, those inside other ones included.
+        transforms: The transforms of albumentations, including nested ones.
         randomizables: The objects whose class has MONAI's `set_random_state(self, seed, state)`.
         generators: The generators of numpy, random and torch, except the libraries' own, and those that
             transforms and randomizables draw from.
@@ -71,7 +71,7 @@ def find_pipelines(root: Any) -> list[Any]:
 
 
 class Search:
-    """Find all that is random in a dataset, and then what else there is in a collate_fn.
+    """Find all that is random in a dataset, and then what else is random in a collate_fn.
 
     The search is breadth-first. It follows attributes (also in ``__slots__`` and on the class), elements of
     dicts, lists, tuples, sets and deques, partials, bound methods, and functions: their closures, their
@@ -79,9 +79,9 @@ class Search:
     classes as values, object arrays, clients of stores, and objects that code creates later.
 
     The work is bounded. Containers are visited 1,000 elements at a time, in rounds; the search ends after a
-    round that finds nothing new. A list of a million paths therefore takes no longer than a list of a
-    thousand, and in a list of 1,001 datasets with one pipeline each all pipelines are found. After 200,000
-    objects the search ends with a warning in the log.
+    round that finds nothing new. So a list of a million paths takes no longer than a list of a thousand, and
+    in a list of 1,001 datasets with one pipeline each all pipelines are found. After 200,000 objects the
+    search ends with a warning in the log.
 
     Attributes:
         of_dataset: What the dataset holds.
@@ -93,7 +93,7 @@ class Search:
         self.holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
         self._roots = {"dataset": dataset, "collate_fn": collate_fn}
         self._queue: collections.deque[Any] = collections.deque()
-        self._seen: dict[int, Any] = {}  # keeps the objects alive, so that ids stay unique
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so ids stay unique
         # Containers of this round, and how many of their elements were visited.
         self._long: list[tuple[Any, int]] = []
         self.of_dataset = self._below(dataset)
@@ -139,8 +139,9 @@ class Search:
                 if len(self._seen) > max_seen:
                     log.warning(
                         "The search for albumentations pipelines and generators ended after %d objects; "
-                        "those deeper in the dataset or the collate_fn keep their random state, maybe the "
-                        "same in every worker. Keep them in an attribute of the dataset, or seed them in a "
+                        "those deeper in the dataset or the collate_fn keep their random state, which can "
+                        "be the same in every worker. Keep them in an attribute of the dataset, or seed "
+                        "them in a "
                         "worker_init_fn.",
                         _MAX_VISITS,
                     )
@@ -199,7 +200,7 @@ def parts_of(pipelines: list[Any]) -> list[Any]:
 def seeds_itself(transform: Any) -> bool:
     """Whether a pipeline sets its generators in each worker process, from torch's seed of that worker.
 
-    AlbumentationsX does, the successor of albumentations; albumentations 2.0.8 does not.
+    AlbumentationsX, the successor of albumentations, does; albumentations 2.0.8 does not.
     """
     return _kind(type(transform)).seeds_itself
 
@@ -220,7 +221,7 @@ _LEAVES = (
     logging.Logger,  # refers to all other loggers
 )
 
-# Clients of stores and tables refer to tens of thousands of objects, and to nothing random of the user's.
+# Clients of stores and tables refer to tens of thousands of objects, none of them the user's generators.
 _CLIENTS = frozenset(
     (
         *("fsspec", "s3fs", "gcsfs", "adlfs", "obstore", "huggingface_hub"),
@@ -229,7 +230,7 @@ _CLIENTS = frozenset(
     )
 )
 
-# Objects of these modules hold pipelines and generators that other objects hold, and generators of their own.
+# Objects of these modules hold other objects' pipelines and generators, and their own generators.
 _OUR_HOLDERS = ("fastload.rng.sample_rng", "fastload.rng.takeover")
 
 # random.random(), np.random.rand() and torch.rand() draw from these.
@@ -300,14 +301,14 @@ class _Kind:
             for name, member in own.items()
             if type(member) is types.MemberDescriptorType and name != "__dict__"
         ]
-        # The classes whose attributes may be a user's pipeline.
+        # The classes whose attributes can be a user's pipeline.
         self.user_classes = [
             base for base, own in zip(mro, dicts, strict=True) if not _is_other_maker(_module(own))
         ]
 
 
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
-_kinds: dict[int, _Kind] = {}  # by id: a class may not be hashable; each kind keeps its class alive
+_kinds: dict[int, _Kind] = {}  # by id: a class might not be hashable; each kind keeps its class alive
 
 
 def _kind(cls: type) -> _Kind:

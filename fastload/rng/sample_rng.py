@@ -2,12 +2,12 @@
 
 Rules:
 
-1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`,
-   rule 2). The cost of a sample therefore does not depend on the number of pipelines.
+1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`, rule
+   2). So the cost of a sample does not depend on the number of pipelines.
 2. A sample draws the same numbers from a cache as from its source: `mark` restores the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
-5. Generators that the dataset or the collate_fn keeps are seeded each from a random stream of its own (see
+5. Each generator that the dataset or the collate_fn holds is seeded from its own random stream (see
    `generators`).
 """
 
@@ -44,13 +44,13 @@ _current = _Current()
 class SampleRng:
     """Sets the generators before each sample of one dataset.
 
-    A collate_fn draws from the same generators, in the state in which the last sample of its batch left them.
+    A collate_fn draws from the same generators, in the state that the last sample of its batch left.
 
     Args:
         dataset: Searched for generators, albumentations pipelines, and objects with MONAI's
             `set_random_state`.
         collate_fn: Searched too.
-        with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them as they are.
+        with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them alone.
         is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
             taken over for each batch only.
         with_globals: Whether what all threads share is set: the generators of random, numpy and torch, and
@@ -86,7 +86,7 @@ class SampleRng:
         self._pair = (np.random.Generator(self._bits), random.Random(0))
         self._state = np.random.RandomState(0)
         self._stream_bytes = b""
-        self._generator: np.random.Generator | None = None  # once it was asked for
+        self._generator: np.random.Generator | None = None  # once requested
         self._outer: SampleRng | None = None
         self._takeover: Takeover | None = None
         if is_guest:
@@ -113,7 +113,7 @@ class SampleRng:
         if self._takeover is not None and not self._takeover.is_open:
             self._takeover.__enter__()
         if _current.rng is not self:
-            # A dataset that is being read for a sample may itself iterate over a loader.
+            # A dataset being read for a sample can itself iterate over a loader.
             self._outer, _current.rng = _current.rng, self
         self._stream_bytes = stream_bytes(origin, index, occurrence)
         self._set_generators()
@@ -170,12 +170,12 @@ class SampleRng:
 
 
 def sample_rng() -> np.random.Generator:
-    """A NumPy Generator for the sample that is being fetched: call it in `__getitem__` or a transform.
+    """A NumPy Generator for the sample being fetched: call it in `__getitem__` or a transform.
 
     With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
-    return that of the last sample of the batch. Its random stream follows from the seed, the epoch, the index
+    return that of the last sample of the batch. Its random stream depends on the seed, the epoch, the index
     and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere
-    (``rng="worker"``, or your own `dataset[i]`) each call returns a new Generator, seeded by a draw from
+    (``rng="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
     torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng
@@ -187,14 +187,14 @@ def sample_rng() -> np.random.Generator:
 def mark() -> Callable[[], None]:
     """A function that restores the current state of the generators, if a sample is being fetched.
 
-    Use it around user code that another process may skip for this sample, such as reading the source behind a
-    cache. It takes 100 microseconds.
+    Use it around user code that a different process can skip for this sample, such as reading the source
+    behind a cache. It takes 100 microseconds.
     """
     rng = _current.rng
     return (lambda: None) if rng is None else rng.mark()
 
 
 def _user_seed(pipeline: Any) -> bytes:
-    """The seed that the user gave to Compose, to be mixed in."""
+    """The user's seed of Compose, to be mixed in."""
     seed = attributes(pipeline).get("seed")
     return index_key(int(seed)) if isinstance(seed, (int, np.integer)) else b""

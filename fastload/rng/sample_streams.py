@@ -1,7 +1,7 @@
 """Derive the random streams of each sample from its index: the parent's part of `rng="sample"`.
 
-The random streams of a sample follow from four values: the seed, the epoch, the index, and how often that
-index came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
+The random streams of a sample depend on four values: the seed, the epoch, the index, and how often that index
+came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
 sample. The parent counts occurrences in the order of the sampler; `sample_rng` sets the generators where the
 sample is fetched. This is pure code: no I/O, no global state.
 """
@@ -33,7 +33,7 @@ class StreamCounter:
         seed: The seed of the run: 64 bits.
         epoch: The number of the epoch.
         num_samples: The size of the dataset; 0 if unknown. The counter takes 4 bytes for each sample.
-        auto_collation: Whether the sampler gives lists of indices.
+        auto_collation: Whether the sampler returns lists of indices.
     """
 
     def __init__(self, seed: int, epoch: int, num_samples: int, *, auto_collation: bool) -> None:
@@ -90,7 +90,7 @@ def index_key(index: Any) -> bytes:
         return b"(%b)" % b",".join([index_key(part) for part in index])
     raise TypeError(
         f'rng="sample" derives random streams from indices: integers, strings, and tuples of these; but the '
-        f'sampler gave {index!r:.100}, a {type(index).__name__}. Use other indices, or rng="worker"'
+        f'sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or rng="worker"'
     )
 
 

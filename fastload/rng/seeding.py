@@ -1,7 +1,7 @@
 """Seed workers: random, numpy and torch with torch's own values, and every albumentations pipeline.
 
 Rules:
-1. The libraries get exactly torch's values, so that seeding them twice changes nothing.
+1. The libraries get exactly torch's values, so seeding them twice changes nothing.
 2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
    give every transform its own random stream with the same seed: two flips with p=0.5 would always agree.
 3. Pipelines of AlbumentationsX seed themselves, in worker processes from torch's seeds. They are seeded here
@@ -81,7 +81,7 @@ def seed_albumentations(dataset: Any, seed: int, collate_fn: Any = None) -> int:
 
     The objects with MONAI's `set_random_state` that only the collate_fn holds share one random stream. Those
     of the dataset keep their state, as in torch: MONAI's own worker_init_fn seeds them. In a worker process,
-    pipelines that seed themselves are left as they are.
+    pipelines that seed themselves are left alone.
 
     Args:
         dataset: The dataset, which is searched for pipelines; or one pipeline.
@@ -137,8 +137,8 @@ def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[Pi
     """A random stream for each albumentations pipeline of both; the pipelines are not changed.
 
     Pipelines that seed themselves get no stream. A stream depends on ``seed``, on the pipeline's position in
-    `find_pipelines`, and on the seed that the user gave to Compose, if any. Positions in the collate_fn
-    follow those in the dataset.
+    `find_pipelines`, and on the user's seed of Compose, if any. Positions in the collate_fn follow those in
+    the dataset.
 
     Returns:
         The streams, in the order in which they should take over.
@@ -154,7 +154,7 @@ def _streams(search: Search, seed: int) -> list[PipelineStream]:
         for ordinal, pipeline in enumerate([*of_dataset, *search.of_collate.pipelines])
     ]
     # The dataset's take over last: a Compose of the collate_fn passes its generators on to all of its parts,
-    # and one of them may be a pipeline of the dataset.
+    # and one of them can be a pipeline of the dataset.
     return streams[len(of_dataset) :] + streams[: len(of_dataset)]
 
 
@@ -182,8 +182,8 @@ class SeedWorker:
     """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
 
     It does not seed the pipelines of a `collate_fn`, because torch tells a worker_init_fn only the dataset.
-    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, let an attribute
-    of the dataset hold the `collate_fn` too.
+    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, also keep the
+    `collate_fn` in an attribute of the dataset.
 
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.

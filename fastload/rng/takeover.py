@@ -4,8 +4,8 @@
 with `rng="worker"`. Rules:
 
 1. After a batch all generators are restored, also after an error. Between batches nothing is taken over, so
-   that an iterator may be dropped at any time.
-2. Takeovers may be nested (a dataset that iterates over a loader) and may overlap (two threads that read one
+   an iterator can be dropped at any time.
+2. Takeovers can be nested (a dataset that iterates over a loader) and can overlap (two threads that read one
    dataset). If one ends while a later one of the same object is open, the later one restores the object at
    its end.
 3. A forked child begins with none, and takes no lock of its parent.
@@ -35,11 +35,11 @@ Restores = dict[int, "Callable[[], object]"]
 
 
 class Takeover(contextlib.AbstractContextManager[None]):
-    """A block in which generators draw from other random streams; it may be entered again.
+    """A block in which generators draw from different random streams; reusable.
 
     Args:
         saved: Returns the functions that restore the current state.
-        take: Sets the generators. After an error of it, everything is as it was.
+        take: Sets the generators. If it raises, nothing has changed.
     """
 
     def __init__(self, saved: Callable[[], Restores], take: Callable[[], object]) -> None:
@@ -122,10 +122,10 @@ def local_pipelines(dataset: Any, base_seed: int, collate_fn: Any) -> contextlib
 
     torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines
     have their own generators, which the user's seeds do not reach. In this block they draw from random
-    streams that follow from the loader's base seed: those of worker 0.
+    streams derived from the loader's base seed: those of worker 0.
 
-    It does nothing if there is no pipeline, or if pipelines have a random stream already: in a worker, and in
-    a dataset that is itself being read for a loader.
+    It does nothing if there is no pipeline, or if pipelines already have a random stream: in a worker, and in
+    a dataset being read for a loader.
     """
     if "albumentations" not in sys.modules:  # then no pipeline can exist
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Tell which worker the caller is, in worker processes and in worker threads.
+"""Which worker the caller is, in worker processes and in worker threads.
 
 torch's `get_worker_info()` knows only processes.
 """

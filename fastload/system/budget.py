@@ -1,8 +1,8 @@
-"""Compute how many bytes a cache, or the batches of a loader, may take from the free memory.
+"""Compute how many bytes a cache, or the batches of a loader, can take from the free memory.
 
-Free memory is the least of three figures: MemAvailable; for this process's cgroup and each of its ancestors,
-the limit minus the usage, where page cache that the kernel can reclaim counts as free; and RLIMIT_AS minus
-the address space in use, because every process maps the whole cache.
+Free memory is the minimum of three figures: MemAvailable; for this process's cgroup and each of its
+ancestors, the limit minus the usage, where page cache that the kernel can reclaim counts as free; and
+RLIMIT_AS minus the address space in use, because every process maps the whole cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ for _power, _letter in enumerate("KMGT", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _USAGE = (
-    'give "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
+    'pass "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
 )
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
@@ -75,7 +75,7 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
 
 
 def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
-    """The limit for the memory that holds a loader's batches, in bytes; used with and without workers.
+    """The limit on the memory for a loader's batches, in bytes; used with and without workers.
 
     Args:
         prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the
@@ -99,7 +99,7 @@ def available_bytes(root: str | Path = "/") -> int:
     """Bytes of memory that this process can still take.
 
     Args:
-        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
+        root: The directory that holds `proc` and `sys`; only tests pass anything but `/`.
     """
     root = Path(root)
     free = [_system_free(root), *_address_space_free(root)]

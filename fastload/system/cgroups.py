@@ -1,4 +1,4 @@
-"""Reads the figures of the kernel in /proc and in the cgroups of this process, v1 and v2."""
+"""Reads the kernel's figures in /proc and in the cgroups of this process, v1 and v2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; empty if it does not exist on this system, or this user may not read it."""
+    """The text of a file; empty if it does not exist on this system, or this user cannot read it."""
     try:
         return path.read_text("utf-8", "surrogateescape")  # names of groups, processes and files are bytes
     except OSError:
@@ -27,13 +27,13 @@ def figure(text: str, name: str) -> int | None:
 def groups(controller: str, root: str | Path = "/") -> Iterator[tuple[Path, bool]]:
     """The directory of each group that limits this process, and whether it is a group of v2.
 
-    A group comes before the groups above it. In a container the path may be the host's path, while the mount
-    shows the container's own group as its root. Some of these directories then do not exist, and count as
-    groups without a limit.
+    A group comes before its parents. In a container the path can be the host's path, while the mount shows
+    the container's own group as its root. Some of these directories then do not exist, and count as groups
+    without a limit.
 
     Args:
         controller: `"memory"` or `"cpu"`.
-        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
+        root: The directory that holds `proc` and `sys`; only tests pass anything but `/`.
     """
     root = Path(root)
     for line in read_text(root / "proc/self/cgroup").splitlines():

@@ -1,4 +1,4 @@
-"""How busy the CPUs were between two moments, and how much of that was the work of other processes."""
+"""How busy the CPUs were between two moments, and how much of that was other processes' work."""
 
 from __future__ import annotations
 

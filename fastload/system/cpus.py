@@ -1,4 +1,4 @@
-"""Counts the CPUs that this process may use, from its CPU affinity and its cgroup quotas."""
+"""Counts the CPUs that this process can use, from its CPU affinity and its cgroup quotas."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def worthwhile_cpus() -> int:
 def rank_cpus() -> int:
     """This rank's share of the host's CPUs, at least 1: that of the launcher's CPUs, and of the CPU quota.
 
-    A launcher may also bind ranks to CPUs, each rank to its own or several ranks to the same.
+    A launcher can also bind ranks to CPUs, each rank to its own or several ranks to the same.
     """
     ranks = next((n for n in map(os.environ.get, RANKS_OF_HOST) if n and n.isdigit() and int(n)), "1")
     host, quota = usable_cpus(), cpu_quota()
@@ -38,7 +38,7 @@ def rank_cpus() -> int:
 
 
 def usable_cpus() -> int:
-    """The number of CPUs that this process may run on; outside Linux, the number of CPUs of the machine."""
+    """The number of CPUs that this process can run on; outside Linux, the number of CPUs of the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -46,7 +46,7 @@ def cpu_quota(root: str | Path = "/") -> float | None:
     """The lowest CPU quota among the cgroups of this process, in CPUs; None without a quota.
 
     Args:
-        root: The directory that holds `proc` and `sys`; only tests pass another one than `/`.
+        root: The directory that holds `proc` and `sys`; only tests pass anything but `/`.
     """
     return min(_quotas(root), default=None)
 

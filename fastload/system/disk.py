@@ -1,4 +1,4 @@
-"""Brings what was written to the disk, and keeps directories from other users."""
+"""Syncs files to disk, and keeps directories private."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROOT = 0
 
 
 def sync_directory(directory: str) -> None:
-    """Bring the names in a directory to the disk, so that they survive a power failure."""
+    """Sync the names in a directory to disk, to survive a power failure."""
     fd = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -27,7 +27,7 @@ def new_file(path: str) -> IO[bytes]:
 
 
 def write_new(path: str, data: bytes) -> None:
-    """Write a new file as `new_file` makes it, and bring it to the disk."""
+    """Write a new file, as by `new_file`, and sync it to disk."""
     with new_file(path) as file:
         file.write(data)
         file.flush()
@@ -35,10 +35,10 @@ def write_new(path: str, data: bytes) -> None:
 
 
 def make_private_directory(path: str) -> None:
-    """Make a directory that only this user can write, unless it is there.
+    """Create a directory that only this user can write, if missing.
 
     Raises:
-        PermissionError: Another user owns it, or can write to it.
+        PermissionError: A different user owns it, or can write to it.
         OSError: It cannot be made.
     """
     os.makedirs(path, mode=0o700, exist_ok=True)
@@ -46,14 +46,14 @@ def make_private_directory(path: str) -> None:
     if not stat.S_ISDIR(status.st_mode) or not is_own(status):
         raise PermissionError(
             f"{path} is not a directory that only this user can write (owner {status.st_uid}, mode "
-            f"{stat.filemode(status.st_mode)}): its files could be another user's"
+            f"{stat.filemode(status.st_mode)}): its files could be a different user's"
         )
 
 
 def foreign_path(directory: str) -> str | None:
-    """A directory, or a file in it, that another user (besides root) can have written; None without one.
+    """A directory, or a file in it, that a different user (besides root) can have written; None without one.
 
-    Links, and whatever is not a plain file, count as another user's.
+    Links, and anything but plain files, count as such.
 
     Raises:
         OSError: There is no such directory, or it cannot be read.
@@ -70,7 +70,7 @@ def foreign_path(directory: str) -> str | None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether nobody but this user (and root) can have written the file or directory with this status."""
+    """Whether only this user (or root) can have written the file or directory with this status."""
     if not hasattr(os, "getuid"):
         return True  # Windows: its access rights are not in the mode
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

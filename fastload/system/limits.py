@@ -11,7 +11,7 @@ _OPEN_FILES = Path("/proc/self/fd")
 
 
 def too_many_files() -> str:
-    """The reason why a descriptor was not received, with the limit and the remedy."""
+    """Why a descriptor was not received, with the limit and the remedy."""
     return (
         f"because this process has reached its limit on open files: {limit_on_files()}. Raise the limit, or "
         "close files"
@@ -19,14 +19,14 @@ def too_many_files() -> str:
 
 
 def limit_on_files() -> str:
-    """The limit on open files, and how far it may be raised, as a clause."""
+    """The limit on open files, and how far it can be raised, as a clause."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     maximum = "without limit" if hard == resource.RLIM_INFINITY else f"to {hard:,}"
-    return f"RLIMIT_NOFILE is {soft:,} and may be raised {maximum} (ulimit -n)"
+    return f"RLIMIT_NOFILE is {soft:,} and can be raised {maximum} (ulimit -n)"
 
 
 def allows_files(number: int) -> bool:
-    """Whether this process may open so many files beside those that are open; True where that is unknown."""
+    """Whether this process can open this many more files; True if unknown."""
     if resource is None or not _OPEN_FILES.is_dir():
         return True
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The process group that this process is a rank of, and its store, which all ranks of the job can reach.
+"""The process group of this rank, and its store, which all ranks of the job can reach.
 
 torch is never imported here: if the script never imported torch.distributed, this process is not in a group.
 """
@@ -32,7 +32,7 @@ def store_of(group: Any) -> Any:
 
 
 def is_worker() -> bool:
-    """Whether this process only works for a rank; it may have inherited the connection of that rank."""
+    """Whether this process only works for a rank; it can have inherited that rank's connection."""
     data = sys.modules.get("torch.utils.data")
     return _is_forked or (data is not None and data.get_worker_info() is not None)
 

@@ -1,4 +1,4 @@
-"""Public names of a package, each imported at its first use (PEP 562).
+"""Public names of a package, each imported on first use (PEP 562).
 
 A package that has them stays cheap to import: workers and `fastload profile` import modules inside it.
 """
@@ -21,7 +21,7 @@ def public_names(
     Args:
         package: Its name.
         names: The public names, by the module inside the package that defines them.
-        modules: Public modules inside the package, which need no import of their own.
+        modules: Public modules inside the package, which need no separate import.
     """
     module_of = {name: module for module, defined in names.items() for name in defined}
     public = sorted(module_of)

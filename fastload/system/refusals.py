@@ -11,11 +11,11 @@ from fastload.system.sizes import readable_size
 
 # What to change, by the code of the error.
 _CURES = {
-    errno.EACCES: "change the permissions of {directory}, or give another path",
-    errno.EROFS: "give a path outside {directory}",
-    errno.ENOENT: "make the directory {directory} first",
-    errno.ENOTDIR: "a part of {directory} is a file; give another path",
-    errno.ENOSPC: "{free}free more space there (check quotas and `ulimit -f`), or give another path",
+    errno.EACCES: "change the permissions of {directory}, or use a different path",
+    errno.EROFS: "use a path outside {directory}",
+    errno.ENOENT: "create the directory {directory} first",
+    errno.ENOTDIR: "a part of {directory} is a file; use a different path",
+    errno.ENOSPC: "{free}free more space there (check quotas and `ulimit -f`), or use a different path",
 }
 _CURES[errno.EPERM] = _CURES[errno.EACCES]
 for _code in (errno.EDQUOT, errno.EFBIG, errno.EIO):  # EIO: LMDB's code for a short write
@@ -23,7 +23,7 @@ for _code in (errno.EDQUOT, errno.EFBIG, errno.EIO):  # EIO: LMDB's code for a s
 
 
 def reading_refused(error: OSError) -> str:
-    """The reason why a file or directory could not be read, and what to change."""
+    """Why a file or directory could not be read, and what to change."""
     reason = error.strerror or str(error)
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -32,7 +32,7 @@ def reading_refused(error: OSError) -> str:
 
 
 def writing_refused(error: Exception, path: str) -> str:
-    """The reason why a file could not be written, and what to change.
+    """Why a file could not be written, and what to change.
 
     Args:
         error: The error of the system, or of a library whose error ends in the system's text.
@@ -46,6 +46,6 @@ def writing_refused(error: Exception, path: str) -> str:
     if code not in _CURES:
         return reason
     free = ""
-    with contextlib.suppress(OSError):  # the directory was removed or may not be read: omit the figure
+    with contextlib.suppress(OSError):  # the directory was removed or cannot be read: omit the figure
         free = f"{readable_size(shutil.disk_usage(directory).free)} are free in {directory}; "
     return f"{reason}: {_CURES[code].format(directory=directory, free=free)}"

@@ -1,4 +1,4 @@
-"""Errors that are raised elsewhere than they occur: in the consumer instead of a worker, or later.
+"""Errors raised elsewhere than they occur: in the consumer instead of a worker, or later.
 
 Rules:
 
@@ -65,11 +65,11 @@ class SentError(NamedTuple):
         wrapper.exc_msg = text
         try:
             if isinstance(error, FastloadError):
-                with contextlib.suppress(Exception):  # else it is sent as an error of the user's is
+                with contextlib.suppress(Exception):  # else it is sent like a user's error
                     raised = (f"fastload: raised {where}:\n{text.rstrip()}",) if '\n  File "' in text else ()
                     return cls(_pickled(error), place, notes + raised)
             return cls(_pickled(wrapper), place, notes)
-        except Exception as refusal:  # noqa: BLE001  # user-defined pickling may raise anything
+        except Exception as refusal:  # noqa: BLE001  # user-defined pickling can raise anything
             text = f"{text}\n(the exception itself could not be pickled: {refusal!r})"
             return cls.of_text(text, where, place, notes)
 

@@ -1,4 +1,4 @@
-"""Wake a thread that waits until another one has done something that it can see."""
+"""Wake a thread that waits until another one has done something visible."""
 
 from __future__ import annotations
 

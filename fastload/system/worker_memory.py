@@ -20,23 +20,23 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MAX_KEPT_BYTES = 128 << 20  # by each process
 _MIN_KEPT_BYTES = 4 << 20  # less would not hold the memory of an image
 _SHARE_OF_FREE = 1 / 16  # of the machine's free memory, for all workers together
-# The largest allocation that is not mapped by itself, which glibc would unmap when it is freed. Releases
-# before 2.35 accept 32 MiB at most.
+# The largest allocation without its own mapping, which glibc would unmap when freed. Releases before 2.35
+# accept at most 32 MiB.
 _LARGEST_BYTES = (64 << 20, 32 << 20)
-# The user has made these choices already.
+# The user has already made these choices.
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory(num_processes: int) -> int:
     """Let this process keep memory that it frees.
 
-    Nothing happens if an environment variable sets glibc's thresholds, or if the C library is another one.
+    Does nothing if an environment variable sets glibc's thresholds, or without glibc.
 
     Args:
         num_processes: How many processes of this machine do the same.
 
     Returns:
-        The most bytes of freed memory that it keeps; 0 if nothing was changed.
+        The maximum of freed memory to keep, in bytes; 0 if nothing was changed.
     """
     if any(name in os.environ for name in _OWN_SETTINGS) or "malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return 0
@@ -45,7 +45,7 @@ def keep_freed_memory(num_processes: int) -> int:
         return 0
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    except (OSError, AttributeError):  # not glibc
         return 0
     if not any(mallopt(_M_MMAP_THRESHOLD, min(nbytes, kept_bytes)) for nbytes in _LARGEST_BYTES):
         return 0

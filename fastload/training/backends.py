@@ -7,10 +7,9 @@ The switches are global to the process: other threads see them.
    ``fp32_precision`` fields: torch raises when code (for example its own compiler) reads an older switch that
    disagrees with a field. If they disagree at the start, only the fields are set.
 3. The CPU's matrix products keep their precision, although torch's older switch sets it too. One exception:
-   if torch would then refuse to read that switch (the CPU used TF32 or bfloat16), they follow it in the
-   block.
-4. Every switch reads the same afterwards, also after an exception. (A field that showed its parent's value
-   then has this value as its own: torch cannot distinguish the two.)
+   if reading that switch would then raise (the CPU used TF32 or bfloat16), they follow it in the block.
+4. Every switch reads the same afterwards, also after an exception. (A field that inherited its parent's value
+   then has it as its own: torch cannot distinguish the two.)
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def tune_backends(
     and makes no CUDA context.
 
     Args:
-        tf32: Whether float32 matrix products and convolutions on the GPU may use TF32, which keeps 10 bits of
+        tf32: Whether float32 matrix products and convolutions on the GPU can use TF32, which keeps 10 bits of
             mantissa and is several times faster on Ampere and later GPUs. torch's default: convolutions only.
             Products on the CPU keep their precision, with two exceptions. torch before 2.9 has one switch for
-            both. And if torch would refuse to read that switch, products on the CPU follow it: True turns
-            bfloat16 into TF32, and False turns bfloat16 and TF32 into float32.
+            both. And if reading that switch would raise, products on the CPU follow it: True turns bfloat16
+            into TF32, and False turns bfloat16 and TF32 into float32.
         cudnn_benchmark: Whether cuDNN tries its algorithms at the first batch of each shape and keeps the
-            fastest. Useful if shapes repeat; wastes time and memory if each batch has another shape.
+            fastest. Useful if shapes repeat; wastes time and memory if shapes vary.
 
     Raises:
         TypeError: A value is neither a bool nor None.

@@ -1,7 +1,7 @@
-"""What this machine offers to a data loader, and how to look for an error, for `fastload doctor`.
+"""What this machine offers a data loader, and how to debug, for `fastload doctor`.
 
-It changes nothing and ends no process. No function raises: if something cannot be found out, the report gives
-the reason instead.
+It changes nothing and ends no process. No function raises: if something cannot be determined, the report says
+why.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def try_page_locking(index: int) -> str:
     """Page-lock a small segment of shared memory, as a loader does with the slots of its workers.
 
     Returns:
-        `WORKS`, or the reason why not.
+        `WORKS`, or why not.
     """
     backend: Any = choose_backend(index, "fastload doctor")
     try:

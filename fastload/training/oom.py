@@ -3,8 +3,8 @@
 1. Only torch.OutOfMemoryError counts, which torch's caching allocators raise. Any other error passes through.
 2. The next try starts outside the except clause, where the error's traceback is gone, and with it the failed
    step's frames and their tensors.
-3. Before every further try, and before the error is raised to the caller, gradients are restored to their
-   values at entry: a step is repeated as a whole, never continued.
+3. Before every retry, and before the error is raised to the caller, gradients are restored to their values at
+   entry: a step is repeated as a whole, never continued.
 4. Random generators are not restored: dropout draws new numbers in a second try, as in the next step.
 """
 
@@ -33,21 +33,20 @@ def retry_on_oom(
     min_size: int = 1,
     split: Split | None = None,
 ) -> list[Result]:
-    """Run ``step(batch, 1.0)``; if the device runs out of memory, run it on smaller and smaller parts.
+    """Run ``step(batch, 1.0)``; if the device runs out of memory, run it on ever smaller parts.
 
     ``step(part, weight)`` does forward and backward only; ``weight`` is the part's share of the batch, so
-    that with ``(loss * weight).backward()`` the gradients of a mean over the batch add up::
+    with ``(loss * weight).backward()`` the gradients of a mean over the batch add up::
 
         optimizer.zero_grad()
         losses = fastload.training.retry_on_oom(step, batch, model=model)
         optimizer.step()
 
-    Parts are views of the batch, and their sizes differ by at most one: 2 parts, then 4, 8, ... Other changes
-    of a failed try remain (running statistics of batch norm, your own counters); batch norm sees smaller
-    batches, and dropout draws new numbers. Gradients that exist at entry are copied first, which takes
-    memory: ``zero_grad(set_to_none=True)``, torch's default, leaves none. With DistributedDataParallel, a
-    failing rank would leave the other ranks waiting: pass the module inside it, and average the gradients
-    afterwards.
+    Parts are views of the batch, and their sizes differ by at most one: 2 parts, then 4, 8, ... Other side
+    effects of a failed try remain (running statistics of batch norm, your own counters); batch norm sees
+    smaller batches, and dropout draws new numbers. Existing gradients are copied first, which takes memory:
+    ``zero_grad(set_to_none=True)``, torch's default, leaves none. With DistributedDataParallel, a failing
+    rank would leave the other ranks waiting: pass the module inside it, and average the gradients afterwards.
 
     Every call starts with the whole batch again. Each failure takes the time of the step until then, a
     ``gc.collect()`` and a ``torch.cuda.empty_cache()``, which waits for the device and makes torch allocate
@@ -58,11 +57,12 @@ def retry_on_oom(
 
     Args:
         step: Called once for each part, in order. Keep no tensor of a failed try outside of it.
-        batch: A tensor, or nested dicts, lists, tuples, ... All tensors with dimensions have the batch's
-            size first and are split there; so are lists of that length without tensors in them, and tuples
-            of that many strings. Each part gets everything else whole, also NumPy arrays.
-        model: The module to whose gradients the step adds, or its parameters; None if it adds to none.
-        min_size: The smallest number of samples in a part.
+        batch: A tensor, or nested dicts, lists, tuples, ... All tensors with dimensions have the batch's size
+            first and are split there; so are lists of that length without tensors, and tuples of that many
+            strings. Each part gets everything else whole, also NumPy arrays.
+        model: The module to whose gradients the step adds, or its parameters; None without gradient
+            accumulation.
+        min_size: The minimum number of samples in a part.
         split: For other kinds of batches: ``split(batch, num_parts)`` returns that many parts in order, each
             with its number of samples: a list of ``(part, size)``. It is called for one part first, and never
             for more parts than samples.
@@ -73,7 +73,7 @@ def retry_on_oom(
     Raises:
         torch.OutOfMemoryError: The smallest allowed parts do not fit either; a note lists the sizes tried.
         ValueError: ``min_size`` is below 1; the tensors of the batch do not agree on its size; or ``split``
-            returned other parts than requested.
+            did not return the requested parts.
         TypeError: The batch has no tensor, or has an object with its own ``to(device)``; ``model`` is neither
             a module nor parameters; or ``min_size`` is not an int.
     """
@@ -112,9 +112,9 @@ def find_batch_size(
 
     The size is doubled from ``start`` until it does not fit, then the gap is halved until it is closed: about
     ``2 * log2(limit)`` steps. If ``start`` does not fit, it is halved. Let ``step`` do everything that
-    training does, also the optimizer's step (its state takes memory), on a model that you can throw away.
-    Use somewhat less than the result: memory fragments, and other shapes may come. The device memory that the
-    tries reserved is freed at the end.
+    training does, including the optimizer's step (its state takes memory), on a disposable model. Use
+    somewhat less than the result: memory fragments, and shapes vary. The device memory that the tries
+    reserved is freed at the end.
 
     Args:
         step: ``step(batch)``; its result is dropped.
@@ -164,7 +164,7 @@ def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], size: in
 
 
 def _free_cached_memory() -> None:
-    """Free unused memory of the allocator, after collecting cycles that frames of a failed step may form."""
+    """Free unused memory of the allocator, after collecting cycles that frames of a failed step can form."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -212,7 +212,7 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
 
     Raises:
         ValueError: The tensors do not agree on the batch's size.
-        TypeError: There is no tensor in the batch, or an object with a ``to(device)`` of its own.
+        TypeError: There is no tensor in the batch, or an object with its own ``to(device)``.
     """
     num_samples = _count_samples(batch)
     if num_parts == 1:
@@ -236,8 +236,8 @@ def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list
         return found
     together = "" if num_samples is None else f", none empty, {num_samples} samples in total"
     raise ValueError(
-        f"split should give {num_parts} parts, each a pair (part, number of samples){together}, "
-        f"but gave {f'parts of {sizes} samples' if sizes else type(parts).__name__}"
+        f"split should return {num_parts} parts, each a pair (part, number of samples){together}, but got "
+        f"{f'parts of {sizes} samples' if sizes else type(parts).__name__}"
     )
 
 

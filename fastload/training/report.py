@@ -3,8 +3,8 @@
 1. The report makes no CUDA context, and does not call the driver before there is one. Devices on which this
    process has no context are left out, and the report says so.
 2. A figure that the system does not report is None, never a guess.
-3. Each segment is counted once, by inode. If this process has a descriptor, all pages of the segment count;
-   if it has only a mapping, the pages that this process touched count.
+3. Each segment is counted once, by inode. With a descriptor, all pages of the segment count; with only a
+   mapping, the pages that this process touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PROC = Path("/proc/self")
-_STAT_BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own (stat(2))
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system (stat(2))
 _SEGMENT_LINK = re.compile(r"/memfd:fastload(?:-(\w+))?")
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) (\d+) +(.*)")  # proc(5), /proc/PID/maps
 
@@ -43,7 +43,7 @@ class DeviceMemory:
         allocated_bytes: In tensors of this process.
         reserved_bytes: Held by this process's allocator, including its tensors.
         peak_allocated_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
-        peak_reserved_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
+            peak_reserved_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
         free_bytes: Free on the device, for all processes.
         total_bytes: The device's memory.
     """
@@ -67,12 +67,12 @@ class MemoryReport:
         host_available_bytes: How much this process could still allocate, by MemAvailable and every cgroup.
         cgroup_limit_bytes: The lowest limit of this process's cgroups; None without one.
         process_rss_bytes: Resident pages of this process; shared pages count in full; None if unknown.
-        process_pss_bytes: Resident pages of this process; each shared page is divided by the number of
-            processes that map it; None if unknown.
-        locked_bytes: Pages that this process locked (mlock); None if unknown. This may leave out memory that
-            the CUDA driver pinned.
+        process_pss_bytes: Resident pages of this process, each shared page divided by the number of processes
+            that map it; None if unknown.
+        locked_bytes: Pages locked by this process (mlock); None if unknown. Memory pinned by the CUDA driver
+            can be missing.
         locked_limit_bytes: RLIMIT_MEMLOCK; None without a limit.
-        cache_bytes: In RAM caches that this process uses; shared with the other processes that use them.
+        cache_bytes: In RAM caches that this process uses, shared with all their other users.
         prefetch_bytes: In slots for batches in flight.
         other_segment_bytes: In fastload's other shared segments (messages, datasets sent to workers).
         devices: One entry for each CUDA device on which this process has a context.
@@ -111,7 +111,7 @@ class MemoryReport:
 
 
 def lines_of(found: dict[str, Any], indent: str = "") -> list[str]:
-    """Nested plain data as text: a line for each value, and a heading for each dict."""
+    """Nested plain data as text: one line per value, one heading per dict."""
     lines = []
     for name, value in found.items():
         label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}"

@@ -1,4 +1,4 @@
-"""Check the arguments that several transforms have."""
+"""Check the arguments that transforms share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def height_and_width(size: Any) -> tuple[int, int]:
-    """The sides that an int, or two of them, stand for.
+    """Height and width from one or two ints.
 
     Raises:
-        TypeError: There are other things than one or two ints.
+        TypeError: It is not one or two ints.
         ValueError: A side has no pixel.
     """
     sizes = tuple(size) if isinstance(size, Sequence) and not isinstance(size, (str, bytes)) else (size, size)
@@ -51,7 +51,7 @@ def probability(p: Any) -> float:
     """A number from 0 to 1.
 
     Raises:
-        TypeError: It is no number.
+        TypeError: It is not a number.
         ValueError: It is out of its range.
     """
     try:

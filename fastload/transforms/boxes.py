@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NUM_TRIES = 10
-NUM_DRAWS = 2 * _NUM_TRIES + 2  # an area and a ratio for each try, then the place of the box
+NUM_DRAWS = 2 * _NUM_TRIES + 2  # an area and a ratio for each try, then the position of the box
 
 
 def draw_boxes(
@@ -22,14 +22,14 @@ def draw_boxes(
 ) -> NDArray[np.float64]:
     """One box for each image, by the algorithm of albumentations' RandomResizedCrop.
 
-    A try draws an area and a ratio of width to height. The first try whose box fits into the image counts;
-    if none of ten does, the box is the largest one in the centre whose ratio is in the range.
+    A try draws an area and a ratio of width to height. The first box that fits into the image counts; if none
+    of ten does, it is the largest centred box whose ratio is in the range.
 
     Args:
         uniforms: ``(NUM_DRAWS, num_images)`` numbers in [0, 1).
         image_size: Height and width of the images in pixels, each at least 1.
-        scale: The least and the largest area of a box, as shares of the image's area.
-        ratio: The least and the largest ratio of width to height.
+        scale: The minimum and maximum area of a box, as shares of the image's area.
+        ratio: The minimum and maximum ratio of width to height.
 
     Returns:
         ``(4, num_images)`` whole numbers: top, left, height, and width of each box in pixels.

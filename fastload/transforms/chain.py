@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class Chain:
-    """Applies transforms in their order; can be pickled if they can.
+    """Applies transforms in order; can be pickled if they can.
 
-    A `RandomHorizontalFlip` right after a `RandomResizedCrop` of the same images becomes a part of the crop,
-    which saves a pass over memory. Draws and values stay the same. Subclasses are called as they are.
+    A `RandomHorizontalFlip` right after a `RandomResizedCrop` of the same images becomes part of the crop,
+    which saves a pass over memory. Draws and values stay the same. Subclasses are never merged.
     """
 
     def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
@@ -36,7 +36,7 @@ class Chain:
         """Apply all transforms to a batch."""
         if not self._steps:
             return batch
-        with WritingInto(None):  # what is no result does not belong into the memory of the result
+        with WritingInto(None):  # intermediate values do not belong in the memory of the result
             for step in self._steps[:-1]:
                 batch = step(batch)
         return self._steps[-1](batch)

@@ -1,11 +1,11 @@
 """Random crops and flips of whole batches, each image with its own parameters, on the device of the batch.
 
 1. The parameters are drawn on the host for all images at once (rng/batch_draws.py), and reach the device in
-   one copy, for which the host does not wait.
+   one asynchronous copy.
 2. No operation makes the host wait for the device.
 3. Inside a loader the draws follow the rules of its `rng=`; elsewhere they come from torch's default
    generator.
-4. The results are the same on every device, in every pixel; those of `RandomResizedCrop` within one grey
+4. The results are the same in every pixel on every device; those of `RandomResizedCrop` within one grey
    level.
 """
 
@@ -39,23 +39,21 @@ class RandomResizedCrop(ImageTransform):
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images, uint8 or floats, with any strides; returns a new batch
     in the same layout and dtype on the same device, ``(B, h, w, C)`` or ``(B, C, h, w)``, which the caller
     owns. The boxes have the distribution of albumentations' RandomResizedCrop, and the pixels are those of
-    its bilinear interpolation (without antialiasing) within one grey level. Masks and bounding boxes of
-    objects are not supported, and gradients do not flow back. The module has no parameters and no state_dict
-    entry, and can be pickled.
+    its bilinear interpolation (without antialiasing) within one grey level. Masks and bounding boxes are not
+    supported, and gradients do not flow back. The module has no parameters and no state_dict entry, and can
+    be pickled.
 
-    As a `device_transform` of a `fastload.DataLoader`, its draws follow the rules of the loader's ``rng=``;
-    elsewhere each call takes one number from torch's default generator.
+    As a `device_transform` of a `fastload.DataLoader`, it follows the loader's ``rng=``; elsewhere each call
+    takes one number from torch's default generator.
 
     If the batch is not a tensor, the result is a new batch of its type with the images replaced. The images
     are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a
     mapping, or the value at ``key``. All other values of the batch are passed on unchanged.
 
-    Args:
-        size: Height and width of the results in pixels; an int stands for both.
-        scale: The least and the largest area of a box, as shares of the image's area.
-        ratio: The least and the largest ratio of a box's width to its height.
-        layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+    Args: size: Height and width of the results in pixels; an int stands for both. scale: The minimum and
+        maximum area of a box, as shares of the image's area. ratio: The minimum and maximum ratio of a box's
+        width to its height. layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose
+        C is 1, 3 or 4. key: Where the images are in a batch: an index, or the key of a mapping.
 
     Raises:
         TypeError: ``size`` is not an int or two ints; or, when called, there is no tensor of uint8 or floats
@@ -79,11 +77,11 @@ class RandomResizedCrop(ImageTransform):
         self.ratio = range_of("ratio", ratio)
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"size={self.size}, scale={self.scale}, ratio={self.ratio}"
 
     def with_flip(self, flip: RandomHorizontalFlip) -> Callable[[Any], Any]:
-        """A function that crops and then flips, with the draws and the values of two calls, in one pass."""
+        """A function that crops and then flips in one pass, with the draws and values of two calls."""
         return functools.partial(self._replaced, flip=flip)
 
     def _transformed(
@@ -105,17 +103,16 @@ class RandomCrop(ImageTransform):
 
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images of any dtype and strides; returns a new batch of the
     same layout and dtype on the same device, ``(B, h, w, C)`` or ``(B, C, h, w)``, which the caller owns.
-    Random numbers come from where those of `RandomResizedCrop` come from, and the images are found in a batch
-    by the same rules.
+    Random numbers and the images of a batch come from the same places as in `RandomResizedCrop`.
 
     Args:
         size: Height and width of the results in pixels; an int stands for both.
-        padding: Pixels that are added on each side before the crop.
+        padding: Pixels added on each side before the crop.
         padding_mode: "constant": added pixels have the value ``fill``; "reflect": they mirror the image,
             without its edge.
-        fill: The value of added pixels: a number, or one for each channel.
+        fill: The value of added pixels: a number, or one per channel.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
 
     Raises:
         TypeError: ``size`` or ``padding`` is not made of ints; or, when called, there is no tensor in the
@@ -149,7 +146,7 @@ class RandomCrop(ImageTransform):
         self.fill = fill
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"size={self.size}, padding={self.padding}, padding_mode={self.padding_mode}"
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
@@ -164,8 +161,8 @@ class RandomCrop(ImageTransform):
         reflects = self.padding_mode == "reflect"
         if reflects and self.padding >= min(height, width):
             raise ValueError(
-                f"RandomCrop reflects images that are larger than their padding, but got {height} x {width} "
-                f"pixels at {where} and a padding of {self.padding}"
+                f"RandomCrop reflects images larger than their padding, but got {height} x {width} pixels at "
+                f"{where} and a padding of {self.padding}"
             )
         draws = draw_uniforms(num_images, 2)
         tops, lefts = (np.floor(draws[i] * (room[i] + 1)).astype(np.int64) for i in (0, 1))
@@ -186,9 +183,9 @@ def _cut(
 ) -> torch.Tensor:
     """Boxes of padded images, on the CPU.
 
-    A row of a box is one item of an array that overlaps with itself, so that one indexing operation copies
-    whole rows: for 32 x 32 images, in a third of the time of a loop. A few images are padded at a time, into
-    memory that stays in the processor's cache.
+    A row of a box is one item of a self-overlapping array, so one indexing operation copies whole rows: for
+    32 x 32 images, in a third of the time of a loop. A few images are padded at a time, into memory that
+    stays in the CPU's cache.
     """
     num_images, height, width, num_channels = pixels.shape
     result = new_images((num_images, *size, num_channels), pixels.dtype, pixels.device)
@@ -225,7 +222,7 @@ def _gathered(
     size: tuple[int, int],
     fill: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Boxes of images, on any device; pixels beside an image are ``fill``, or its reflection."""
+    """Boxes of images, on any device; pixels outside an image are ``fill``, or its reflection."""
     num_images, height, width, num_channels = pixels.shape
     places = []
     inside = []
@@ -250,13 +247,13 @@ class RandomHorizontalFlip(ImageTransform):
 
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images of any dtype and strides; returns a new batch of the
     same layout and dtype on the same device, which the caller owns. In a list of transforms, a flip right
-    after a `RandomResizedCrop` is computed in the same pass. Random numbers come from where those of
-    `RandomResizedCrop` come from, and the images are found in a batch by the same rules.
+    after a `RandomResizedCrop` runs in the same pass. Random numbers and the images of a batch come from the
+    same places as in `RandomResizedCrop`.
 
     Args:
         p: The probability of a flip, from 0 to 1.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
 
     Raises:
         TypeError: ``p`` is not a number; or, when called, there is no tensor in the images' place.
@@ -269,7 +266,7 @@ class RandomHorizontalFlip(ImageTransform):
         self.p = probability(p)
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"p={self.p}"
 
     def draw(self, num_images: int) -> NDArray[np.bool_]:
@@ -289,7 +286,7 @@ class RandomHorizontalFlip(ImageTransform):
 
 
 def _mirrored(images: NDArray[Any]) -> NDArray[Any]:
-    """``(B, H, W, C)`` images from right to left; OpenCV flips them all in a seventh of NumPy's time."""
+    """``(B, H, W, C)`` images, mirrored; OpenCV flips them all in a seventh of NumPy's time."""
     num_images, height, width, num_channels = images.shape
     pixel_bytes = num_channels * images.itemsize
     cv2 = _opencv()

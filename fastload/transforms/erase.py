@@ -1,7 +1,7 @@
 """Random boxes of whole batches of images, filled with one value: `RandomErasing` and `Cutout`.
 
 The boxes are drawn on the host for all images at once. No operation makes the host wait for the device, and
-the results are the same on every device, in every pixel.
+the results are the same in every pixel on every device.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class RandomErasing(ImageTransform):
     """Fills a random box of each image of a batch with probability ``p``: torchvision's transform.
 
     Takes ``(B, H, W, C)`` or ``(B, C, H, W)`` images of any dtype and strides; returns a new batch of the
-    same layout and dtype on the same device, which the caller owns. Random numbers come from where those of
-    `RandomResizedCrop` come from, and the images are found in a batch by the same rules.
+    same layout and dtype on the same device, which the caller owns. Random numbers and the images of a batch
+    come from the same places as in `RandomResizedCrop`.
 
     Args:
         p: The probability of a box, from 0 to 1.
-        scale: The least and the largest area of a box, as shares of the image's area.
-        ratio: The least and the largest ratio of a box's width to its height.
-        fill: The value of the box: a number, or one for each channel.
+        scale: The minimum and maximum area of a box, as shares of the image's area.
+        ratio: The minimum and maximum ratio of a box's width to its height.
+        fill: The value of the box: a number, or one per channel.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
 
     Raises:
         TypeError: ``p`` is not a number; or, when called, there is no tensor in the images' place.
@@ -62,7 +62,7 @@ class RandomErasing(ImageTransform):
         self.fill = fill
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"p={self.p}, scale={self.scale}, ratio={self.ratio}, fill={self.fill}"
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
@@ -78,14 +78,14 @@ class RandomErasing(ImageTransform):
 class Cutout(ImageTransform):
     """Fills a square of each image of a batch, whose centre is a random pixel (DeVries and Taylor, 2017).
 
-    The part of the square that is outside the image counts for nothing. Images, random numbers and errors
-    are those of `RandomErasing`.
+    The part of the square outside the image is ignored. Images, random numbers and errors are those of
+    `RandomErasing`.
 
     Args:
         size: Height and width of the box in pixels; an int stands for both.
-        fill: The value of the box: a number, or one for each channel.
+        fill: The value of the box: a number, or one per channel.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Cutout(ImageTransform):
         self.fill = fill
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"size={self.size}, fill={self.fill}"
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:

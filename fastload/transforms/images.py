@@ -1,4 +1,4 @@
-"""What all transforms of images share: where the images of a batch are, and the memory of their results.
+"""What all image transforms share: where the images of a batch are, and the memory of their results.
 
 The layout is never guessed: if the shape fits both layouts, the user must name one.
 """
@@ -27,12 +27,12 @@ _IMAGE_KEYS = ("image", "images")
 
 
 def find_images(batch: Any, key: Any, asker: str, expected: str = "a tensor") -> tuple[str, torch.Tensor]:
-    """The place of the images in a batch, for messages, and the images.
+    """Where the images are in a batch, for messages, and the images.
 
     Args:
         batch: A tensor, a sequence, or a mapping.
-        key: The place of the images: an index, or the key of a mapping; None: the first of a sequence, or
-            "image" or "images" in a mapping.
+        key: An index, or the key of a mapping; None: the first of a sequence, or "image" or "images" in a
+            mapping.
         asker: The subject of messages.
         expected: What messages say that images are.
 
@@ -43,9 +43,8 @@ def find_images(batch: Any, key: Any, asker: str, expected: str = "a tensor") ->
     where, found = _look_up(batch, key, asker)
     if not isinstance(found, torch.Tensor):
         raise TypeError(
-            f"{asker} expects images as {expected} at {where}, but got {type(found).__name__}; "
-            f"name another place with key=, or write a function that calls {asker} on the images of "
-            "your batch"
+            f"{asker} expects images as {expected} at {where}, but got {type(found).__name__}; pass a "
+            f"different key=, or write a function that calls {asker} on the images of your batch"
         )
     return where, found
 
@@ -61,7 +60,7 @@ def _look_up(batch: Any, key: Any, asker: str) -> tuple[str, Any]:
             if len(keys) != 1:
                 raise ValueError(
                     f'{asker} expects "image" or "images" in a mapping, but got the keys '
-                    f"{list(batch)}; name the key of the images with key="
+                    f"{list(batch)}; pass the key of the images as key="
                 )
             key = keys[0]
         elif key not in batch:
@@ -109,17 +108,17 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
         raise ValueError(
             f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: with "
             f"{' or '.join(map(str, channels))} channels and layout={layout!r} it fits "
-            f'{" and ".join(named) or "neither"}; give layout="HWC" or layout="CHW"'
+            f'{" and ".join(named) or "neither"}; pass layout="HWC" or layout="CHW"'
         )
     return named[0]
 
 
 class ImageTransform(nn.Module):
-    """Replaces the images of a batch by others of the same layout and dtype on the same device.
+    """Replaces the images of a batch with new ones of the same layout and dtype on the same device.
 
     Args:
         layout: The meaning of the dimensions: one of `LAYOUTS`.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
     """
 
     def __init__(self, layout: str, key: Any) -> None:
@@ -143,7 +142,7 @@ class ImageTransform(nn.Module):
         return map_movable(batch, lambda leaf: result if leaf is images else leaf)
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
-        """New images for ``(B, H, W, C)`` pixels of any strides, which are at ``where`` in the batch."""
+        """New images for ``(B, H, W, C)`` pixels of any strides, at ``where`` in the batch."""
         raise NotImplementedError
 
 
@@ -165,10 +164,10 @@ def copied(pixels: torch.Tensor) -> torch.Tensor:
 
 
 def fill_values(fill: float | Sequence[float], pixels: torch.Tensor) -> torch.Tensor:
-    """``(C,)`` on the CPU: a value for each channel of ``(B, H, W, C)`` pixels, in their dtype.
+    """``(C,)`` on the CPU: one value per channel of ``(B, H, W, C)`` pixels, in their dtype.
 
     Raises:
-        ValueError: The pixels cannot have this value, or there is another number of channels.
+        ValueError: The pixels cannot have this value, or the number of channels differs.
     """
     num_channels = pixels.shape[3]
     exact = torch.as_tensor(fill, dtype=torch.float64)

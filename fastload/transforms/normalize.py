@@ -30,9 +30,9 @@ class Normalize(nn.Module):
     """Computes ``(image / max_pixel_value - mean) / std`` for a batch of uint8 images.
 
     Takes ``(B, H, W, C) uint8`` or ``(B, C, H, W) uint8`` with any strides; returns a new ``(B, C, H, W)``
-    tensor in ``dtype`` and ``memory_format`` on the same device, which the caller owns. uint8 images need a
-    quarter of float32's bytes on their way to the GPU. The module has no parameters and no state_dict entry,
-    and can be pickled.
+    tensor in ``dtype`` and ``memory_format`` on the same device, which the caller owns. uint8 images send a
+    quarter of float32's bytes to the GPU. The module has no parameters and no state_dict entry, and can be
+    pickled.
 
     If the batch is not a tensor, the result is a new batch of its type with the images replaced. The images
     are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a
@@ -47,7 +47,7 @@ class Normalize(nn.Module):
             keeps the order of the images in memory, so ``(B, H, W, C)`` batches become channels-last.
         max_pixel_value: The value that counts as 1. Pass 1 for a mean and std of 0 to 255.
         layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is ``len(mean)``.
-        key: The place of the images in a batch: an index, or the key of a mapping.
+        key: Where the images are in a batch: an index, or the key of a mapping.
 
     Attributes:
         mean: As given.
@@ -56,9 +56,9 @@ class Normalize(nn.Module):
     Raises:
         TypeError: ``mean`` or ``std`` is not a sequence of numbers; ``max_pixel_value`` is not a number;
             ``dtype`` is not a floating dtype; or, when called, there is no uint8 tensor in the images' place.
-        ValueError: The constants are not one finite value per channel, or have a mean that no uint8 image
-            can have, or another argument has none of the values above; or, when called, the shape fits no
-            layout or both, or the batch has no ``key``, or neither or both of "image" and "images".
+        ValueError: The constants are not one finite value per channel, or have a mean that no uint8 image can
+            have, or a different argument is invalid; or, when called, the shape fits no layout or both, or
+            the batch has no ``key``, or neither or both of "image" and "images".
     """
 
     _scale: torch.Tensor
@@ -108,7 +108,7 @@ class Normalize(nn.Module):
         if max_pixel_value == 255 and max(self.mean) > 1:
             raise ValueError(
                 "mean and std should be in units of max_pixel_value=255, where no uint8 image has a mean "
-                f"above 1, but got mean={self.mean}; give max_pixel_value=1 for constants of 0..255"
+                f"above 1, but got mean={self.mean}; pass max_pixel_value=1 for constants of 0..255"
             )
 
     def forward(self, batch: Any) -> Any:
@@ -124,7 +124,7 @@ class Normalize(nn.Module):
         return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
-        """The text that `print` shows between the brackets."""
+        """The arguments, for the module's repr."""
         return f"mean={self.mean}, std={self.std}, dtype={self.dtype}, memory_format={self.memory_format}"
 
     # --- the arithmetic ---------------------------------------------------------------------------------

@@ -1,13 +1,12 @@
 """Crop and resize each image of a batch to one size, on the device of the batch.
 
 1. The values are those of OpenCV's INTER_LINEAR within one grey level: bilinear between the four nearest
-   pixels of the box, with half-pixel centres and without antialiasing. Pixels outside the box count for
-   nothing.
-2. On the CPU, torch resizes one image after another: its kernel for one uint8 image is several times as fast
-   as any formulation for the whole batch. benchmarks/NOTES.md has the figures.
+   pixels of the box, with half-pixel centres and without antialiasing. Pixels outside the box are ignored.
+2. On the CPU, torch resizes one image after another: its kernel for one uint8 image is several times faster
+   than any formulation for the whole batch. benchmarks/NOTES.md has the figures.
 3. On an accelerator, one image at a time would be hundreds of kernels. There the four pixels are gathered for
-   the whole batch, and no shape depends on a box, so that the host never waits for the device. The memory in
-   use depends on the size of the result and not on that of the images.
+   the whole batch, and no shape depends on a box, so the host never waits for the device. The memory in use
+   depends on the size of the result, not on that of the images.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
 
     Args:
         images: ``(B, H, W, C)`` uint8 or floats, with any strides.
-        boxes: ``(5, B)`` whole numbers: top, left, height and width of each box in pixels, and 1 for an image
-            that is flipped from left to right, else 0.
+        boxes: ``(5, B)`` whole numbers: top, left, height and width of each box in pixels, and 1 for a
+            mirrored image, else 0.
         size: Height and width of the results in pixels.
 
     Returns:
@@ -53,7 +52,8 @@ def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[in
         if images.is_floating_point():
             source = source.to(torch.promote_types(images.dtype, torch.float32))
             resized = torch.empty_like(target, dtype=source.dtype)
-        # As torch.nn.functional.interpolate, which cannot write to existing memory and takes twice the time.
+        # Like torch.nn.functional.interpolate, which cannot write to existing memory and takes twice the
+        # time.
         torch.ops.aten.upsample_bilinear2d.out(source, size, False, None, None, out=resized)
         if is_flipped or resized is not target:
             target.copy_(resized.flip(3) if is_flipped else resized)

@@ -84,7 +84,7 @@ def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
             r"^KeyError: 7$",
         ),
         (os._exit, 5, r"exit code 5"),
-        (die, signal.SIGKILL, r"ended by SIGKILL, perhaps for want of memory"),
+        (die, signal.SIGKILL, r"killed by SIGKILL, perhaps out of memory"),
         (die, signal.SIGTERM, r"exit code -15"),
     ],
 )

@@ -319,7 +319,7 @@ def test_directory_that_is_not_there(tmp_path: Path) -> None:
 
     assert str(caught.value) == (
         f"cannot write the cache {tmp_path}/nowhere/cache: No such file or directory: "
-        f"make the directory {tmp_path}/nowhere first"
+        f"create the directory {tmp_path}/nowhere first"
     )
 
 
@@ -327,7 +327,7 @@ def test_directory_that_is_not_there(tmp_path: Path) -> None:
     ("error", "said"),
     [
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "denied: change the permissions of /a/b"),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: give a path outside /a/b"),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: use a path outside /a/b"),
         (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "Not a directory: a part of /a/b is a file"),
         (OSError(errno.EPERM, os.strerror(errno.EPERM)), "not permitted: change the permissions of /a/b"),
         (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),

@@ -296,8 +296,8 @@ def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((2, 3, 6, 4), r"at \$, .* it fits HWC and CHW; give layout="),
-        ((2, 5, 6, 7), "with 1 or 3 or 4 channels and layout='auto' it fits neither; give layout="),
+        ((2, 3, 6, 4), r"at \$, .* it fits HWC and CHW; pass layout="),
+        ((2, 5, 6, 7), "with 1 or 3 or 4 channels and layout='auto' it fits neither; pass layout="),
         ((5, 6, 3), r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"),
     ],
 )

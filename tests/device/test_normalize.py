@@ -156,7 +156,7 @@ def test_only_the_images_are_normalised(batch: Any, key: Any, where: Any) -> Non
             {"image": IMAGES, "images": IMAGES},
             None,
             ValueError,
-            r"the keys \['image', 'images'\]; name the key",
+            r"the keys \['image', 'images'\]; pass the key",
         ),
         ({"image": IMAGES}, "pixels", ValueError, r"key='pixels', but the batch has the keys \['image'\]"),
         ((IMAGES,), 3, ValueError, "key=3, but the batch is a sequence of 1"),

@@ -356,7 +356,7 @@ def test_a_split_of_ones_own() -> None:
 def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
     """The error says what a split should give and what kind of thing came, but no tensor's values."""
     batch = torch.full((4, 2), 77.0)
-    with pytest.raises(ValueError, match=f"split should give [12] parts, .*but gave {what}") as caught:
+    with pytest.raises(ValueError, match=f"split should return [12] parts, .*but got {what}") as caught:
         retry_on_oom(OutOfMemoryAbove(1), batch, model=None, split=split)
 
     assert "77" not in str(caught.value)

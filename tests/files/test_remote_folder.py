@@ -387,7 +387,7 @@ def test_a_saved_list_is_used(
     assert fs.exists(f"{url}/{SAVED_NAME}")
     assert len(used) == len(saved) == SIZE
     assert used.fingerprint() == saved.fingerprint()
-    assert "from the list that was saved there on" in caplog.text
+    assert "from the list saved there on" in caplog.text
     with pytest.raises(
         fastload.errors.ImageReadError, match="when the folder was listed"
     ):  # its length is another
@@ -411,7 +411,7 @@ def test_a_saved_list_is_used(
             ValueError,
             "either storage_options= or filesystem=",
         ),
-        (True, {"filesystem": "s3"}, TypeError, "should be a file system of fsspec, but got 's3'"),
+        (True, {"filesystem": "s3"}, TypeError, "should be an fsspec file system, but got 's3'"),
         (True, {"listing": "auto"}, ValueError, '"use", "save" or "ignore", but got \'auto\''),
     ],
 )

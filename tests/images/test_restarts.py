@@ -126,7 +126,7 @@ def test_other_files_are_refused(options: dict[str, Any]) -> None:
     Image.new(options.pop("mode", "RGB"), (40, 40)).save(file, "jpeg", **options)
 
     for content in (file.getvalue(), b"", b"\xff\xd8", b"a text"):
-        with pytest.raises(ValueError, match="only JPEGs"):
+        with pytest.raises(ValueError, match="only non-progressive JPEGs"):
             add_restarts(content)
 
 

@@ -46,7 +46,7 @@ def test_a_refused_memfd_create_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     """The name is there and the call is refused: nothing is supported, and the reason is the system's."""
     monkeypatch.setattr(os, "memfd_create", refusing(1))
 
-    assert "refuses anonymous shared memory" in (segment.why_unsupported() or "")
+    assert "denies anonymous shared memory" in (segment.why_unsupported() or "")
     assert "Operation not permitted" in (segment.why_unsupported() or "")
     assert starting.why_no_processes() == segment.why_unsupported()
 

@@ -376,4 +376,4 @@ def test_without_shared_memory_each_process_keeps_a_copy(
     assert list(shared) == list(other) == items
     assert list(moved) == items[1::2]
     (line,) = caplog.messages
-    assert re.match(r"SharedList: each process keeps a copy of its own, because this system refuses .*", line)
+    assert re.match(r"SharedList: each process keeps its own copy, because this system denies .*", line)
