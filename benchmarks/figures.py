@@ -451,6 +451,19 @@ def metadata() -> str:
     )
 
 
+def suite() -> str:
+    """What a run of `make test` took, and its slowest tests."""
+    results = json.loads((RESULTS / "suite.json").read_text())
+    lines = ["| seconds | test |", "|---|---|"]
+    lines += [f"| {seconds:.1f} | `{test}` |" for seconds, test in results["slowest"]]
+    where = f"{results['machine']['cores']} cores, {results['machine']['cpu']}, load {results['load']}"
+    return (
+        f"{results['tests']:,} tests took {results['wall_s']} s, {results['cpu_s']} s of processor time and "
+        f"{results['forks']:,} forks ({where}; two processes are the tests' own). The ten slowest:\n\n"
+        + "\n".join(lines)
+    )
+
+
 def blocks() -> dict[Path, dict[str, str]]:
     """The parts of the documents that lie between comments with their names: page -> name -> text."""
     return {
@@ -458,6 +471,7 @@ def blocks() -> dict[Path, dict[str, str]]:
             "headline": headline(),
             "peers": peers(),
         },
+        ROOT / "CONTRIBUTING.md": {"suite": suite()},
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},

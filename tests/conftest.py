@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import select
@@ -66,6 +67,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_BEGAN_S = time.monotonic()
 _forks = [0]  # of the processes that run tests
 
 
@@ -85,14 +87,33 @@ def pytest_testnodedown(node: Any) -> None:
     _forks[0] += getattr(node, "workeroutput", {}).get("forks", 0)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """Say how often the tests forked: a fork of these large processes takes 10 to 20 ms."""
     terminalreporter.write_line(f"The tests forked {_forks[0]:,} times.")
+    if config.getoption("--record"):
+        from benchmarks.harness import machine
+
+        tests = [one for kind in ("passed", "failed") for one in terminalreporter.getreports(kind)]
+        phases = [*tests, *terminalreporter.getreports("")]  # setup and teardown have no name here
+        slowest = sorted(phases, key=lambda one: one.duration, reverse=True)[:10]
+        used = os.times()
+        found = {
+            "command": "make test RECORD=benchmarks/results/suite.json",
+            "machine": machine(),
+            "load": round(os.getloadavg()[2], 1),
+            "tests": len(tests),
+            "wall_s": round(time.monotonic() - _BEGAN_S),
+            "cpu_s": round(used.user + used.system + used.children_user + used.children_system),
+            "forks": _forks[0],
+            "slowest": [[round(one.duration, 1), f"{one.nodeid:.100} ({one.when})"] for one in slowest],
+        }
+        Path(config.getoption("--record")).write_text(json.dumps(found, indent=1) + "\n")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Tests marked `thorough` run with --thorough only, as `make test-all` does."""
     parser.addoption("--thorough", action="store_true", help="every case of the tests' tables")
+    parser.addoption("--record", metavar="FILE", help="write what the run took to a file, as JSON")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -220,7 +220,7 @@ def test_commands_about_a_cache_at_a_url(host: Path) -> None:
 
     verified = run("cache", "verify", url)
     assert verified["num_damaged"] == 0
-    listed = run("cache", "ls", str(host / f"copies-{os.getuid()}"))["caches"]
+    listed = run("cache", "ls", str(host / f"copies-{os.getuid()}"))["disk"]
     assert [(one["path"], one["state"]) for one in listed] == [(verified["path"], "finished")]
     assert run("cache", "ls")["copies"]["number"] == 1
     assert f"{host}/copies-{os.getuid()}' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
