@@ -453,7 +453,10 @@ def metadata() -> str:
 
 def suite() -> str:
     """What a run of `make test` took, and its slowest tests."""
-    results = json.loads((RESULTS / "suite.json").read_text())
+    path = RESULTS / "suite.json"
+    if not path.exists():
+        return "No run of the suite has been recorded yet."
+    results = json.loads(path.read_text())
     lines = ["| seconds | test |", "|---|---|"]
     lines += [f"| {seconds:.1f} | `{test}` |" for seconds, test in results["slowest"]]
     where = f"{results['machine']['cores']} cores, {results['machine']['cpu']}, load {results['load']}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -462,13 +464,26 @@ class TestInterruption:
 
     def test_sigterm_leaves_nothing(self, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """CI ends a command that takes too long this way."""
+        context = multiprocessing.get_context("fork")
+        is_awaited, start, receive = context.Event(), context.Process.start, Connection.recv
+
+        def start_unawaited(self: Any) -> None:
+            is_awaited.clear()
+            start(self)
+
+        def receive_and_tell(self: Any) -> Any:
+            is_awaited.set()
+            return receive(self)
 
         def terminate(dataset: Any, path: str, num_workers: int) -> float:
             Path(path).write_bytes(b"a part of a cache")
+            is_awaited.wait()  # an exception in a hook of os.fork, which the parent may still run, is lost
             os.kill(os.getppid(), signal.SIGTERM)
             signal.pause()
             return 0.0
 
+        monkeypatch.setattr(context.Process, "start", start_unawaited)
+        monkeypatch.setattr(Connection, "recv", receive_and_tell)
         monkeypatch.setattr(measure, "build", terminate)
         before = signal.getsignal(signal.SIGTERM)
 

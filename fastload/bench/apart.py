@@ -9,8 +9,8 @@ Memory, file handles, caches, threads and worker processes of a run end with its
    interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
    `_PATIENCE_S` is killed.
 3. If this process dies, the run ends too.
-4. A signal that comes while the process starts is handled after the start: an exception before that would
-   leave the process behind, and `os.fork` swallows one that is raised inside its hooks.
+4. A signal that comes while the process starts is handled after the start. If another thread receives it, its
+   handler can raise before; the process is then ended, although multiprocessing has not recorded it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.workers.process import start_helpers, without_handlers
+from fastload.workers.process import end_unrecorded, start_helpers, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -57,7 +57,11 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with without_handlers() as mask:
             process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
-            process.start()
+            try:
+                process.start()
+            except BaseException as error:
+                end_unrecorded(error)
+                raise
         sender.close()  # the run has its own end: when the run ends, so does the pipe
         try:
             succeeded, result = receiver.recv()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from multiprocessing import popen_fork
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -119,22 +120,26 @@ def test_ctrl_c_ends_a_run_and_its_workers(
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
-def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is handled when the process can be ended; `os.fork` would swallow an exception inside its hooks."""
-    fork, started = os.fork, []
+@pytest.mark.parametrize("is_heard_at_once", [False, True])
+def test_a_signal_at_the_start_of_a_run_leaves_no_process(
+    is_heard_at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is handled after the start, or at once if another thread has received it, which blocks no signal."""
+    launch, started = popen_fork.Popen._launch, []  # type: ignore[attr-defined]
 
-    def fork_and_interrupt() -> int:
-        pid = fork()
-        if pid:
-            started.append(pid)
-            os.kill(os.getpid(), signal.SIGINT)
-        return pid
+    def launch_and_interrupt(self: Any, process: Any) -> None:
+        launch(self, process)
+        started.append(self.pid)
+        if is_heard_at_once:
+            raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(os, "fork", fork_and_interrupt)
+    monkeypatch.setattr(popen_fork.Popen, "_launch", launch_and_interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         call(signal.pause)
 
+    assert len(started) == 1
     assert still_running(started, 60) == []
 
 
