@@ -166,9 +166,9 @@ def test_a_stream_that_is_shorter_now() -> None:
 @pytest.mark.parametrize(
     ("after", "text"),
     [
-        ((Mute, 2), "in 3 workers, but this loader has 2"),
+        ((Mute, 2), "for each of 3 workers, but this loader has 2"),
         ((Mute, 3, 4), "batch_size 3, after 4 batches, but this loader has 4"),
-        ((Stream, 2), "in 3 workers.* has 2"),
+        ((Stream, 2), "for each of 3 workers.* has 2"),
     ],
     ids=["workers", "batch size", "states"],
 )
@@ -255,7 +255,7 @@ def test_its_state_needs_the_same_number_of_workers() -> None:
     """In the middle of an epoch; at its beginning, the copies start from the dataset as it is."""
     loader = loader_of(Counting, 3, 4)
     loader.load_state_dict(cut(loader_of(Counting, 2, 4), 5)[1])
-    with pytest.raises(ResumeError, match="in 2 workers, but this loader has 3"):
+    with pytest.raises(ResumeError, match="for each of 2 workers, but this loader has 3"):
         iter(loader)
 
     for kind in (Counting, Stream):
