@@ -27,8 +27,8 @@ PATTERNS = {
     r"none of the (forms|values) above": "is invalid",
     r"follows? from": "depends on, is derived from",
     r"(an)?other \w+ than": "different ... from, ... other than",
-    r"another (number|size|length|order) of": "a different ... of",
-    r"the (most|least) (?!recent|common|likely|significant)\w+": "maximum, minimum, at most, at least",
+    r"(another (number|order) of|of another (class|kind|length|type))": "a different ... of, of a different ...",
+    r"the (most|least) (?!recent|common|likely|important|expensive)\w+": "maximum, minimum",
     r"_?(most|least)_(?!recent)\w+": "max_..., min_... (in names)",
     r"may": "can; might for what is uncertain; must for a prohibition",
     r"(refus(e|es|ed|ing)|refusals?)": "rejects, denies, does not allow",
@@ -39,7 +39,11 @@ PATTERNS = {
     r"dealt anew": "repartitioned",
     r"looks? after": "manages",
     r"owe[sd]? (\w+ )?batch(es)?": "with batches outstanding",
-    r"that may pass": "transient",
+    r"(on|in) another (error|moment|order)": "a different ...",
+    r"(give|choose) another": "use a different ...",
+    r"at (the|its|their) first (access|call|touch|use)": "on first use",
+    r"for (want of|ever)": "without, forever",
+    r"in vain": "wasted, forever",
 }
 # What matches a pattern and stays, as (end of the file's path, matched text in lower case).
 ALLOWED: set[tuple[str, str]] = set()

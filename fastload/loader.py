@@ -280,7 +280,7 @@ class DataLoader(LoaderSettings):
         reason = self._why_torch()
         iterator: Any
         if reason is not None:
-            self._refuse_torch(reason)
+            self._reject_torch(reason)
             if not self.in_order:
                 say_once(
                     "in_order=False uses torch's own workers and transport, which are slower than "
@@ -296,7 +296,7 @@ class DataLoader(LoaderSettings):
         _live[iterator] = None
         return iterator
 
-    def _refuse_torch(self, reason: str) -> None:
+    def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
             'worker_type="thread"': self.worker_type == "thread",

@@ -232,7 +232,7 @@ class RowCollate:
     Args:
         arena: Where rows are laid out.
         in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
-        channels_last: Lay `(C, H, W)` samples out so that a batch has channels-last strides.
+        channels_last: Lay `(C, H, W)` samples out to give batches channels-last strides.
     """
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:

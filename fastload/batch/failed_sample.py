@@ -55,5 +55,5 @@ def _reason(error: BaseException) -> str:
     """The text of an error, or the shorter `reason` that some errors have."""
     try:
         return str(getattr(error, "reason", None) or error)
-    except Exception:  # noqa: BLE001  # the error's class may be the user's
+    except Exception:  # noqa: BLE001  # the error's class can be the user's
         return f"str() of this {type(error).__name__} raises an error"

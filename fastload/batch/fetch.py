@@ -51,7 +51,7 @@ class FetchSettings:
         drop_last: Whether an iterable dataset's last batch is left out if it is short.
         channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
         on_error: `"raise"`, `"replace"`, or a function; see `replacing`.
-        replacements: Indices that may replace an unreadable sample; empty: the indices of the same batch.
+        replacements: Indices that can replace an unreadable sample; empty: the indices of the same batch.
         batch_transform: Called with each batch; its result is the batch.
     """
 
@@ -400,17 +400,17 @@ def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
     """
     if state is None or not state.has_state:
         return iter(dataset)
-    refusal: Exception | None = None
+    early_error: Exception | None = None
     if state.data:
         try:
             dataset.load_state_dict(state.load())
         except Exception as error:  # noqa: BLE001  # raised below, unless `__iter__` has to come first
-            refusal = error
+            early_error = error
     samples: Any = iter(dataset)
-    if state.data and samples is dataset and (refusal is not None or not _is_at(dataset, state)):
+    if state.data and samples is dataset and (early_error is not None or not _is_at(dataset, state)):
         dataset.load_state_dict(state.load())
-    elif refusal is not None:
-        raise refusal
+    elif early_error is not None:
+        raise early_error
     if state.iterator:
         if not keeps_state(samples):
             raise ResumeError(

@@ -61,7 +61,7 @@ class Epochs(NamedTuple):
 
 
 def spread_indices(length: int, count: int) -> list[int]:
-    """Evenly spaced indices, so that all classes of a sorted dataset take part."""
+    """Evenly spaced indices, so all classes of a sorted dataset take part."""
     return [number * length // count for number in range(count)]
 
 

@@ -107,8 +107,8 @@ class Benchmark:
         result: The contenders, with the figures of those that have run.
 
     Raises:
-        RunFailedError: Samples could not be read. NoBatchError: They have several shapes, or are of a kind
-            that makes no batch.
+        RunFailedError: Samples could not be read.
+        NoBatchError: They have several shapes, or are of a kind that makes no batch.
     """
 
     def __init__(self, settings: Settings, datasets: Mapping[str | None, Any], transform: Any) -> None:
@@ -154,7 +154,7 @@ class Benchmark:
         result = self.result
         with _temporary_files() as temporary, _directory(self._settings.scratch or temporary) as directory:
             parts = {size: _part(dataset, result.num_samples) for size, dataset in self._datasets.items()}
-            self._refuse_caches(directory)
+            self._reject_caches(directory)
             before = CpuTimes.now()
             paths = self._prepare(parts, directory)
             for number in range(result.rounds):
@@ -184,7 +184,7 @@ class Benchmark:
             row.first.append(first)
             row.later.append(later)
 
-    def _refuse_caches(self, directory: str) -> None:
+    def _reject_caches(self, directory: str) -> None:
         """Mark the rows whose cache is not possible or does not fit, with the reason."""
         result = self.result
         memory_nbytes = parse_memory("auto")

@@ -56,14 +56,14 @@ def locked(
     open_file: Callable[[], int],
     *,
     wait_s: float = 0.0,
-    refused: Callable[[OSError], object] | None = None,
+    failed: Callable[[OSError], object] | None = None,
 ) -> Iterator[bool]:
     """Hold the exclusive lock on a descriptor opened for it; yields whether the lock was free.
 
     Args:
         open_file: Opens the descriptor.
         wait_s: How long to wait for a different holder.
-        refused: Called if the file cannot be opened or locked; None to raise the error.
+        failed: Called if the file cannot be opened or locked; None to raise the error.
     """
     fd, has_lock = -1, False
     try:
@@ -71,9 +71,9 @@ def locked(
             fd = open_file()
             has_lock = try_lock(fd, wait_s=wait_s)
         except OSError as error:
-            if refused is None:
+            if failed is None:
                 raise
-            refused(error)
+            failed(error)
         yield has_lock
     finally:
         if has_lock:

@@ -113,7 +113,7 @@ class Pushdown:
             return "the pipeline is empty"
         name = type(first).__name__
         if not is_tested_release():
-            return "pushdown was tested with another release of albumentations"
+            return "pushdown was tested with a different release of albumentations"
         if any(not _is_of_albumentations(part) for part in (self._pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:

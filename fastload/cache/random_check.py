@@ -31,7 +31,7 @@ _SEEDS = (114642, 101306)
 def probe(
     dataset: Any, indices: list[int], rechecked: list[int], look: Callable[[Any], None] | None = None
 ) -> dict[int, Any]:
-    """Read the samples at `indices`, and read the samples at `rechecked` again, under another seed.
+    """Read the samples at `indices`, and those at `rechecked` again, under a different seed.
 
     Args:
         dataset: Map-style.
@@ -105,7 +105,7 @@ def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
             transform.random_generator.bit_generator.state = np_state
 
 
-def refuse_random(dataset: Any) -> None:
+def reject_random(dataset: Any) -> None:
     """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
 
     An `ImageFolder` is known not to; none of its files is read.

@@ -1,4 +1,4 @@
-"""Limits how fast epochs of training fill a cache in RAM, so that no epoch takes much longer.
+"""Limits how fast training epochs fill a cache in RAM, so no epoch takes much longer.
 
 On some machines, filling fresh memory takes longer than decoding a JPEG. An epoch that stored every sample
 would then take twice as long as an epoch without a cache. So storing has a time budget, which reads and cache

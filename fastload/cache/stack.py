@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
 
 # A cache without room for one sample can have room for a smaller one, but decoding costs time.
-_MAX_REFUSED = 16
+_MAX_REJECTED = 16
 _EMPTY_BYTES = 32 << 10  # the maximum beside its samples and 8 bytes for each of them
 
 
@@ -57,7 +57,7 @@ class Stack(BaseCache):
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
         self._rate_limit = RateLimit()
-        self._num_refused = 0  # decoded samples in a row that did not fit into the first store
+        self._num_rejected = 0  # decoded samples in a row that did not fit into the first store
         self._generation = 0
 
     @property
@@ -131,12 +131,12 @@ class Stack(BaseCache):
         if not first.is_retained(index):
             return False
         if first.generation != self._generation:
-            self._generation, self._num_refused = first.generation, 0
-        if self._num_refused < _MAX_REFUSED:
+            self._generation, self._num_rejected = first.generation, 0
+        if self._num_rejected < _MAX_REJECTED:
             if first.put(index, read_only(decode_images(sample))):
-                self._num_refused = 0
+                self._num_rejected = 0
                 return True
-            self._num_refused += 1
+            self._num_rejected += 1
         return bool(second.put(index, sample))
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:

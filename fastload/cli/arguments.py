@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastload.cli.terminal import CommandError, ExitCode
-from fastload.system.refusals import writing_refused
+from fastload.system.os_errors import why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
         write(partial)
         os.replace(partial, path)
     except OSError as error:
-        reason = writing_refused(error, os.path.abspath(path))
+        reason = why_unwritable(error, os.path.abspath(path))
         raise CommandError(f"{option} {path} could not be written: {reason}", ExitCode.FAILED) from error
     finally:
         with contextlib.suppress(OSError):

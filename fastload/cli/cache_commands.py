@@ -47,7 +47,7 @@ CodecOption = Annotated[
         "--codec",
         help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
         "source stores the files as they are, and each access decodes them; tiles does so, too, and rewrites "
-        "JPEGs without loss, so that crops decode only their part.",
+        "JPEGs losslessly, so crops decode only their part.",
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]
@@ -144,7 +144,7 @@ def build(
     if force:
         if path is None:
             raise CommandError(
-                "--force replaces a cache on this machine, but DEST is a URL: give another URL"
+                "--force replaces a cache on this machine, but DEST is a URL: use a different URL"
             )
         from fastload.cache.build import inventory
 
@@ -259,13 +259,13 @@ def _options(
 def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
     from fastload.cache.build.plan import source_of_build
-    from fastload.cache.random_check import refuse_random
+    from fastload.cache.random_check import reject_random
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         dataset = open_source(source, size)
-        refuse_random(dataset)
+        reject_random(dataset)
         yield source_of_build(dataset, codec)
 
 

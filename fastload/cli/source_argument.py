@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cli.arguments import check_url, is_url
 from fastload.cli.terminal import CommandError, ExitCode
 from fastload.errors import add_note
-from fastload.system.refusals import reading_refused
+from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -186,7 +186,7 @@ class SourceElsewhere:
             os.chdir(self.directory)
         except OSError as error:
             raise CommandError(
-                f"the working directory of the command is not on this machine: {reading_refused(error)}: run "
+                f"the working directory of the command is not on this machine: {why_unreadable(error)}: run "
                 "the command in a directory that all machines share"
             ) from error
         return open_source(self.source, self.size)

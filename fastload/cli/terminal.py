@@ -27,7 +27,7 @@ from typer.core import TyperGroup
 
 from fastload.errors import CacheBusyError, FastloadError
 from fastload.system.logs import is_debugging, log, write_stderr
-from fastload.system.refusals import reading_refused
+from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +134,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, _ClickUsageError):
         text = str(error.format_message())
     elif isinstance(error, OSError) and error.strerror:
-        text = reading_refused(error)
+        text = why_unreadable(error)
     elif isinstance(error, (FastloadError, CommandError, OSError)):
         text = str(error)
     else:

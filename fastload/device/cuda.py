@@ -80,7 +80,7 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
             "mps" or "xpu"; or a torch.device of these types.
 
     Raises:
-        ValueError: The device is of another kind.
+        ValueError: The device is of a different kind.
     """
     if isinstance(device, str) and device == "auto":
         return None

@@ -21,7 +21,7 @@ T = TypeVar("T")
 class DevicePrefetcher(Generic[T]):
     """Iterates over the batches of ``loader``, prefetched to a CUDA device.
 
-    Batches may nest dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
+    Batches can nest dicts, lists, tuples, namedtuples, dataclasses, Mappings, Sequences and objects with
     ``to(device)``. Values that are not tensors pass through, container types are kept, and the loader's own
     batches are not changed. Pinned memory is read in place, and so are the slots of a `fastload.DataLoader`'s
     workers; other memory is first copied into torch's pinned memory. The caller owns the batches and can keep
@@ -46,7 +46,7 @@ class DevicePrefetcher(Generic[T]):
     Raises:
         DeviceUnavailableError: The requested device is not available.
         TypeError: ``depth`` is not an int, or ``loader`` is not an iterable.
-        ValueError: ``depth`` is below 1, or ``device`` is of another kind.
+        ValueError: ``depth`` is below 1, or ``device`` is of a different kind.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class RegisteredSlots:
         self._backend = backend
         self._pid = os.getpid()
         self._addresses: dict[Memory, int] = {}
-        self._is_refused = False
+        self._has_failed = False
 
     def add(self, memory: Memory, in_use: Iterable[Memory | None]) -> None:
         """Register ``memory`` if possible; unregister memory that no slot uses anymore.
@@ -60,11 +60,11 @@ class RegisteredSlots:
         wanted = set(in_use)
         for other in [known for known in self._addresses if known not in wanted and not known.is_leased]:
             self._remove(other)
-        if self._is_refused:
+        if self._has_failed:
             return
         reason = self._backend.register(memory.address, memory.nbytes)
         if reason:
-            self._is_refused = True
+            self._has_failed = True
             say_once(
                 f"the device cannot read slots in place; they are copied to pinned memory first: {reason}"
             )

@@ -302,7 +302,7 @@ def _checksum_with(index: Any, checksum: int) -> int:
         pass
     try:
         return zlib.crc32(np.asarray(index, np.int64).tobytes(), checksum)
-    except (TypeError, ValueError, OverflowError):  # keys of another kind
+    except (TypeError, ValueError, OverflowError):  # keys of a different kind
         pass
     try:
         text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes

@@ -150,7 +150,8 @@ class Epoch:
     def replay(self, loader: DataLoader[Any], drawn: Iterator[Any]) -> Iterator[Any]:
         """The iterator over indices: ``drawn``, or the remaining indices of a resumed epoch.
 
-        Raises: ResumeError: The sampler gives different indices than before.
+        Raises:
+            ResumeError: The sampler gives different indices than before.
         """
         goal, self._goal = self._goal, None
         if goal is None:

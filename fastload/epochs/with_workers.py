@@ -302,7 +302,7 @@ class WorkerIterator(HostIterator):
         if loader is not None and self in (loader._iterator, getattr(loader._iterator, "source", None)):
             loader._iterator = None  # stopped persistent workers cannot serve another epoch
         _close(self._pool, self._pin_thread)
-        self._finalizer.detach()  # comes last: a signal may interrupt the line above
+        self._finalizer.detach()  # comes last: a signal can interrupt the line above
 
     def _shutdown_workers(self) -> None:
         self.close()  # other libraries stop torch's iterator by this method

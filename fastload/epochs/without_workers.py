@@ -88,7 +88,7 @@ class LocalIterator(HostIterator):
     def _next_data(self) -> Any:
         with self._turn:
             if self._is_fetching or self._is_closed or self._has_ended:
-                self._refuse()
+                self._raise_instead()
             try:
                 if self._due is None:
                     self._due = self._epoch.count(next(self._sampler_iter))
@@ -103,7 +103,7 @@ class LocalIterator(HostIterator):
             nbytes = self._fetcher.gathered_bytes or nbytes_of(batch)
             return batch, (self._fetcher.num_samples, nbytes)
 
-    def _refuse(self) -> None:
+    def _raise_instead(self) -> None:
         """Raise the error that the caller gets instead of a batch."""
         if self._is_fetching:
             raise RuntimeError(

@@ -152,9 +152,9 @@ class ReadAhead:
                 future.set_exception(error)
             else:
                 with self._lock:
-                    if self._files.get(number) is future:  # its length may have been a guess
+                    if self._files.get(number) is future:  # its length might have been a guess
                         self._used_bytes += len(data) - self._begun[number]
                         self._begun[number] = len(data)
                 future.set_result(data)
                 del data
-            del file, future  # while this waits, nobody else may need the content
+            del file, future  # while this waits, nothing else might need the content

@@ -1,4 +1,4 @@
-"""Copies a folder, with restart markers in its JPEGs, so that crops decode only their tiles.
+"""Copies a folder, with restart markers in its JPEGs, so crops decode only their tiles.
 
 Rules:
 

@@ -92,7 +92,7 @@ class Segment:
             fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except OSError as error:
             raise SegmentError(
-                f"cannot create a shared segment of {nbytes:,} bytes: {refusal(error)}"
+                f"cannot create a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         try:
             os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor can open a memfd
@@ -102,7 +102,7 @@ class Segment:
         except OSError as error:
             os.close(fd)
             raise SegmentError(
-                f"cannot size a shared segment to {nbytes:,} bytes: {refusal(error)}"
+                f"cannot size a shared segment to {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         return cls(fd, nbytes)
 
@@ -137,7 +137,7 @@ class Segment:
             return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
             raise SegmentError(
-                f"cannot map a shared segment of {self.nbytes:,} bytes: {refusal(error)}"
+                f"cannot map a shared segment of {self.nbytes:,} bytes: {with_limit(error)}"
             ) from error
 
     def write(self, data: bytes | memoryview, offset: int = 0) -> None:
@@ -177,7 +177,7 @@ class Segment:
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
 
 
-def refusal(error: OSError) -> str:
+def with_limit(error: OSError) -> str:
     """The system's message, and the limit of this process that might be the cause, if it is set."""
     name = _LIMITS.get(error.errno or 0)
     if name is None:
@@ -201,7 +201,7 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
 
 
 def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str], bool]) -> Segment:
-    """The segment behind a descriptor of another process, with its own file description.
+    """The segment behind a descriptor of a different process, with its own file description.
 
     The descriptor might refer to a different file by now, and opening a pipe, a device or a terminal would
     change it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from fastload.errors import SegmentError, short_repr
-from fastload.memory.segment import Segment, refusal, why_unsupported
+from fastload.memory.segment import Segment, why_unsupported, with_limit
 from fastload.system.logs import say_once
 from fastload.system.sizes import readable_size
 
@@ -145,7 +145,7 @@ def _stored(items: Iterable[Any]) -> Segment | bytearray:
                 segment.write(chunk, nbytes)
             except OSError as error:
                 raise SegmentError(
-                    f"cannot grow a SharedList beyond {nbytes:,} bytes: {refusal(error)}"
+                    f"cannot grow a SharedList beyond {nbytes:,} bytes: {with_limit(error)}"
                 ) from error
             nbytes += len(chunk)
         os.ftruncate(segment.fd, nbytes)  # the number of items comes last

@@ -70,9 +70,9 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if name is None or not is_dense or tensor.requires_grad:
         raise UnsupportedSampleError(
-            f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, with requires_grad="
-            f"{tensor.requires_grad} cannot be cached: return tensor.detach().cpu(), tensor.to_dense(), or "
-            "another dtype"
+            f"a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}, with "
+            f"requires_grad={tensor.requires_grad} cannot be cached: return tensor.detach().cpu(), "
+            "tensor.to_dense(), or a different dtype"
         )
     return name, tensor.resolve_conj().resolve_neg().contiguous()
 

@@ -143,7 +143,7 @@ def stride_of(num_events: int, wall_ns: int) -> int:
 
 
 def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, has_size: bool = False) -> Any:
-    """Wrap a function so that its time counts as a stage.
+    """Wrap a function to count its time as a stage.
 
     Args:
         function: The function or unbound method.

@@ -60,7 +60,8 @@ class KeyedSampler:
     """A sampler that returns keys instead of the indices of the wrapped sampler.
 
     Args:
-        sampler: Returns indices, or lists of them. auto_collation: Whether it returns lists.
+        sampler: Returns indices, or lists of them.
+        auto_collation: Whether it returns lists.
         epoch: Returns the epoch that has begun, which counts indices; called when the first key is requested.
     """
 

@@ -75,7 +75,7 @@ class Search:
 
     The search is breadth-first. It follows attributes (also in ``__slots__`` and on the class), elements of
     dicts, lists, tuples, sets and deques, partials, bound methods, and functions: their closures, their
-    defaults, and the globals that they load, except functions of another module. It does not follow modules,
+    defaults, and the globals that they load, except functions of other modules. It does not follow modules,
     classes as values, object arrays, clients of stores, and objects that code creates later.
 
     The work is bounded. Containers are visited 1,000 elements at a time, in rounds; the search ends after a

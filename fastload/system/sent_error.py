@@ -69,8 +69,8 @@ class SentError(NamedTuple):
                     raised = (f"fastload: raised {where}:\n{text.rstrip()}",) if '\n  File "' in text else ()
                     return cls(_pickled(error), place, notes + raised)
             return cls(_pickled(wrapper), place, notes)
-        except Exception as refusal:  # noqa: BLE001  # user-defined pickling can raise anything
-            text = f"{text}\n(the exception itself could not be pickled: {refusal!r})"
+        except Exception as unpicklable:  # noqa: BLE001  # user-defined pickling can raise anything
+            text = f"{text}\n(the exception itself could not be pickled: {unpicklable!r})"
             return cls.of_text(text, where, place, notes)
 
     @classmethod

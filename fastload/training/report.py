@@ -43,7 +43,7 @@ class DeviceMemory:
         allocated_bytes: In tensors of this process.
         reserved_bytes: Held by this process's allocator, including its tensors.
         peak_allocated_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
-            peak_reserved_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
+        peak_reserved_bytes: The maximum since the start or the last `MemoryReport.reset_peak`.
         free_bytes: Free on the device, for all processes.
         total_bytes: The device's memory.
     """

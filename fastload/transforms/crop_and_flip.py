@@ -50,10 +50,12 @@ class RandomResizedCrop(ImageTransform):
     are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a
     mapping, or the value at ``key``. All other values of the batch are passed on unchanged.
 
-    Args: size: Height and width of the results in pixels; an int stands for both. scale: The minimum and
-        maximum area of a box, as shares of the image's area. ratio: The minimum and maximum ratio of a box's
-        width to its height. layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose
-        C is 1, 3 or 4. key: Where the images are in a batch: an index, or the key of a mapping.
+    Args:
+        size: Height and width of the results in pixels; an int stands for both.
+        scale: The minimum and maximum area of a box, as shares of the image's area.
+        ratio: The minimum and maximum ratio of a box's width to its height.
+        layout: The meaning of the dimensions: "HWC", "CHW", or "auto": the layout whose C is 1, 3 or 4.
+        key: Where the images are in a batch: an index, or the key of a mapping.
 
     Raises:
         TypeError: ``size`` is not an int or two ints; or, when called, there is no tensor of uint8 or floats

@@ -188,7 +188,7 @@ class Channel:
         return not self._outbox
 
     def is_hung_up(self) -> bool:
-        """Whether the other end has closed; earlier messages may still be waiting here."""
+        """Whether the other end has closed; earlier messages can still be waiting here."""
         poller = select.poll()
         poller.register(self._socket, 0)  # POLLHUP and POLLERR are always reported
         return bool(poller.poll(0))

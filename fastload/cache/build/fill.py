@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time
-_ENOUGH_REFUSED = 64  # if the cache rejects this many samples in a row, it is full
+_ENOUGH_REJECTED = 64  # if the cache rejects this many samples in a row, it is full
 _MAX_IDLE_ROUNDS = 3
 
 
@@ -92,14 +92,14 @@ def _read(
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = processes.run(_Chunks(dataset, cache, chunks), range(len(chunks)), num_processes)
-    refused, nbytes = 0, cache.nbytes
+    rejected, nbytes = 0, cache.nbytes
     try:
         for chunk, stored in zip(chunks, answers, strict=True):
             now_bytes = cache.nbytes
             progress.advance(now_bytes - nbytes, stored)
             nbytes = now_bytes
-            refused = 0 if stored else refused + len(chunk)
-            if refused >= _ENOUGH_REFUSED:
+            rejected = 0 if stored else rejected + len(chunk)
+            if rejected >= _ENOUGH_REJECTED:
                 return True
     finally:
         processes.stop(answers)

@@ -27,7 +27,7 @@ from fastload.cache.build.plan import MAX_SHARDS, source_of_build
 from fastload.cache.build.unfinished import Unfinished
 from fastload.cache.lmdb.files import check_openable
 from fastload.cache.progress import BuildProgress
-from fastload.cache.random_check import refuse_random
+from fastload.cache.random_check import reject_random
 from fastload.errors import CacheBusyError, CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def build_on(
     """
     path = os.path.abspath(path)
     dataset = open_dataset()
-    refuse_random(dataset)
+    reject_random(dataset)
     if shards is None and not os.path.lexists(path) and not Unfinished(path).open():
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))

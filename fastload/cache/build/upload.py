@@ -207,7 +207,7 @@ class _Upload:
         if found is None or found.plan.build_id != plan.build_id:
             raise CacheError(
                 f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
-                "for example by a build on another machine: run one build, and build again"
+                "for example by a build on a different machine: run one build, and build again"
             )
         file = shard_file(path, shard_name(plan, shard), len(left_out))
         self._files.put(file.name, path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.lmdb.format import pack_key, write_description
 from fastload.errors import CacheError
-from fastload.system.refusals import writing_refused
+from fastload.system.os_errors import why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,4 +99,4 @@ def writing(path: str) -> Iterator[None]:
     except (lmdb.Error, OSError) as error:
         if isinstance(error, CacheError):
             raise
-        raise CacheError(f"cannot write the cache {path}: {writing_refused(error, path)}") from error
+        raise CacheError(f"cannot write the cache {path}: {why_unwritable(error, path)}") from error

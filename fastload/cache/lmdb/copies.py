@@ -49,7 +49,7 @@ from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_memory
 from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
 from fastload.system.logs import log
-from fastload.system.refusals import writing_refused
+from fastload.system.os_errors import why_unwritable
 from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _writing(path: str) -> Iterator[None]:
         if isinstance(error, FastloadError):
             raise
         raise CacheError(
-            f"cannot write the copy {path}: {writing_refused(error, path)}. The environment variable "
+            f"cannot write the copy {path}: {why_unwritable(error, path)}. The environment variable "
             f"{DIRECTORY_VARIABLE} names a different directory for copies"
         ) from error
 

@@ -81,7 +81,8 @@ def open_cache(path: str) -> tuple[OpenFile, ...]:
 def check_openable(num_shards: int) -> None:
     """Check that this process can open a cache of this many shards.
 
-    Raises: CacheError: It cannot.
+    Raises:
+        CacheError: It cannot.
     """
     if not allows_files(_FILES_A_SHARD * num_shards):
         raise CacheError(f"nothing was built: {_too_many(num_shards)}")

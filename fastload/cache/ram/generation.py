@@ -205,7 +205,9 @@ class Generation:
     def put(self, index: int, spec: Spec, values: list[Any]) -> bool:
         """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
 
-        Raises: OSError: The system has no memory left. MemoryError: This process gets no more memory.
+        Raises:
+            OSError: The system has no memory left.
+            MemoryError: This process gets no more memory.
         """
         if self.entries[index] != EMPTY:
             return self.holds(index)
@@ -238,7 +240,7 @@ class Generation:
         """The cursor before this claim of space for this caller alone; None if there is none."""
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
             return None  # usually `max_memory` is too small, and a warning has said so
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, refused=_lock_refused) as has_lock:
+        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if not has_lock or self.entries[index] != EMPTY:
                 return None
             cursor = self._locked_cursor()
@@ -268,7 +270,7 @@ class Generation:
 
     def expect_short(self) -> None:
         """Log no warning that the cache cannot hold all samples."""
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, refused=_lock_refused) as has_lock:
+        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if has_lock:
                 self._set(self._locked_cursor()._replace(is_short=1))
 
@@ -355,7 +357,7 @@ def attach(entry: Entry, after: Stamp) -> Segment:
     raise SegmentError(text)
 
 
-def _lock_refused(error: OSError) -> None:
+def _lock_denied(error: OSError) -> None:
     say_once(
         "cache: some samples are read from the dataset on every access: the lock on the cache cannot be "
         f"taken: {error}"

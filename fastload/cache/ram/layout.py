@@ -10,8 +10,8 @@ The process that creates the segment plans the layout; other processes read it f
     table        at 1 MiB, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number 2 * row + 1 = a
                  uniform row, else the offset of a ragged record
     columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
-    assigned one after another, so any subset of the samples can be stored ragged       records (see
-    `record`), each after a frame that names its sample
+                 assigned one after another, so any subset of the samples can be stored
+    ragged       records (see `record`), each after a frame that names its sample
 
 Rows assigned one after another fill whole pages. If each sample had its own row in a larger, sparse segment,
 small rows of a random subset would touch nearly all pages, and so take much more memory than the samples
@@ -96,7 +96,7 @@ class Stamp(NamedTuple):
         """
         if not segment.is_sealed or not segment.is_own:
             raise CacheMismatchError(
-                "not a shared cache: its size could change, or it belongs to another user"
+                "not a shared cache: its size could change, or it belongs to a different user"
             )
         header = os.pread(segment.fd, DESCRIPTION_AT, 0)
         magic, version, *_ = _HEADER.unpack_from(header)
@@ -294,13 +294,13 @@ def create(
     """
     stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
-    layout, refusal = Layout.plan(num_samples, max_bytes, examples, origin), ""
+    layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""
     while True:
         try:
             segment, mapping = layout.create_segment(stamp)
             break
         except SegmentError as error:
-            refusal = refusal or str(error)
+            reason = reason or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
             layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
             if layout.room_bytes + layout.rows * layout.row_bytes < min_bytes:
@@ -312,7 +312,7 @@ def create(
         except OSError as error:
             segment.close()
             raise SegmentError(f"the system does not allow locks on shared memory: {error}") from error
-    if refusal:
+    if reason:
         level = logging.INFO if layout.rows == num_samples else logging.WARNING
-        log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), refusal)
+        log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), reason)
     return layout, segment, mapping

@@ -186,10 +186,10 @@ def creating() -> Iterator[bool]:
         yield False
         return
 
-    def refused(error: OSError) -> None:
+    def failed(error: OSError) -> None:
         log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
 
-    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, refused=refused) as has_lock:
+    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
         yield has_lock
 
 

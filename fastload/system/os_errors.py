@@ -22,7 +22,7 @@ for _code in (errno.EDQUOT, errno.EFBIG, errno.EIO):  # EIO: LMDB's code for a s
     _CURES[_code] = _CURES[errno.ENOSPC]
 
 
-def reading_refused(error: OSError) -> str:
+def why_unreadable(error: OSError) -> str:
     """Why a file or directory could not be read, and what to change."""
     reason = error.strerror or str(error)
     where = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
@@ -31,7 +31,7 @@ def reading_refused(error: OSError) -> str:
     return f"{where}{reason}"
 
 
-def writing_refused(error: Exception, path: str) -> str:
+def why_unwritable(error: Exception, path: str) -> str:
     """Why a file could not be written, and what to change.
 
     Args:
