@@ -67,7 +67,7 @@ def findings_in(path: Path, text: str) -> Iterator[Finding]:
     """The places of one file, by pattern."""
     for pattern, instead in PATTERNS.items():
         for match in re.finditer(rf"(?<![\w']){pattern.replace(' ', _GAP)}\b", text, re.IGNORECASE):
-            words = " ".join(re.findall(r"[\w']+", match[0]))
+            words = re.sub(_GAP, " ", match[0])
             if not any(str(path).endswith(end) and words.lower() == allowed for end, allowed in ALLOWED):
                 yield Finding(path, text.count("\n", 0, match.start()) + 1, words, instead)
 
