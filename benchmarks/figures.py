@@ -164,7 +164,7 @@ def headline() -> str:
         for name in ("demo", "throughput", "small_images", "cached", "training", "remote")
     )
     later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
-    rates, imported, cropped, kept = (row["figures"] for row in later.values())
+    rates, imported, cropped, tiled, kept = (row["figures"] for row in later.values())
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
     bare, ours = (sorted(best(in_memory, prefix)) for prefix in ("torch, ", "fastload, import only"))
     one_by_one, *_, together = (row["figures"] for row in small["questions"][0]["rows"].values())
@@ -175,6 +175,7 @@ def headline() -> str:
         "only the import, where each epoch decodes small JPEGs": ratio(imported, rates),
         "only the import, where 224 x 224 images are in memory already": ratio(ours, bare),
         "decode only the crop of small JPEGs (`cache=None`)": ratio(cropped, rates),
+        "decode only the crop of small JPEGs that `fastload images tile` rewrote": ratio(tiled, rates),
         "cache small JPEGs, from the second epoch on": ratio(kept, rates),
         "cache photographs of 2048 x 1536 pixels": next(iter(large))["value"],
         "cache small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
@@ -436,6 +437,36 @@ def latencies() -> str:
     )
 
 
+def tiles() -> str:
+    """Images a second by the size of JPEGs, with and without tiles, and what the rewrite costs."""
+    results = json.loads((RESULTS / "tiles.json").read_text())
+    questions = {question["name"]: question["rows"] for question in results["questions"]}
+    columns = {
+        "torch, own OpenCV decode": "torch, OpenCV",
+        "import only": "fastload, OpenCV, import only",
+        "regions": "regions, nvImageCodec",
+        "tiles": "tiles",
+        '`decode="fast"`': 'tiles, decode="fast"',
+    }
+    lines = [
+        f"| images/s | {' | '.join(columns)} | tiles / torch | rewrite |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    for name in (name for name in questions if name.endswith(" 0.08")):
+        size, rows = name.removesuffix(" 0.08"), questions[name]
+        rates = [digits(rows[row]["median"]) if row in rows else "" for row in columns.values()]
+        gain = ratio(rows["tiles"]["figures"], rows["torch, OpenCV"]["figures"])
+        (rewrite, *_) = questions[f"rewrite {size}"].values()
+        lines.append(f"| {size} | {' | '.join(rates)} | {gain:.2f} | {digits(rewrite['median'])} ms |")
+    machine = results["machine"]
+    where = f"{machine['cores']} cores, {machine['cpu']}"
+    return (
+        "RandomResizedCrop(224) of 0.08 to 1 of the area, and a flip, two workers; the CPU time of a rewrite "
+        f"by Python, with the comparison of all pixels ({where}; "
+        "[details](../../benchmarks/README.md#tiles)):\n\n" + "\n".join(lines)
+    )
+
+
 def metadata() -> str:
     """The memory of workers that read a list, and that read a SharedList; and what an access costs."""
     results = json.loads((RESULTS / "worker_memory.json").read_text())
@@ -477,6 +508,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
+        ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "sizing.md": {
             "best": best_designs(),
