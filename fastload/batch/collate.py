@@ -287,7 +287,7 @@ class RowCollate:
             self._keeps, self._kept = True, samples
 
     def finish(self) -> Any:
-        """The batch of the samples that were added."""
+        """The batch of the added samples."""
         if self._num_rows and not self._keeps:
             return self._root.result(self._num_rows)
         return _collate(self._batch, self.take(), "$")

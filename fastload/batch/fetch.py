@@ -270,7 +270,7 @@ class Fetcher:
         return self._collate_fn(self._getter(_reader_of(self._dataset), (index,), origin)(index))
 
     def _collated(self) -> Any:
-        """Collate the samples that were read."""
+        """Collate the samples read."""
         if self._writes_rows:
             return self._stacked(self._rows.finish)
         samples = self._rows.take()

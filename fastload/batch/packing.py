@@ -30,7 +30,7 @@ PackedLeaf = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
 
 
 class Packed(NamedTuple):
-    """The part of a batch that is sent as a message; the bytes of its leaves are in the slot."""
+    """The part of a batch sent as a message; the bytes of its leaves are in the slot."""
 
     skeleton: bytes
     leaves: list[PackedLeaf]

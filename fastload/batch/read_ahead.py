@@ -38,7 +38,7 @@ def _has_method(dataset: Any) -> bool:
 
 
 def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
-    """Announce the samples that are read next, in order; does nothing if the dataset has no `read_ahead`."""
+    """Announce the next samples to read, in order; does nothing if the dataset has no `read_ahead`."""
     for part, numbers in _parts(dataset, indices):
         if len(numbers) and _has_method(part):
             part.read_ahead(numbers)

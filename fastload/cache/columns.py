@@ -110,7 +110,7 @@ class ColumnReader:
         spec: The structure of the samples.
         columns: As `plan_columns` laid them out.
         rows: Number of rows.
-        mapping: The segment, read-only; views that are read keep it alive.
+        mapping: The segment, read-only; views keep it alive.
     """
 
     def __init__(self, spec: Spec, columns: tuple[Column, ...], rows: int, mapping: Any) -> None:

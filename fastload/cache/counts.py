@@ -13,8 +13,8 @@ class CacheCounts(threading.local):
     """The accesses of the calling thread to all `CachedDataset`s.
 
     Attributes:
-        hits: Samples that were found in a cache.
-        misses: Samples that were read from their source.
+        hits: Samples found in a cache.
+        misses: Samples read from their source.
     """
 
     hits = 0

@@ -65,7 +65,7 @@ class CacheInfo:
 
     Attributes:
         num_samples: Number of samples of the dataset.
-        num_cached: Samples that are stored now.
+        num_cached: Samples stored now.
         nbytes: Size of the stored samples in bytes.
         max_bytes: The limit for `nbytes`; None for a finished file.
         layout: How they are stored: `"uniform"`, `"ragged"`, `"lmdb"` or `"private"`.

@@ -36,7 +36,7 @@ def probe(
     Args:
         dataset: Map-style.
         indices: Of the samples.
-        rechecked: Those that are read again.
+        rechecked: Those to read again.
         look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:

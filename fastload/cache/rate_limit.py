@@ -4,7 +4,7 @@ On some machines, filling fresh memory takes longer than decoding a JPEG. An epo
 would then take twice as long as an epoch without a cache. So storing has a time budget, which reads and cache
 hits refill:
 
-1. A sample that is read from its source earns a fifth of its reading time, or `CHEAP_S` if that is more.
+1. A sample read from its source earns a fifth of its reading time, or `CHEAP_S` if that is more.
 2. A sample found in the cache earns the time that reading it would have taken, plus a fifth.
 3. A sample is stored if the budget is not negative. Otherwise it is read again in the next epoch.
 

@@ -66,7 +66,7 @@ class Sizing:
 
     Attributes:
         num_samples: Of the source.
-        num_measured: Samples that were read.
+        num_measured: Samples read.
         num_cpus: The usable CPUs.
         free_ram_bytes: Host memory that is free.
         free_disk_bytes: Free on the disk of the working directory.

@@ -46,13 +46,13 @@ CodecOption = Annotated[
     typer.Option(
         "--codec",
         help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
-        "source stores the files as they are, and each access decodes them; tiles does so, too, and rewrites "
-        "JPEGs losslessly, so crops decode only their part.",
+        "source stores the files unchanged, and every access decodes them; tiles does the same, and "
+        "rewrites JPEGs losslessly, so crops decode only their part.",
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]
 Workers = Annotated[
-    int | None, typer.Option(min=0, help="Number of processes that decode; default: one for each core.")
+    int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
 ]
 OnErrorOption = Annotated[
     OnError,
@@ -92,7 +92,7 @@ def build(
             parser=place("DEST", is_new=True),
             metavar="DEST",
             help="The cache: a file, or with several shards a directory; or a URL such as "
-            "s3://bucket/caches/train, to which shards are uploaded as they are finished.",
+            "s3://bucket/caches/train, to which finished shards are uploaded.",
         ),
     ],
     out: Annotated[
@@ -135,11 +135,11 @@ def build(
     options = {**_options(codec, quality, on_error, max_errors), "shards": shards}
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:
-        raise CommandError("DEST is a URL, and so is --out: give one of them")
+        raise CommandError("DEST is a URL, and so is --out: pass one of them")
     if ray is not None and (url is not None or workers is not None):
         raise CommandError(
-            "--ray builds in a directory that all machines see, by a task for each CPU: give a DEST there, "
-            "omit --workers, and upload the cache with 'fastload cache build SOURCE DEST --out URL'"
+            "--ray builds in a directory that all machines see, one task per CPU: pass a DEST there, omit "
+            "--workers, and upload the cache with 'fastload cache build SOURCE DEST --out URL'"
         )
     if force:
         if path is None:
@@ -451,8 +451,8 @@ def rm(
 ) -> Answer:
     """Remove caches or unfinished builds, with their reports of errors.
 
-    Files that are not fastload's stay, and so does a cache that is being built. Processes that have a cache
-    open can continue to use it. A cache in memory is freed when the last process that holds it ends.
+    Files that are not fastload's stay, and so does a cache being built. Processes that have a cache open can
+    continue to use it. A cache in memory is freed when the last process that holds it ends.
     """
     from fastload.cache.build import inventory
 
@@ -486,7 +486,7 @@ def _files_of(path: str) -> list[str]:
 @answers(app)
 def prune(
     days: Annotated[
-        float, typer.Option(min=0, help="Keep the copies that a process has opened within so many days.")
+        float, typer.Option(min=0, help="Keep the copies that a process has opened within this many days.")
     ] = 0,
     yes: Yes = False,
 ) -> Answer:

@@ -110,8 +110,8 @@ def run(
     """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    all words after SCRIPT belong to the script. --rng, --device, --worker-type and --seed-albumentations
-    apply to every loader of the script. At the end, a line on standard error says how many loaders were
+    everything after SCRIPT belongs to the script. --rng, --device, --worker-type and --seed-albumentations
+    apply to every loader of the script. At exit, a line on standard error says how many loaders were
     replaced, and a second one whether albumentations pipelines were seeded, which changes their draws.
     """
     from fastload.cli.script import run_script
@@ -174,7 +174,7 @@ def profile(
     )
 
 
-@answers(app, short_help="Show what this machine offers to a data loader.")
+@answers(app, short_help="Show what this machine offers a data loader.")
 def doctor(
     source: Annotated[
         str | None,
@@ -185,7 +185,7 @@ def doctor(
         ),
     ] = None,
 ) -> Answer:
-    """Show what this machine offers to a data loader, and how to look for an error.
+    """Show what this machine offers a data loader, and how to debug.
 
     Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
     With SOURCE: the bytes and images per second of each way to cache it. Changes nothing.

@@ -570,7 +570,7 @@ def _keep_num_workers(loader: DataLoader[Any], state: Position) -> None:
 
 
 def _set_own_dataset(loader: DataLoader[Any], state: Position) -> None:
-    """Between epochs, set the state of a map-style dataset that is read without workers."""
+    """Between epochs, set the state of a map-style dataset read without workers."""
     copies = state.dataset_states or []
     is_own = loader._dataset_kind == _DatasetKind.Map and not loader.num_workers
     if is_own and len(copies) == 1 and copies[0].data and has_dataset_states(loader):

@@ -64,10 +64,9 @@ class LoaderStats:
             consumer only waits. None if there was no wait.
         worker_utilisation: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
             count when the consumer takes them from their worker. None without workers and with torch's own.
-        cache_hits: Samples of `CachedDataset`s that were found in the cache, including those of prefetched
-            batches that no caller received. None if no sample of one was read, and with torch's own
-            iterators.
-        cache_misses: Samples of `CachedDataset`s that were read from their source, as above.
+        cache_hits: Samples of `CachedDataset`s found in the cache, including those of prefetched batches that
+            no caller received. None if no sample of one was read, and with torch's own iterators.
+        cache_misses: Samples of `CachedDataset`s read from their source, as above.
         num_copies: Batches copied because slots were scarce: the caller holds many batches, or
             `prefetch_memory` is small.
         num_restarts: Dead workers that were replaced.

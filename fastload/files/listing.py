@@ -151,7 +151,7 @@ def _digest(files: Sequence[RemoteFile]) -> str | None:
 
 
 def to_bytes(classes: Iterable[str], files: Iterable[RemoteFile]) -> bytes:
-    """A list as it is saved: compressed lines of JSON."""
+    """A list in its saved form: compressed lines of JSON."""
     when = datetime.now().isoformat(" ", "minutes")
     head = {"version": _FORMAT_VERSION, "created": when, "classes": sorted(classes)}
     text = "".join(f"{json.dumps(line)}\n" for line in [head, *sorted(files)])

@@ -3,9 +3,8 @@
 A process announces the files of its next batches and then takes them one by one. Rules:
 
 1. `take` waits only for the file that it returns. The caller reads a file that no thread has begun to read.
-2. Files that were read and not taken hold at most `window_bytes`, and one file more. If the window is full
-   and the caller has to read a file itself, all files that were announced before it are dropped: the caller
-   has gone past them.
+2. Files read but not taken hold at most `window_bytes`, and one file more. If the window is full and the
+   caller has to read a file itself, all files announced before it are dropped: the caller has passed them.
 3. The error of a file is raised by `take`, in the caller's thread.
 4. The threads are daemons: a file that never arrives does not keep the process alive.
 """

@@ -229,7 +229,7 @@ def _checked_box(box: Box, header: Header) -> Box:
 
 
 def _stored_box(box: Box, header: Header) -> Box:
-    """The box in the image as it is stored."""
+    """The box in the stored image."""
     x_min, y_min, x_max, y_max = box
     is_swapped, flips_y, flips_x = TURNS[header.orientation]
     if flips_y:

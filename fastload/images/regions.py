@@ -66,7 +66,7 @@ def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[
 
     Args:
         data: The content of the file.
-        box: `(x_min, y_min, x_max, y_max)` in the image as it is stored, before its EXIF orientation.
+        box: `(x_min, y_min, x_max, y_max)` in the stored image, before its EXIF orientation.
         path: For errors.
 
     Returns:

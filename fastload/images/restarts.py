@@ -35,7 +35,7 @@ _TABLES_KIND, _RESTARTS_KIND, _SCAN_KIND = 0xC4, 0xDD, 0xDA
 _NUM_LENGTHS = 16  # of codes
 _BLOCK_VALUES = 64
 _RUN_OF_ZEROS = 15
-_ENTRY_BITS = 5  # of a lookup table: how many bits to go on by; above them, what the code stands for
+_ENTRY_BITS = 5  # of a lookup table: how many bits to advance; above them, what the code stands for
 _ENTRY_MASK = (1 << _ENTRY_BITS) - 1
 _NO_CODE = (1 << 11) - 1
 _MAX_DC_BITS = 11
@@ -58,7 +58,7 @@ def add_restarts(content: bytes) -> bytes:
     """The same picture with a restart marker every few MCUs.
 
     Args:
-        content: Of a JPEG file, which is returned as it is if it has such markers already.
+        content: Of a JPEG file, which is returned unchanged if it already has such markers.
 
     Raises:
         ValueError: The file cannot have them, or it is damaged.
@@ -134,9 +134,10 @@ def _segments(content: bytes, header: JpegHeader) -> tuple[bytes, dict[int, byte
 
 @functools.lru_cache(maxsize=64)
 def _lookup(table: bytes, is_dc: bool) -> list[int]:
-    """By the next 16 bits: how many to go on by, and, above these five bits, what the code stands for.
+    """By the next 16 bits: how many to advance, and, above these five bits, what the code stands for.
 
-    This is the number of bits of a DC difference, which follow; or by how many values to go on in the block.
+    This is the number of bits of a DC difference, which follow; or by how many values to advance in the
+    block.
     """
     found = [_NO_CODE << _ENTRY_BITS] * (1 << _NUM_LENGTHS)
     for symbol, (code, length) in _codes(table).items():

@@ -27,7 +27,7 @@ def prepare(
     function.
 
     Args:
-        loader: The loader. It stays as it is; do not iterate over it.
+        loader: The loader. It stays unchanged; do not iterate over it.
         add_dist_sampler: As in Ray.
         move_to_device: Whether batches arrive on this worker's device. On a GPU, fastload prefetches two
             batches on a side stream, where Ray's `auto_transfer` prefetches one.

@@ -17,7 +17,7 @@ class State:
         is_patched: Whether `torch.utils.data.DataLoader` builds fastload's loader.
         defaults: Arguments of fastload's loader, for calls that do not set them.
         cache: `"ram"` to wrap the datasets that can be cached; None to wrap none.
-        is_verbose: Whether `fastload run` asked for lines on standard error.
+        is_verbose: Whether `fastload run` requested lines on standard error.
         num_replaced: Loaders built instead of torch's.
         has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
     """

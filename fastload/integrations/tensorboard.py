@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class ScalarWriter(Protocol):
-    """The method of torch's `SummaryWriter` that is used here."""
+    """The method of torch's `SummaryWriter` used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
         """Write a number."""

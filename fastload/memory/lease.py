@@ -215,7 +215,7 @@ class Buffers:
         self.arena.begin(None)
 
     def _make(self, nbytes: int) -> Memory:
-        """An unreferenced buffer: the one used last if it is large enough, else a new one in its place."""
+        """An unreferenced buffer: the last used if large enough, else a new one replaces it."""
         for memory in reversed(self._memories):
             if not memory.is_leased:
                 if memory.nbytes >= nbytes:

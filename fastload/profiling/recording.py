@@ -22,7 +22,7 @@ _numbers = itertools.count()  # of the recordings of this process
 
 
 class Batch(NamedTuple):
-    """One batch that was made.
+    """One finished batch.
 
     Attributes:
         loader: The number of the loader.

@@ -87,7 +87,7 @@ class Timeline:
         replayed: Of the steps with held batches: wait and computing together.
         starts: Of each epoch: from `iter()` to the first batch.
         total_s: Seconds in loops over the loader, without the very first wait, which happens once.
-        batches: The batches that were made, by worker; -1: in the consumer's process.
+        batches: The finished batches, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
         lines: The user's lines in which workers were seen, with their share, most often first.
         outside: Stages outside of making a batch, in seconds per batch: sending, receiving, pinning, copying.

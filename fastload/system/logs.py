@@ -23,7 +23,7 @@ def say_once(text: str, level: int = logging.WARNING) -> None:
 
 
 def write_stderr(text: str) -> None:
-    """Write to standard error, unless the program has closed it or nobody reads it."""
+    """Write to standard error, unless the program has closed it or nothing reads it."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)

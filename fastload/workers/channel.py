@@ -87,7 +87,7 @@ class Received:
 
     @property
     def fd(self) -> int | None:
-        """The descriptor that was sent with the message; this object keeps owning it."""
+        """The descriptor sent with the message; this object keeps owning it."""
         place = int(self._is_in_segment)
         return self._fds[place] if len(self._fds) > place else None
 
@@ -194,7 +194,7 @@ class Channel:
         return bool(poller.poll(0))
 
     def finish(self) -> None:
-        """Tell the other end that no message follows those that were sent; idempotent."""
+        """Tell the other end that no more messages follow; idempotent."""
         with contextlib.suppress(OSError):  # ENOTCONN: the other end hung up first
             self._socket.shutdown(socket.SHUT_WR)
 

@@ -127,7 +127,7 @@ class Pool:
         self._is_closed = False
         self._death = ""  # the error message, if the pool closed because workers died
         self._context = context
-        self._job: Job | PickledJob = job  # in the form that is sent to workers
+        self._job: Job | PickledJob = job  # in the form sent to workers
         self._restarts_left = num_restarts
         self._oom_kills = oom_kills()
 
@@ -397,7 +397,7 @@ class Pool:
         return f"worker {worker.id} {how}. It {doing}. num_workers=0 runs the same code in this process."
 
     def _replace(self, worker: _WorkerHandle) -> None:
-        """Start a worker in place of a dead one, and give it the unanswered tasks."""
+        """Replace a dead worker, and give the new one the unanswered tasks."""
         self._restarts_left -= 1
         log.warning(
             "%s A new worker reads its unfinished batches again; max_worker_restarts allows %d more",

@@ -126,7 +126,7 @@ class _Worker:
         self._core.begin()
         while (numbered := self._next_message()) is not None:
             if self._channel.is_hung_up():
-                return  # nobody waits for more batches
+                return  # nothing waits for more batches
             number, message = numbered
             if isinstance(message, Fetch):
                 self._answer(number, message)

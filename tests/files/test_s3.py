@@ -247,7 +247,7 @@ def test_a_local_cache_is_uploaded_too(host: Path, tmp_path: Path) -> None:
     [
         (("build-shard", "S", "s3://b/c", "1/2"), "shards are built in a directory that all machines see"),
         (("build", "S", "s3://b/c", "--ray", "local"), "--ray builds in a directory that all machines see"),
-        (("build", "S", "s3://b/c", "--out", "s3://b/d"), "give one of them"),
+        (("build", "S", "s3://b/c", "--out", "s3://b/d"), "pass one of them"),
         (("build", "S", "x", "--out", "y"), "--out should be a URL"),
         (("build", "S"), "DEST"),
         (("join", "s3://b/c"), "joined by the build that uploads them"),

@@ -98,7 +98,7 @@ class BuiltShard:
         shard: Its number, from 0.
         num_shards: The requested number of shards.
         num_samples: Samples of this shard, including left-out ones.
-        num_left_out: Samples of this shard that are left out.
+        num_left_out: Left-out samples of this shard.
         nbytes: Size of its file.
         was_built: Whether this call built it.
         is_joined: Whether the finished cache exists already.

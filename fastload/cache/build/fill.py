@@ -31,7 +31,7 @@ _MAX_IDLE_ROUNDS = 3
 
 @dataclass(eq=False)
 class _Chunks(Dataset[int]):
-    """Reads chunks of samples; each item is the number of samples of a chunk that are stored."""
+    """Reads chunks of samples; each item is the number of stored samples of a chunk."""
 
     dataset: Any
     cache: SampleCache

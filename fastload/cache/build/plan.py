@@ -67,7 +67,7 @@ def make_plan(
     """A plan of a new build.
 
     Args:
-        dataset: The samples that are stored.
+        dataset: The samples to store.
         first: Sample 0; None without samples, or if it cannot be read.
         codec: The user's argument.
         quality: The user's argument.

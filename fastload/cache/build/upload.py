@@ -64,7 +64,7 @@ def build_at_url(
         url: Any fsspec URL to which files can be written.
         path: Where the cache is built and also kept on the local disk; None to keep no uploaded shards.
         shards: As in `build_lmdb`.
-        **options: See `Build`. The report about samples that are left out is `errors.jsonl` below the URL.
+        **options: See `Build`. The report about left-out samples is `errors.jsonl` below the URL.
 
     Returns:
         The manifest, and whether this call has written it.

@@ -102,7 +102,7 @@ class Description:
     Attributes:
         plan: The plan of the whole cache.
         shard: Number of this file.
-        missing: Runs of indices that are left out: first index and number of indices.
+        missing: Runs of left-out indices: first index and number of indices.
     """
 
     plan: Plan

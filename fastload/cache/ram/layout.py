@@ -170,7 +170,7 @@ class Layout:
         described_bytes = 0 if fingerprint is None else len(json.dumps([*fingerprint.parts.items()]))
         described_bytes += 0 if spec is None else 4 * len(spec.text)
         described_bytes = round_up(DESCRIPTION_AT + 512 + described_bytes, PAGE_BYTES)
-        # Two more are for pages that are used in part.
+        # Two more are for partly used pages.
         taken_bytes = described_bytes + columns_at - TABLE_AT + 2 * PAGE_BYTES
         room = max(0, max_bytes - taken_bytes)
         columns: tuple[Column, ...] = ()
