@@ -248,9 +248,13 @@ class DataLoader(LoaderSettings):
 
     def __iter__(self) -> Any:
         agreement.check(self)
-        workers = getattr(self._iterator, "source", self._iterator)
+        persistent: Any = self._iterator
+        workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:
             self._iterator = None  # these persistent workers belong to the process that forked this one
+        elif isinstance(workers, WorkerIterator) and workers.was_interrupted:
+            persistent.close()  # a notebook's user who stops a cell runs it again
+            self._iterator = None
         if self._auto_workers is not None:
             self._set_num_workers(self._auto_workers.choose(self))
         began_ns = time.perf_counter_ns()

@@ -292,6 +292,11 @@ class WorkerIterator(HostIterator):
         return self._pool.is_ours
 
     @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C has ended a worker, which then serves no further epoch."""
+        return isinstance(self._pool, Pool) and self._pool.was_interrupted
+
+    @property
     def _workers(self) -> list[Any]:
         # torch's iterator has this attribute, and monitoring tools read it.
         return self._pool.processes

@@ -113,7 +113,7 @@ class LoaderReport:
             starts = f"wait per batch: {waits}; computing: {self.compute_ms:,.1f} ms; {starts}"
         lines.append(f"  {starts}")
         if self.bottleneck:
-            free = f" if loading were free: {self.speedup_if_free:.2f} times as fast"
+            free = f"  if loading were free: {self.speedup_if_free:.2f} times as fast"
             if self.speedup_replayed is not None:
                 free += f" by the waits, {self.speedup_replayed:.2f} measured with batches held in memory"
             lines += [free, *self._table()]

@@ -41,6 +41,9 @@ class Task:
     slot: Slot | None = None
 
 
+INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGINT
+
+
 class Begin(NamedTuple):
     """An epoch begins; the arguments are those of `WorkerCore.begin_epoch`."""
 

@@ -42,7 +42,7 @@ from fastload.system.logs import log
 from fastload.system.sent_error import SentError
 from fastload.workers.channel import Channel, make_channel
 from fastload.workers.job import Job, PickledJob, pickle_job
-from fastload.workers.messages import Begin, Fetch, Kind, Task, Work, of_plain
+from fastload.workers.messages import INTERRUPTED, Begin, Fetch, Kind, Task, Work, of_plain
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
 
 if TYPE_CHECKING:
@@ -255,6 +255,12 @@ class Pool:
         if slot is not None and slot.state is SlotState.READY:
             self.ring.release(slot)
 
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C has ended a worker."""
+        processes = [worker.process for worker in self._workers]
+        return any(process.has_ended and process.exitcode == INTERRUPTED for process in processes)
+
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool was closed, WorkerDiedError if a worker died."""
         if self._death:
@@ -385,6 +391,11 @@ class Pool:
             how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
             if -code == signal.SIGKILL and num_oom_kills > 0:
                 how += f"; memory.events of the cgroup counts {num_oom_kills} more out-of-memory kills"
+        elif code == INTERRUPTED:
+            how = (
+                f"exited with code {code} (terminals and notebooks send Ctrl-C to the workers too; "
+                "the next loop over the loader starts new ones)"
+            )
         else:
             how = (
                 f"exited with code {code} (user code called sys.exit() or os._exit(), or the process could "

@@ -32,7 +32,7 @@ from fastload.system.sent_error import SentError
 from fastload.system.worker_memory import freeze_inherited
 from fastload.workers.channel import Channel
 from fastload.workers.core import WorkerCore
-from fastload.workers.messages import Answer, Begin, Fetch, Kind, to_plain
+from fastload.workers.messages import INTERRUPTED, Answer, Begin, Fetch, Kind, to_plain
 
 if TYPE_CHECKING:
     import socket
@@ -70,7 +70,7 @@ def main(
         leave_with(parent_pid)
         _Worker(worker_id, job, channel).serve()
     except KeyboardInterrupt:
-        pass  # the parent gets the signal too, and raises
+        raise SystemExit(INTERRUPTED) from None  # the parent gets the signal too, and raises
     except (BrokenPipeError, ConnectionResetError):
         pass  # the parent hung up while we were replying
 

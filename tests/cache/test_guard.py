@@ -398,3 +398,8 @@ def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
     assert dataset[0][1] == 0
 
     assert len(asked) == times
+
+
+def test_explain_names_the_key_that_jobs_share() -> None:
+    """The key, not the parts, is what other jobs find the cache by."""
+    assert "cache_key: explained-v1" in CachedDataset(KnownImages(), cache_key="explained-v1").explain()

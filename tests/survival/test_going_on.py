@@ -6,6 +6,8 @@ Every test here runs under the leak guard of conftest.py: no process, thread or 
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +60,18 @@ def test_an_interrupted_wait_may_be_taken_up_again(
     assert_rest(iterator, 8)
     for number, batch in enumerate(held):
         assert_numbered(batch, 4 * number, 4 * number + 4)
+
+
+def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
+    """A terminal and a notebook interrupt persistent workers too; the next epoch is whole."""
+    loader = fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    for process in iterator._workers:
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+
+    assert torch.equal(torch.cat(list(loader)), torch.arange(40))
 
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:

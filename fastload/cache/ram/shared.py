@@ -217,7 +217,10 @@ class SharedMemoryCache(BaseCache):
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
         fingerprint = self.origin.fingerprint
-        parts = "" if fingerprint is None else "".join(f"\n  {k}: {v}" for k, v in fingerprint.parts.items())
+        named = {} if fingerprint is None else dict(fingerprint.parts)
+        if fingerprint is not None and fingerprint.key is not None:
+            named = {"cache_key": fingerprint.key, **named}
+        parts = "".join(f"\n  {k}: {v}" for k, v in named.items())
         held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
         return f"shared memory, {held}: {self.reason}{parts}"
 
