@@ -98,6 +98,8 @@ def check_key(key: object) -> None:
 def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
     """Why these samples have neither a fingerprint nor a key, as a clause that says what to do."""
     named, prepared = type(dataset).__name__, ""
+    if prepare is None and hasattr(dataset, "fingerprint"):
+        return f"the fingerprint() of {named} is None: its samples have no versions; pass cache_key='...'"
     if prepare is not None:
         named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
         prepared = " and to prepare"

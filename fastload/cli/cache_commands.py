@@ -182,7 +182,7 @@ def _shard(text: str) -> tuple[int, int]:
     return int(number) - 1, int(count)
 
 
-@answers(app)
+@answers(app, short_help="Decode the samples of one shard of a cache.")
 def build_shard(
     source: Source,
     dest: Annotated[
@@ -269,7 +269,7 @@ def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, An
         yield source_of_build(dataset, codec)
 
 
-@answers(app)
+@answers(app, short_help="Make a cache from its shards.")
 def join(
     dest: Annotated[
         str,
@@ -335,7 +335,7 @@ def info(path: CachePlace) -> Answer:
     return Answer(found, [*table(rows), *skipped, *([_training(found)] if skipped else [])])
 
 
-@answers(app)
+@answers(app, short_help="Check the checksum of every record.")
 def verify(path: CachePlace) -> Answer:
     """Read the whole cache and compare every record with its checksum.
 
@@ -410,7 +410,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
             cache.key or cache.name,
             f"{cache.num_cached:,} of {cache.num_samples:,} samples",
             f"{readable_size(cache.nbytes)} of at most {readable_size(cache.max_bytes)}",
-            f"held by {', '.join(map(str, cache.owners))}",
+            f"held by process {', '.join(map(str, cache.owners))}",
         ]
         for cache in live
     ]
@@ -437,7 +437,7 @@ def _confirm(what: str, nbytes: int, *, yes: bool) -> None:
         raise CommandError("nothing was removed", ExitCode.FAILED) from typer.Abort()
 
 
-@answers(app)
+@answers(app, short_help="Remove caches or unfinished builds.")
 def rm(
     paths: Annotated[
         list[str],
@@ -483,7 +483,7 @@ def _files_of(path: str) -> list[str]:
         raise
 
 
-@answers(app)
+@answers(app, short_help="Remove unused local copies of caches at URLs.")
 def prune(
     days: Annotated[
         float, typer.Option(min=0, help="Keep the copies that a process has opened within this many days.")

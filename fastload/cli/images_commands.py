@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Annotated
 
 import typer
 
 from fastload.cli.arguments import place
 from fastload.cli.terminal import APP, Answer, answers, is_quiet
+from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
 app = typer.Typer(help="Folders of images.", **APP)
@@ -46,6 +48,11 @@ def tile(
     num_tiled = nbytes = new_nbytes = 0
     reasons: dict[str, str] = {}
     num_workers = choose_workers(workers, len(names))
+    if names and shutil.which("jpegtran") is None:
+        log.warning(
+            "jpegtran is not installed, so Python rewrites the JPEGs, several times slower: install it first "
+            "(Debian's package libjpeg-turbo-progs)"
+        )
     with BuildProgress(f"tiling {source}", len(names), shown=not is_quiet()) as progress:
         for file in tile_files(source, dest, names, num_workers):
             progress.advance(file.nbytes)

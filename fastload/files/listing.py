@@ -80,8 +80,11 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
     """The images below each folder in `root`; no file is opened.
 
     Raises:
+        FileNotFoundError: There is no such folder.
         OSError: A folder cannot be listed.
     """
+    if not os.path.lexists(root):
+        raise FileNotFoundError(f"there is no folder {os.path.abspath(root)}")
     with os.scandir(root) as entries:
         classes = sorted(entry.name for entry in entries if entry.is_dir())
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])

@@ -357,7 +357,7 @@ def test_a_dataset_may_not_know_its_fingerprint() -> None:
 
     assert fingerprint_of(dataset) is None
     assert fingerprint_of(Subset(dataset, [1, 2])) is None
-    assert "KnownImages has neither a fingerprint() nor a cache_key" in CachedDataset(dataset).cache.explain()
+    assert "the fingerprint() of KnownImages is None" in CachedDataset(dataset).cache.explain()
 
 
 @given(TEXTS, TEXTS)

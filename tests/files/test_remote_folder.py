@@ -472,7 +472,7 @@ def test_it_has_no_fingerprint(web: str) -> None:
     shared = fastload.CachedDataset(folder, cache_key=f"photos of {web}")
 
     assert folder.fingerprint() is None
-    assert "neither a fingerprint() nor a cache_key" in fastload.CachedDataset(folder).cache.explain()
+    assert "its samples have no versions; pass cache_key" in fastload.CachedDataset(folder).cache.explain()
     assert "every process that opens it shares it" in shared.cache.explain()
 
 
