@@ -15,6 +15,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fastload.cache.encoded import decode_images, decode_others
 from fastload.cache.fingerprint import is_albumentations
@@ -86,9 +87,12 @@ class Call:
             raise  # of the image, not of the function
         except Exception as error:
             extent = "the image or the named targets of a" if self._is_albumentations else "the whole"
+            looks_chw = self._is_albumentations and _looks_chw(_image_of(sample))
+            cure = "; images should be (H, W, C): transpose them in the dataset" if looks_chw else ""
             add_note(
                 error,
-                f"fastload calls the {self._role} with {extent} sample; sample {index} is {outline(sample)}",
+                f"fastload calls the {self._role} with {extent} sample; sample {index} is "
+                f"{outline(sample)}{cure}",
             )
             raise
 
@@ -193,12 +197,19 @@ def _image_of(sample: Any) -> Any:
     return sample[0] if isinstance(sample, (tuple, list)) and sample else sample
 
 
+def _looks_chw(image: Any) -> bool:
+    """Whether an array has the layout of torch's images."""
+    channels = (1, 3, 4)
+    is_array = isinstance(image, np.ndarray) and image.ndim == 3
+    return is_array and image.shape[0] in channels and image.shape[2] not in channels
+
+
 def _call_albumentations(transform: Any, sample: Any) -> Any:
     """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
     Raises:
-        TypeError: The sample is none of these, is a tuple whose mask would not be transformed, or is a dict
-            without a target of the transform.
+        TypeError: The sample is none of these, its image is a tensor, it is a tuple whose mask would not be
+            transformed, or a dict without a target of the transform.
     """
     if (
         type(sample) is tuple
@@ -207,6 +218,12 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
         and isinstance(sample[0], _IMAGES)
     ):
         return transform(image=sample[0])["image"], sample[1]  # most samples: faster than the checks below
+    if isinstance(_image_of(sample), torch.Tensor):
+        raise TypeError(
+            "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; the "
+            f"dataset returned {outline(sample)}: return the array before it is converted to a tensor, and "
+            "put ToTensorV2() last in the transform"
+        )
     if isinstance(sample, dict):
         targets = getattr(transform, "available_keys", None)
         if targets and sample.keys().isdisjoint(targets):
