@@ -408,8 +408,13 @@ def loader_of(label: str) -> str:
     name, *rest = label.split(", ")
     if name != "fastload":
         return name
-    if "regions" in rest:
-        return "fastload, decoding only the crop"
+    for word, name in (
+        ("regions", "fastload, decoding only the crop"),
+        ("tiles", "fastload, decoding only the crop's tiles"),
+        ("batch_transform", "fastload, batch_transform"),
+    ):
+        if word in rest:
+            return name
     return "fastload, cached" if "cached" in rest else "fastload, only the import"
 
 

@@ -20,6 +20,7 @@ import torch
 from fastload.cache.encoded import decode_images, decode_others
 from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.pushdown import Pushdown
+from fastload.cache.tail import find_tail
 from fastload.cache.zero_copy import keeps_read_only
 from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
@@ -28,6 +29,8 @@ from fastload.nested.tree import HiddenMemoryError, detached, outline, private_c
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastload.cache.tail import Tail
 
 _IMAGES = (np.ndarray, EncodedImage)
 _UINT8 = np.dtype(np.uint8)
@@ -59,21 +62,23 @@ class Call:
         if decode is not None and self._is_albumentations:
             self.pushdown = Pushdown(function, reduces=decode == "fast")
 
-    def __call__(self, sample: Any, given: Any, index: int) -> Any:
+    def __call__(self, sample: Any, given: Any, index: int, tail: Tail | None = None) -> Any:
         """The function's output for `given`.
 
         Args:
             sample: The sample, or the same sample without copies, for the note on an error.
             given: The sample as the function gets it; the function can change it.
             index: The sample's index, for the note.
+            tail: Runs the function and returns the image as a `PendingImage`; None: the image is computed.
 
         Raises:
             Exception: An error of the function, with a note that describes its input.
         """
-        function = self._function
+        function: Callable[..., Any] = self._function if tail is None else tail
         if self._decode is not None:
             if self.pushdown is not None and type(_image_of(given)) is EncodedImage:
-                given, function = decode_others(given), self.pushdown
+                given = decode_others(given)
+                function = self.pushdown if tail is None else tail.through(self.pushdown.run)
             else:
                 given = decode_images(given)
         try:
@@ -112,6 +117,7 @@ class TransformCaller:
         self.transform = transform
         self.decode = decode
         self._keeps_read_only = keeps_read_only(transform)
+        self._tail = find_tail(transform)
 
     def explain_decoding(self) -> str:
         """What is decoded of an undecoded image, in one clause."""
@@ -120,20 +126,23 @@ class TransformCaller:
             return "whole images are decoded: the transform is not an albumentations pipeline"
         return pushdown.explain()
 
-    def __call__(self, fetch: Callable[[int], Any], index: int) -> Any:
+    def __call__(self, fetch: Callable[[int], Any], index: int, *, pends: bool = False) -> Any:
         """The transform's output for the sample `fetch(index)`; it shares no memory with the cache.
 
         Args:
             fetch: Returns the sample: read-only arrays, private tensors.
             index: The sample's index.
+            pends: Whether the image can be a `PendingImage`, which can read the memory of the cache.
 
         Raises:
             Exception: An error of the transform, with a note that describes its input.
         """
         sample = fetch(index)
-        if not self._keeps_read_only or not _is_uint8(sample):
-            return self._call(sample, private_copy(sample), index)
-        output = self._call(sample, sample, index)
+        tail = self._tail if pends else None
+        keeps = self._keeps_read_only if tail is None else tail.keeps_read_only
+        if not keeps or not _is_uint8(sample):
+            return self._call(sample, private_copy(sample), index, tail)
+        output = self._call(sample, sample, index, tail)
         try:
             return detached(output, sample)
         except HiddenMemoryError:

@@ -591,7 +591,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     caller = TransformCaller(ds.transform)
     image = ds._view(1)
     seen: list[Any] = []
-    caller._call = lambda sample, given, index: seen.append(given)
+    caller._call = lambda sample, given, index, tail: seen.append(given)
     caller(lambda _: image, 1)
 
     assert seen[0] is image
