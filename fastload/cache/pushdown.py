@@ -85,11 +85,11 @@ class Pushdown:
         decoder = name_of_decoder()
         ways = []
         if name not in _SCALINGS or self._centre is not None:
-            crop, size = (name, "") if self._centre is None else ("CenterCrop", "large ")
+            crop = name if self._centre is None else "CenterCrop in large images"
             no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
-            ways.append(f"{decoder} decodes the region of {crop} in {size}JPEGs" if decoder else no_region)
+            ways.append(f"{decoder} decodes the region of {crop}" if decoder else no_region)
             markers = "restart markers ('fastload images tile' sets them)"
-            ways.append(f"of {size}JPEGs with {markers}, only the tiles that {crop} needs are decoded")
+            ways.append(f"of JPEGs with {markers}, only the tiles in the region of {crop} are decoded")
         if self._reduces:
             ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
         return "; ".join(ways)
