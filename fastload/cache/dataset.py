@@ -118,8 +118,8 @@ class CachedDataset(Dataset[Any]):
             "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
             albumentations pipeline that begins with a crop, or with a resize and a CenterCrop, only the
             crop's region is decoded, to the same pixels (needs the extra `regions`, or restart markers in the
-            files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or an eighth of the size, if the
-            pipeline begins by shrinking the image.
+            files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
+            an eighth of the size, if the pipeline begins by shrinking the image.
 
     Attributes:
         dataset: As given.
