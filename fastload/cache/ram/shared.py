@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.locks import locked
 from fastload.cache.ram import generation, owners
 from fastload.cache.ram.generation import Generation
 from fastload.cache.ram.layout import RETAINS_ALL, Layout, Origin, Stamp, create
@@ -36,6 +35,7 @@ from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
+from fastload.system.locks import locked
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
