@@ -221,7 +221,8 @@ def names_of_checks() -> list[str]:
 @pytest.fixture(scope="session")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What each check raised, "ok" for nothing, and the run of all of them; one run for two processes."""
-    shared = tmp_path_factory.getbasetemp().parent / "ray-checks"
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "ray-checks"
     try:
         shared.mkdir()
     except FileExistsError:
