@@ -106,7 +106,7 @@ class DataLoader(LoaderSettings):
             start one here), ``"exclude_driver_node": True`` (use no CPUs of this machine) and
             ``"placement_group"``.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
-            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU, with one log line. On
+            "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
             `pin_memory` then has no further effect. The caller owns the batches. None leaves batches on the
             host, as torch does. "mps" and "xpu" are experimental and prefetch nothing.

@@ -319,7 +319,9 @@ class TestBadSamples:
         report = tmp_path / "cache.errors.jsonl"
         assert (result.exit_code, again.exit_code) == (0, 3)
         assert json.loads(again.stdout)["num_skipped"] == 1
-        assert f"1 of 3 samples could not be read: see {report}" in result.stdout
+        assert result.output.count("could not be read") == 1 + result.output.count(" that could not be read")
+        assert f"1 of 3 samples could not be read and are left out: see {report}" in result.stderr
+        assert f"1 of 3 samples could not be read: see {report}" in run("info", tmp_path / "cache").stdout
         assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
 
     @pytest.mark.parametrize("words", [["build", "photos"], ["info"]])
@@ -609,6 +611,8 @@ class TestLs:
         assert found[0]["owners"] == [os.getpid()]
         assert found[0]["num_samples"] == len(dataset)
         assert key in text
+        assert found[0]["label"] == f"ImageFolder({str(tmp_path)!r})"
+        assert found[0]["label"] in text
         assert f"{tmp_path}/on disk" in text
         removal = run("rm", key, "--yes")
         assert removal.exit_code == 2

@@ -315,6 +315,33 @@ def test_version() -> None:
     assert (result.exit_code, result.output) == (0, f"fastload {fastload.__version__}\n")
 
 
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_completion_of_an_unknown_shell_installs_nothing(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the shells that there are."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    result = CliRunner().invoke(main.app, [option, "help"])
+
+    expected = f"{option} knows the shells bash, zsh, fish, powershell, pwsh, but got 'help'"
+    assert complaint(result) == expected
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed_for_the_shell_that_was_named(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the one that runs the command."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    result = CliRunner().invoke(main.app, ["--install-completion", shell])
+
+    assert result.exit_code == 0, result.output
+    assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
+
+
 # --- shards ----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
 from fastload.images.layout import image_layout
+from fastload.nested.pending import PendingImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
 
@@ -120,11 +121,14 @@ class _Rows:
 
     def __init__(self, batch: _Batch, first: Any) -> None:
         self._batch = batch
-        self._kind = type(first)
+        is_pending = type(first) is PendingImage
+        self._kind = first.kind if is_pending else type(first)
         self._is_tensor = self._kind is torch.Tensor
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
-        self._row_dtype = tensor_array(first).dtype if self._is_tensor else first.dtype
+        self._row_dtype = first.dtype
+        if self._is_tensor:
+            self._row_dtype = first.row_dtype if is_pending else tensor_array(first).dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
         self._any_strides = batch.in_worker or self._layout is not None
@@ -139,6 +143,11 @@ class _Rows:
             self._rows = arena.array((count, *self._shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
+        if type(value) is PendingImage:
+            if (value.kind, value.shape, value.dtype) == (self._kind, self._shape, self._dtype):
+                value.write(self._rows[row])
+                return
+            raise _MismatchError
         if type(value) is not self._kind or value.shape != self._shape or value.dtype != self._dtype:
             raise _MismatchError
         if self._is_tensor:
@@ -237,12 +246,14 @@ class RowCollate:
 
     def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
+        self.takes_pending = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None
         self._num_rows = 0
+        self._pends = False
         self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
         self._kept: Any = []
 
-    def begin(self, count: int, *, keeps: bool = False, is_lent: bool = False) -> None:
+    def begin(self, count: int, *, keeps: bool = False, is_lent: bool = False, pends: bool = False) -> None:
         """Start a batch of at most ``count`` samples.
 
         Args:
@@ -250,11 +261,13 @@ class RowCollate:
             keeps: Whether all samples are kept, for `take`.
             is_lent: Whether arrays can be read-only views of a cache. torch warns about such arrays, so it
                 gets copies of those that are not written to rows.
+            pends: Whether samples can hold a `PendingImage`.
         """
         self._batch.count = count
         self._batch.is_lent = is_lent
         self._num_rows = 0
         self._keeps = keeps
+        self._pends = pends
         self._kept = []
 
     def __len__(self) -> int:
@@ -295,6 +308,8 @@ class RowCollate:
     def take(self) -> Any:
         """Return the kept samples, for a different collate function."""
         samples, self._kept = self._kept, []
+        if self._pends:
+            samples = [map_leaves(sample, computed) for sample in samples]
         return samples
 
     def forget(self) -> None:
@@ -352,6 +367,8 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
 def _has_row(sample: Any, batch: _Batch) -> bool:
     """Whether some leaf of a sample is written to a row."""
     kind = type(sample)
+    if kind is PendingImage:
+        return True
     if kind is torch.Tensor:
         return _is_row_tensor(sample, batch)
     if kind is np.ndarray:
@@ -371,7 +388,7 @@ def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool =
     kind = type(sample)
     if not _has_row(sample, batch):
         return _Kept(batch, path, in_sequence=in_sequence)
-    if kind is np.ndarray or kind is torch.Tensor:
+    if kind is np.ndarray or kind is torch.Tensor or kind is PendingImage:
         return _Rows(batch, sample)
     is_dict = kind is dict
     keys = list(sample) if is_dict else range(len(sample))

@@ -310,10 +310,11 @@ class Fetcher:
         positions: Sequence[Any],
         *,
         is_lent: bool = False,
+        pends: bool = False,
     ) -> None:
         """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
-        self._rows.begin(len(indices), keeps=not self._writes_rows, is_lent=is_lent)
+        self._rows.begin(len(indices), keeps=not self._writes_rows, is_lent=is_lent, pends=pends)
         self._indices, self._left = indices, iter(positions)
         self._rows.read(get, self._left)
         self._indices = ()
@@ -341,10 +342,10 @@ class Fetcher:
             return batch
         self.gathered_bytes = 0
         is_lent = dataset.transform is None
-        get = dataset._lend if is_lent else dataset.__getitem__
-        self._read(
-            self._getter(get, indices, None if is_lent else origin), indices, positions, is_lent=is_lent
-        )
+        pends = not is_lent and self._rows.takes_pending
+        get = dataset._lend if is_lent else dataset._pend if pends else dataset.__getitem__
+        get = self._getter(get, indices, None if is_lent else origin)
+        self._read(get, indices, positions, is_lent=is_lent, pends=pends)
         return self._collated()
 
     def _fetch_next(self, samples: Iterator[Any], index: Any) -> Any:

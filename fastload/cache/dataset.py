@@ -243,6 +243,13 @@ class CachedDataset(Dataset[Any]):
             return private_copy(self._lend(index))
         return self._caller_of(transform)(self._view, index)
 
+    def _pend(self, index: int) -> Any:
+        """As ``self[index]``, for a caller that writes a `PendingImage` into its batch."""
+        transform = self.transform
+        if transform is None:
+            return self[index]
+        return self._caller_of(transform)(self._view, index, pends=True)
+
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,10 +32,12 @@ class Fingerprint:
     Attributes:
         parts: The value of each part, by the part's name; equal parts mean equal samples.
         key: The user's key, if there is one.
+        label: The dataset's class and folder, for people; not compared.
     """
 
     parts: Mapping[str, str] = field(hash=False)
     key: str | None = None
+    label: str = field(default="", compare=False)
 
     @property
     def name(self) -> str:
@@ -44,7 +47,7 @@ class Fingerprint:
     def of_encoded(self) -> Fingerprint:
         """The fingerprint of the same samples with undecoded images."""
         key = None if self.key is None else f"{self.key} (encoded)"
-        return Fingerprint({**self.parts, "images": "encoded"}, key)
+        return Fingerprint({**self.parts, "images": "encoded"}, key, self.label)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
@@ -77,7 +80,21 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     if prepared is None:
         prepared = {"prepare": qualified_name(prepare)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
-    return Fingerprint(parts, key)
+    return Fingerprint(parts, key, label_of(dataset))
+
+
+def label_of(dataset: Any) -> str:
+    """The class of a dataset, and the file or folder that it reads if an attribute says so."""
+    from torch.utils.data import Subset  # here: as below
+
+    within = dataset
+    while isinstance(within, Subset):
+        within = within.dataset
+    attributes = getattr(within, "__dict__", {})
+    places = (attributes.get(name) for name in ("root", "path"))
+    place = next((os.fsdecode(place) for place in places if isinstance(place, (str, os.PathLike))), "")
+    label = f"{type(dataset).__name__}({place!r})" if place else type(dataset).__name__
+    return label.encode(errors="backslashreplace").decode()
 
 
 def check_key(key: object) -> None:

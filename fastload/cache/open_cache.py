@@ -28,7 +28,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import UNDECODED
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
-from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, without_fingerprint
+from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, label_of, without_fingerprint
 from fastload.cache.in_memory import held_bytes
 from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -278,7 +278,8 @@ class Opener:
         parts = likeness(self.dataset, self.prepare, self._probed())
         if parts is None:
             return [], "the samples that the ranks would compare are all alike"
-        return [Fingerprint(parts, f"cache {number} of {name}") for name in launches], ""
+        label = label_of(self.dataset)
+        return [Fingerprint(parts, f"cache {number} of {name}", label) for name in launches], ""
 
     def _examples(self) -> list[Any]:
         return list(self.examples.values())

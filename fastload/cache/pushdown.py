@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.tail import shallow_copy
 from fastload.cache.zero_copy import is_tested_release
 from fastload.images.regions import name_of_decoder
 
@@ -86,7 +87,11 @@ class Pushdown:
         return "; ".join(ways)
 
     def __call__(self, **data: Any) -> dict[str, Any]:
-        """The pipeline's output for these targets; `image` is an `EncodedImage`.
+        """The pipeline's output for these targets; `image` is an `EncodedImage`; raises as `run`."""
+        return self.run(self._pipeline, data)
+
+    def run(self, pipeline: Any, data: dict[str, Any]) -> dict[str, Any]:
+        """The output of the pipeline, or of a copy of it that has the same first transform.
 
         Raises:
             ImageReadError: The image cannot be decoded.
@@ -94,14 +99,14 @@ class Pushdown:
         """
         image = data["image"].opened()
         if self.obstacle is not None:
-            return dict(self._pipeline(**{**data, "image": image.decode()}))
+            return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
         first = _first_with(self._first, image, reduces=self._reduces)
-        pipeline = first
+        cropping = first
         if self._is_compose:
-            pipeline = _shallow_copy(self._pipeline)
-            pipeline.transforms = [first, *self._pipeline.transforms[1:]]
-        output = dict(pipeline(**{**data, "image": stand_in}))
+            cropping = shallow_copy(pipeline)
+            cropping.transforms = [first, *pipeline.transforms[1:]]
+        output = dict(cropping(**{**data, "image": stand_in}))
         self._first.params = first.params
         if output.get("image") is stand_in:  # the pipeline was not applied
             output["image"] = image.decode()
@@ -130,7 +135,7 @@ class Pushdown:
 
 def _first_with(first: Any, image: Any, *, reduces: bool) -> Any:
     """The first transform, applied to this image instead of its argument."""
-    copied = _shallow_copy(first)
+    copied = shallow_copy(first)
     apply = functools.partial(_apply, first, image, reduces)
     copied._key2func = {**first._key2func, "image": apply}
     return copied
@@ -223,13 +228,6 @@ def _target_size(first: Any) -> tuple[int, int] | None:
 
 def _pixels(value: Any) -> Pixels:
     return np.ascontiguousarray(value)
-
-
-def _shallow_copy(transform: Any) -> Any:
-    """A copy with the same attributes; albumentations does not define `__copy__`, and copy.copy is slower."""
-    clone = object.__new__(type(transform))
-    clone.__dict__.update(transform.__dict__)
-    return clone
 
 
 def _is_of_albumentations(value: Any) -> bool:

@@ -15,10 +15,12 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from fastload.cache.encoded import decode_images, decode_others
 from fastload.cache.fingerprint import is_albumentations
 from fastload.cache.pushdown import Pushdown
+from fastload.cache.tail import find_tail
 from fastload.cache.zero_copy import keeps_read_only
 from fastload.errors import ImageReadError, add_note
 from fastload.images.encoded import EncodedImage
@@ -27,6 +29,8 @@ from fastload.nested.tree import HiddenMemoryError, detached, outline, private_c
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastload.cache.tail import Tail
 
 _IMAGES = (np.ndarray, EncodedImage)
 _UINT8 = np.dtype(np.uint8)
@@ -58,21 +62,23 @@ class Call:
         if decode is not None and self._is_albumentations:
             self.pushdown = Pushdown(function, reduces=decode == "fast")
 
-    def __call__(self, sample: Any, given: Any, index: int) -> Any:
+    def __call__(self, sample: Any, given: Any, index: int, tail: Tail | None = None) -> Any:
         """The function's output for `given`.
 
         Args:
             sample: The sample, or the same sample without copies, for the note on an error.
             given: The sample as the function gets it; the function can change it.
             index: The sample's index, for the note.
+            tail: Runs the function and returns the image as a `PendingImage`; None: the image is computed.
 
         Raises:
             Exception: An error of the function, with a note that describes its input.
         """
-        function = self._function
+        function: Callable[..., Any] = self._function if tail is None else tail
         if self._decode is not None:
             if self.pushdown is not None and type(_image_of(given)) is EncodedImage:
-                given, function = decode_others(given), self.pushdown
+                given = decode_others(given)
+                function = self.pushdown if tail is None else tail.through(self.pushdown.run)
             else:
                 given = decode_images(given)
         try:
@@ -81,9 +87,12 @@ class Call:
             raise  # of the image, not of the function
         except Exception as error:
             extent = "the image or the named targets of a" if self._is_albumentations else "the whole"
+            looks_chw = self._is_albumentations and _looks_chw(_image_of(sample))
+            cure = "; images should be (H, W, C): transpose them in the dataset" if looks_chw else ""
             add_note(
                 error,
-                f"fastload calls the {self._role} with {extent} sample; sample {index} is {outline(sample)}",
+                f"fastload calls the {self._role} with {extent} sample; sample {index} is "
+                f"{outline(sample)}{cure}",
             )
             raise
 
@@ -108,6 +117,7 @@ class TransformCaller:
         self.transform = transform
         self.decode = decode
         self._keeps_read_only = keeps_read_only(transform)
+        self._tail = find_tail(transform)
 
     def explain_decoding(self) -> str:
         """What is decoded of an undecoded image, in one clause."""
@@ -116,20 +126,23 @@ class TransformCaller:
             return "whole images are decoded: the transform is not an albumentations pipeline"
         return pushdown.explain()
 
-    def __call__(self, fetch: Callable[[int], Any], index: int) -> Any:
+    def __call__(self, fetch: Callable[[int], Any], index: int, *, pends: bool = False) -> Any:
         """The transform's output for the sample `fetch(index)`; it shares no memory with the cache.
 
         Args:
             fetch: Returns the sample: read-only arrays, private tensors.
             index: The sample's index.
+            pends: Whether the image can be a `PendingImage`, which can read the memory of the cache.
 
         Raises:
             Exception: An error of the transform, with a note that describes its input.
         """
         sample = fetch(index)
-        if not self._keeps_read_only or not _is_uint8(sample):
-            return self._call(sample, private_copy(sample), index)
-        output = self._call(sample, sample, index)
+        tail = self._tail if pends else None
+        keeps = self._keeps_read_only if tail is None else tail.keeps_read_only
+        if not keeps or not _is_uint8(sample):
+            return self._call(sample, private_copy(sample), index, tail)
+        output = self._call(sample, sample, index, tail)
         try:
             return detached(output, sample)
         except HiddenMemoryError:
@@ -184,12 +197,19 @@ def _image_of(sample: Any) -> Any:
     return sample[0] if isinstance(sample, (tuple, list)) and sample else sample
 
 
+def _looks_chw(image: Any) -> bool:
+    """Whether an array has the layout of torch's images."""
+    channels = (1, 3, 4)
+    is_array = isinstance(image, np.ndarray) and image.ndim == 3
+    return is_array and image.shape[0] in channels and image.shape[2] not in channels
+
+
 def _call_albumentations(transform: Any, sample: Any) -> Any:
     """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
     Raises:
-        TypeError: The sample is none of these, is a tuple whose mask would not be transformed, or is a dict
-            without a target of the transform.
+        TypeError: The sample is none of these, its image is a tensor, it is a tuple whose mask would not be
+            transformed, or a dict without a target of the transform.
     """
     if (
         type(sample) is tuple
@@ -198,6 +218,12 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
         and isinstance(sample[0], _IMAGES)
     ):
         return transform(image=sample[0])["image"], sample[1]  # most samples: faster than the checks below
+    if isinstance(_image_of(sample), torch.Tensor):
+        raise TypeError(
+            "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; the "
+            f"dataset returned {outline(sample)}: return the array before it is converted to a tensor, and "
+            "put ToTensorV2() last in the transform"
+        )
     if isinstance(sample, dict):
         targets = getattr(transform, "available_keys", None)
         if targets and sample.keys().isdisjoint(targets):

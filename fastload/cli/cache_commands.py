@@ -407,6 +407,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
     nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
     rows = [
         [
+            cache.label,
             cache.key or cache.name,
             f"{cache.num_cached:,} of {cache.num_samples:,} samples",
             f"{readable_size(cache.nbytes)} of at most {readable_size(cache.max_bytes)}",
@@ -554,7 +555,8 @@ def _finished(cache: LMDBCache | Manifest, done: str, strict: bool, **more: Any)
     """The answer of a command that made or found a cache."""
     found = _facts(cache)
     skipped = _skipped(found)
-    lines = [f"{found['path']}: {done}: {_held(found)}", *skipped, _training(found)]
+    is_new = any(more.get(name) for name in ("was_built", "was_joined"))  # then the log has said it
+    lines = [f"{found['path']}: {done}: {_held(found)}", *([] if is_new else skipped), _training(found)]
     return Answer({**found, **more}, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
@@ -580,6 +582,6 @@ def _training(found: dict[str, Any]) -> str:
     if not found["num_skipped"]:
         return f"{code}; a random transform is its second argument"
     return (
-        f"{code}, which leaves these samples out; CachedDataset(dataset, ...) would read them from the "
-        "dataset again and fail"
+        f"{code}, which leaves out the samples that could not be read; CachedDataset(dataset, ...) would "
+        "read them from the dataset again and fail"
     )

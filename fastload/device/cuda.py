@@ -6,6 +6,7 @@ Runs in the consumer's process and threads. Tests replace the CUDA device with a
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 # For each device, the streams of loaders and prefetchers that no longer exist. torch's allocator keeps memory
 # per stream: if each new loader made a new stream, memory would grow.
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
+
+# Of drivers of NVIDIA and AMD: they exist only on a machine with a GPU.
+_DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")
 
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
 
@@ -113,7 +117,9 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | St
         reason = why_unavailable(None)
         if reason is None:
             return _CUDABackend(None)
-        say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}")
+        # A machine without a GPU needs no warning, but a GPU that torch cannot use does.
+        level = logging.WARNING if any(map(os.path.exists, _DRIVERS)) else logging.INFO
+        say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
         return None
     if asked.type == "cpu":
         return None

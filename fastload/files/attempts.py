@@ -3,7 +3,7 @@
 Rules:
 
 1. A transient error (a connection, a time-out, a busy server, a truncated body) is retried with growing
-   pauses. A permanent error (no such file, no permission) is raised at once.
+   pauses. A permanent error (no such file, no credentials, no permission) is raised at once.
 2. A request without progress is aborted after `Limits.read_s`, and the next attempt uses a new connection.
    The HTTP client and s3fs see every byte that arrives and apply this limit themselves. For other file
    systems only the result is visible: a request is aborted after that time plus an allowance for its length,
@@ -37,6 +37,15 @@ READ_VARIABLE = "FASTLOAD_READ_TIMEOUT"
 PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
+)
+# What clients raise without credentials, or with rejected ones, by name: most are not installed.
+_DENIALS = frozenset(
+    {
+        *("NoCredentialsError", "CredentialRetrievalError", "PartialCredentialsError"),  # botocore
+        *("ProfileNotFound", "TokenRetrievalError", "SSOError"),
+        *("GoogleAuthError", "ClientAuthenticationError"),  # google-auth, azure
+        *("PermissionDeniedError", "UnauthenticatedError"),  # obstore
+    }
 )
 
 _ATTEMPTS = 6
@@ -134,9 +143,9 @@ def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exce
         number += 1
         try:
             return attempt(number)
-        except PERMANENT as error:
-            raise failed(error, "") from error
         except Exception as error:
+            if _is_permanent(error):
+                raise failed(error, "") from error
             took_s = _now_s() - started_s
             if number == _ATTEMPTS or took_s >= _ATTEMPTS * limits.read_s:
                 raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
@@ -147,7 +156,21 @@ def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exce
 
 def may_pass(error: Exception) -> bool:
     """Whether an error of `retried` is transient, such as a network outage."""
-    return not isinstance(error.__cause__, PERMANENT)
+    return error.__cause__ is None or not _is_permanent(error.__cause__)
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether a client has no credentials, or the store does not accept them."""
+    if isinstance(error, PermissionError):
+        return True
+    names = (kind.__name__ for kind in type(error).__mro__)
+    # `status` of aiohttp, whose `code` is deprecated, and `code` of gcsfs
+    status = getattr(error, "status" if hasattr(error, "status") else "code", None)
+    return not _DENIALS.isdisjoint(names) or status in (401, 403)
+
+
+def _is_permanent(error: BaseException) -> bool:
+    return isinstance(error, PERMANENT) or is_denied(error)
 
 
 def answer(

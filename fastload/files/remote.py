@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from fastload.errors import ImageReadError, RemoteFolderError
-from fastload.files.attempts import Limits, OtherLengthError, answer, reason_of, retried
+from fastload.files.attempts import Limits, OtherLengthError, answer, is_denied, reason_of, retried
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, is_below, to_bytes
 
 if TYPE_CHECKING:
@@ -42,10 +42,23 @@ _VERSION_FIELDS = (
     *("mtime", "LastModified", "last_modified", "updated", "created"),
 )
 
+# By protocol: where credentials come from, and the storage_options for files that need none.
+_S3 = (
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or storage_options={'key': ..., 'secret': ...}",
+    "{'anon': True}",
+)
+_GCS = ("gcloud auth application-default login, or storage_options={'token': FILE}", "{'token': 'anon'}")
+_CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
+
 
 def is_url(path: str) -> bool:
     """Whether a path names a folder that fsspec reads: `s3://...`, or chained protocols: `zip::...`."""
     return _URL.match(path) is not None and not path.startswith(_LOCAL_PREFIX)
+
+
+def _protocol(url: str) -> str:
+    match = _URL.match(url)
+    return "" if match is None else match.group().rstrip(":/")
 
 
 def local_path(path: str) -> str:
@@ -185,7 +198,8 @@ class RemoteFolder:
                 before = "; it was there when the folder was listed"
             elif isinstance(error, OtherLengthError):
                 before = " that the file had when the folder was listed"
-            return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}")
+            cure = _cure(error, self.url)
+            return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}{cure}")
 
         return self._cat(name, nbytes, failed)
 
@@ -326,9 +340,19 @@ def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, st
     def failed(error: Exception, tried: str) -> Exception:
         if missing and isinstance(error, FileNotFoundError):
             return FileNotFoundError(f"there is no {missing} at {url}")
-        return RemoteFolderError(f"cannot {doing} {url}: {reason_of(error)}{tried}")
+        return RemoteFolderError(f"cannot {doing} {url}: {reason_of(error)}{tried}{_cure(error, url)}")
 
     return failed
+
+
+def _cure(error: Exception, url: str) -> str:
+    """What to change if the store denies access, as a clause."""
+    if not is_denied(error):
+        return ""
+    protocol = _protocol(url)
+    keys, anonymous = _CREDENTIALS.get(protocol, ("see the documentation of its fsspec package", ""))
+    public = f"; for public files, pass storage_options={anonymous}" if anonymous else ""
+    return f". Check the credentials for {protocol}:// ({keys}){public}"
 
 
 def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, str, bool]:
@@ -340,8 +364,7 @@ def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, s
             '"fastload-torch[remote]"'
         ) from error
     _forget_thread_of_parent()
-    protocol = _URL.match(url)
-    name = "" if protocol is None else protocol.group().rstrip(":/")
+    name = _protocol(url)
     if name in ("s3", "s3a"):
         options = _for_s3fs(options)
     try:

@@ -150,24 +150,24 @@ class EncodedImage:
         whole = decode(self._content, self._name, orientation=header.orientation)
         return whole[y_min:y_max, x_min:x_max].copy()
 
-    def decode_reduced(self, box: Box, least: tuple[int, int]) -> Reduced:
+    def decode_reduced(self, box: Box, min_size: tuple[int, int]) -> Reduced:
         """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.
 
         Only JPEGs are reduced.
 
         Args:
             box: As for `decode`.
-            least: The minimum height and width of the result, if the box has them.
+            min_size: The minimum height and width of the result, if the box has them.
 
         Raises:
             ImageReadError, TypeError, ValueError: As `decode`.
         """
         if self._content is None:
-            return self.opened().decode_reduced(box, least)
+            return self.opened().decode_reduced(box, min_size)
         header = self._read_header()
         x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         height, width = y_max - y_min, x_max - x_min
-        fitting = (s for s in _SCALES if height >= least[0] * s and width >= least[1] * s)
+        fitting = (s for s in _SCALES if height >= min_size[0] * s and width >= min_size[1] * s)
         scale = next(fitting, 1) if header.is_jpeg else 1
         if scale == 1:
             return Reduced(self.decode(box), (0.0, 0.0, width, height))

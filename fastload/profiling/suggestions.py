@@ -91,7 +91,7 @@ def find_culprit(timeline: Timeline) -> tuple[str, str]:
         return "worker", f"The bottleneck is one slow worker: {slow}."
     outside = _outside(timeline)
     if outside is not None:
-        text = f"{STAGE_NAMES[outside.stage]} ({outside.name}): workers wait for work meanwhile"
+        text = f"{STAGE_NAMES[outside.stage]}: workers wait for work meanwhile"
         return outside.stage, f"The bottleneck is {text}."
     by_stage = {part.stage: timeline.stage_s(part.stage) for part in timeline.stages}
     total_s = sum(by_stage.values())

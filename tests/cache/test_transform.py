@@ -356,6 +356,24 @@ def test_an_image_under_another_key_beside_a_target_is_told() -> None:
     np.testing.assert_array_equal(volume, Images(4).sample(1)[0][:, :, ::-1])
 
 
+@pytest.mark.parametrize("put", [lambda x: x, lambda x: (x, 1), lambda x: [x], lambda x: {"image": x}])
+def test_a_tensor_for_albumentations_is_an_error_that_says_what_to_return(put: Any) -> None:
+    """Whatever holds the image of the sample."""
+    samples = [put(torch.arange(3 * 8 * 9, dtype=torch.float32).reshape(3, 8, 9) + i) for i in range(4)]
+    with pytest.raises(TypeError, match=r"\(H, W, C\) uint8 or float32; the dataset returned .*ToTensorV2"):
+        CachedDataset(samples, A.HorizontalFlip(p=1))[1]
+
+
+@pytest.mark.parametrize(("shape", "is_chw"), [((3, 8, 9), True), ((8, 9, 3), False), ((4, 9, 3), False)])
+def test_an_array_in_torch_s_layout_is_named_in_the_note(shape: Any, is_chw: bool) -> None:
+    """On an error of the pipeline, which can also take such an array for an image of many channels."""
+    samples = [np.arange(np.prod(shape), dtype=np.uint8).reshape(shape) + i for i in range(4)]
+    with pytest.raises(Exception, match="exceeds image dimensions") as caught:
+        CachedDataset(samples, A.RandomCrop(100, 100))[1]
+
+    assert ("images should be (H, W, C): transpose them" in notes(caught.value)) is is_chw
+
+
 # --- threads -------------------------------------------------------------------------------------------
 
 
@@ -573,7 +591,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     caller = TransformCaller(ds.transform)
     image = ds._view(1)
     seen: list[Any] = []
-    caller._call = lambda sample, given, index: seen.append(given)
+    caller._call = lambda sample, given, index, tail: seen.append(given)
     caller(lambda _: image, 1)
 
     assert seen[0] is image

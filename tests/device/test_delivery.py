@@ -13,6 +13,7 @@ import torch
 
 import fastload
 from fastload import DataLoader
+from fastload.device import cuda
 from fastload.epochs import on_device, with_workers
 from fastload.system import logs
 from tests.device.fake import FakeBackend
@@ -21,6 +22,7 @@ from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 WAYS: list[dict[str, Any]] = [
@@ -162,22 +164,30 @@ def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("way", WAYS[:2], ids=str)
-def test_auto_without_a_gpu_transforms_on_the_cpu_and_says_so_once(
-    without_cuda: None, way: dict[str, Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_auto_without_cuda_transforms_on_the_cpu_and_says_so_once(
+    without_cuda: None,
+    way: dict[str, Any],
+    has_driver: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Batches stay on the CPU, the transform is applied, one line says why."""
+    """One line says why; it is a warning only on a machine with a GPU."""
+    monkeypatch.setattr(cuda, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
     expected = [doubled(batch)[0] for batch in DataLoader(IMAGES, 4)]
     with (
-        caplog.at_level(logging.WARNING, "fastload"),
+        caplog.at_level(logging.INFO, "fastload"),
         DataLoader(IMAGES, 4, device="auto", device_transform=doubled, **way) as loader,
     ):
         for _ in range(2):
             assert all(torch.equal(a, b[0]) for a, b in zip(expected, loader, strict=True))
         assert loader.state_dict()["_iterator_finished"] is True
 
-    (line,) = [record.message for record in caplog.records]
-    assert "DataLoader(device='auto') leaves the batches on the CPU" in line
-    assert "built without CUDA" in line
+    (line,) = [record for record in caplog.records if "device='auto'" in record.message]
+    assert "DataLoader(device='auto') leaves the batches on the CPU" in line.message
+    assert "built without CUDA" in line.message
+    assert line.levelname == ("WARNING" if has_driver else "INFO")
 
 
 def test_cuda_by_name_raises_at_iter_before_any_worker(without_cuda: None) -> None:

@@ -86,7 +86,7 @@ def test_a_prefetcher_that_was_used_can_be_copied() -> None:
 def test_auto_says_once_why_it_uses_the_cpu(cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Without CUDA, device="auto" passes batches through and logs the reason, once for all prefetchers."""
     cuda(is_built=False)
-    with caplog.at_level(logging.WARNING, "fastload"):
+    with caplog.at_level(logging.INFO, "fastload"):
         prefetchers = [DevicePrefetcher([1, 2], device="auto") for _ in range(3)]
 
     assert [list(p) for p in prefetchers] == [[1, 2]] * 3

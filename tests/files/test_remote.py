@@ -14,9 +14,13 @@ import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
+import aiohttp
 import fsspec
+import obstore.exceptions
 import pytest
+from botocore.exceptions import NoCredentialsError
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +124,46 @@ def test_an_error_that_cannot_pass_is_raised_at_once(
     with pytest.raises(fastload.errors.ImageReadError, match=f"{type(error).__name__}: "):
         folder.read("cat/1.jpg", 3)
     assert pauses == []
+
+
+def http_error(status: int) -> aiohttp.ClientResponseError:
+    """What the HTTP client raises."""
+    return aiohttp.ClientResponseError(Mock(), (), status=status)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError("forbidden"),
+        NoCredentialsError(),
+        http_error(401),
+        http_error(403),
+        obstore.exceptions.UnauthenticatedError("no key"),
+    ],
+)
+def test_denied_access_is_an_error_that_names_the_credentials(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float], error: Exception
+) -> None:
+    """Other attempts would be denied, too; reading and writing say the same."""
+    faulty.faults["1.jpg"] = [raising(error), raising(error)]
+
+    for kind, request in (("ImageReadError", folder.read), ("RemoteFolderError", folder.load)):
+        with pytest.raises(
+            getattr(fastload.errors, kind), match="Check the credentials for faulty://"
+        ) as info:
+            request("cat/1.jpg", 0)
+        assert not attempts.may_pass(info.value)
+    assert pauses == []
+
+
+def test_a_busy_web_server_is_tried_again(
+    folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float]
+) -> None:
+    """Only two of the client errors are about credentials."""
+    faulty.faults["1.jpg"] = [raising(http_error(429))]
+
+    assert folder.read("cat/1.jpg", 3) == b"one"
+    assert len(pauses) == 1
 
 
 def test_the_list_has_folders_and_files_with_lengths_and_versions(folder: RemoteFolder) -> None:

@@ -143,6 +143,23 @@ def test_an_object_that_is_gone_is_an_error_with_its_url(endpoint: str) -> None:
     assert folder[1][0][0, 0, 0] == 2
 
 
+def test_without_credentials_the_error_says_how_to_read_a_public_bucket(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    """There is one attempt, and what the error says works."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options: dict[str, Any] = {"endpoint_url": endpoint}
+
+    with pytest.raises(fastload.errors.RemoteFolderError, match=r"storage_options={'anon': True}"):
+        fastload.ImageFolder("s3://photos/train", storage_options=options)
+    assert pauses == []
+    assert len(fastload.ImageFolder("s3://photos/train", storage_options={**options, "anon": True})) == SIZE
+
+
 # --- caches at a URL -------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
@@ -20,7 +21,8 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli import main
 from fastload.images import regions
-from fastload.profiling import suggestions
+from fastload.profiling import probes, suggestions
+from fastload.profiling.timeline import Stage
 from tests.profiling import zoo
 
 if TYPE_CHECKING:
@@ -103,6 +105,19 @@ def test_what_was_planted_is_named(
 def test_slow_files_are_reading(kind: str, num_workers: int, slow_files: list[str]) -> None:
     """Files opened by `open` count as reading."""
     assert profiled(make(kind, zoo.SlowFile(slow_files), num_workers)).culprit == "read"
+
+
+def test_the_transport_is_named_without_functions_of_python() -> None:
+    """The user knows neither the pickler nor its methods."""
+    received = Stage(probes.RECEIVE, "loads", 1.0, 1.0)
+    timeline: Any = SimpleNamespace(
+        start_share=0.0, data_share=1.0, batches={}, utilisation=0.1, outside=[received], waits=[1.0]
+    )
+
+    assert suggestions.find_culprit(timeline) == (
+        probes.RECEIVE,
+        "The bottleneck is receiving batches from the workers: workers wait for work meanwhile.",
+    )
 
 
 @pytest.mark.usefixtures("clock")  # beside workers, a busy machine takes its time to send and to receive

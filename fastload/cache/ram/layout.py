@@ -60,7 +60,7 @@ _MIN_RAGGED_BYTES = 256 << 20
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _STAMP = struct.Struct("<QQ16s")
 _MAGIC = b"FLcache\0"
-_VERSION = 4
+_VERSION = 5
 _PLAIN_FIELDS = (
     *("num_samples", "max_bytes", "rows", "is_packed"),
     *("ragged_at", "ragged_bytes", "room_bytes"),
@@ -248,6 +248,7 @@ class Layout:
             "created_s": self.origin.created_s,
             "parts": None if fingerprint is None else dict(fingerprint.parts),
             "key": None if fingerprint is None else fingerprint.key,
+            "label": "" if fingerprint is None else fingerprint.label,
         }
         text = json.dumps(description).encode("ascii")
         if DESCRIPTION_AT + len(text) > TABLE_AT:
@@ -283,7 +284,9 @@ class Layout:
             Column(leaf, numpy_dtype(dtype), tuple(shape), at)
             for leaf, (dtype, shape, at) in zip(leaves, fields["columns"], strict=True)
         ]
-        fingerprint = None if fields["parts"] is None else Fingerprint(fields["parts"], fields["key"])
+        fingerprint = None
+        if fields["parts"] is not None:
+            fingerprint = Fingerprint(fields["parts"], fields["key"], fields["label"])
         return cls(
             **{name: fields[name] for name in _PLAIN_FIELDS},
             spec=spec,

@@ -43,6 +43,7 @@ class LiveCache:
     Attributes:
         name: The name under which it is registered.
         key: The user's key for it, if there is one.
+        label: The class and the folder of the dataset.
         parts: The parts of its fingerprint.
         owners: The processes that opened it by its name; their workers hold it too.
         num_samples: Number of samples of the dataset.
@@ -54,6 +55,7 @@ class LiveCache:
 
     name: str
     key: str | None
+    label: str
     parts: dict[str, str]
     owners: list[int]
     num_samples: int
@@ -155,6 +157,7 @@ def live_caches() -> list[LiveCache]:
             LiveCache(
                 name=entry.name,
                 key=origin.fingerprint.key if origin.fingerprint else None,
+                label=origin.fingerprint.label if origin.fingerprint else "",
                 parts=dict(origin.fingerprint.parts) if origin.fingerprint else {},
                 owners=[],
                 num_samples=cache.num_samples,

@@ -1,0 +1,178 @@
+"""Normalize and ToTensorV2 at the end of a pipeline, left to the batch: same bits, same random numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import pytest
+import torch
+from albumentations.pytorch import ToTensorV2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastload import CachedDataset, DataLoader
+from fastload.cache.pushdown import Pushdown
+from fastload.cache.tail import Tail, find_tail
+from fastload.images.encoded import EncodedImage
+from fastload.nested.pending import PendingImage, computed
+from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
+from tests.cache.zoo import Images
+from tests.images.test_encoded import image_file
+from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
+
+SHAPE = (112, 120, 3)  # an image of more than 32 KiB
+
+NORMALIZATIONS = st.sampled_from(
+    [
+        {},
+        {"mean": 0.5, "std": 0.25},
+        {"mean": (0.1, 0.2, 0.3), "std": (1, 2, 3), "max_pixel_value": 1.0},
+        {"mean": (0, 0, 0), "std": (1, 1, 1)},
+    ]
+)
+ENDS = st.one_of(
+    NORMALIZATIONS.map(lambda options: [A.Normalize(**options)]),
+    NORMALIZATIONS.map(lambda options: [A.Normalize(**options), ToTensorV2()]),
+    st.just([ToTensorV2()]),
+)
+IMAGES = [
+    np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    for shape in [(140, 131, 3), (140, 131), (140, 131, 1), (140, 131, 4), (20, 30, 3)]
+] + [np.random.default_rng(1).random((140, 131, 3), np.float32)]
+
+
+def compose(*end: Any, p: float = 1.0) -> Any:
+    return A.Compose([A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5), *end], p=p, seed=3)
+
+
+def tail_of(pipeline: Any) -> Tail:
+    tail = find_tail(pipeline)
+    assert tail is not None
+    return tail
+
+
+def outcome(call: Any, *args: Any, **data: Any) -> Any:
+    try:
+        return call(*args, **data)
+    except Exception as error:  # noqa: BLE001  # compared
+        return type(error), str(error)
+
+
+@settings(max_examples=60)
+@given(end=ENDS, image=st.sampled_from(IMAGES), p=st.sampled_from([1.0, 0.5]))
+def test_computed_later_it_is_what_the_pipeline_returns(end: list[Any], image: Any, p: float) -> None:
+    """The result, the other targets, the errors and the generators are those of the pipeline."""
+    pipeline = compose(*end, p=p)
+    twin = copy.deepcopy(pipeline)
+    tail = find_tail(twin)
+    for _ in range(4):
+        theirs = outcome(pipeline, image=image.copy(), mask=image[:, :, None])
+        ours = outcome(tail or twin, image=image.copy(), mask=image[:, :, None])
+        if isinstance(ours, dict):
+            ours = {name: computed(value) for name, value in ours.items()}
+        assert_same_samples(theirs, ours)
+    assert states(pipeline) == states(twin)
+
+
+@settings(max_examples=30)
+@given(end=ENDS)
+def test_a_row_gets_the_bits_of_the_result(end: list[Any]) -> None:
+    """Rows in memory order C, and tensors' rows in channels-last order, get what `value()` returns."""
+    pipeline = compose(*end)
+    pending = tail_of(pipeline)(image=IMAGES[0])["image"]
+    assert type(pending) is PendingImage
+    value = pending.value()
+    assert (pending.kind, pending.shape, pending.dtype) == (type(value), tuple(value.shape), value.dtype)
+    array = np.asarray(value)
+    rows = [np.zeros(array.shape, array.dtype)]
+    if isinstance(value, torch.Tensor):
+        rows.append(np.zeros(array.transpose(1, 2, 0).shape, array.dtype).transpose(2, 0, 1))
+    for row in rows:
+        pending.write(row)
+        assert row.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [A.Normalize(p=0.5)],
+        [A.Normalize(normalization="image"), ToTensorV2(p=0.5)],
+        [A.Normalize(normalization="min_max")],
+        [ToTensorV2(), A.NoOp()],
+        [],
+    ],
+)
+def test_other_ends_are_not_left(end: list[Any]) -> None:
+    """A step that is random, depends on the image, or is not the last one runs in the pipeline."""
+    assert find_tail(compose(*end)) is None
+    assert find_tail(A.Normalize()) is None
+
+
+def test_targets_beside_the_image_stay() -> None:
+    """Boxes, keypoints and additional images are those of the pipeline, with crops from encoded files too."""
+    pipeline = A.Compose(
+        [A.RandomResizedCrop((112, 120)), A.HorizontalFlip(p=0.5), A.Normalize(), ToTensorV2()],
+        bbox_params=A.BboxParams("pascal_voc", label_fields=["labels"]),
+        keypoint_params=A.KeypointParams("xy", remove_invisible=False),
+        additional_targets={"other": "image"},
+        seed=5,
+    )
+    twin = copy.deepcopy(pipeline)
+    encoded = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
+    through = tail_of(twin).through(Pushdown(twin, reduces=False).run)
+    for _ in range(5):
+        theirs = pipeline(**targets(encoded.decode()))
+        ours = through(**targets(encoded))
+
+        assert type(ours["image"]) is PendingImage
+        assert_same_samples(theirs, {name: computed(value) for name, value in ours.items()})
+    assert states(pipeline) == states(twin)
+
+
+class Uncached:
+    """Reads another dataset one sample at a time, by its public method."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+
+class Mixed(Images):
+    """A second array whose dtype changes in the middle, so its samples do not fit one plan."""
+
+    def sample(self, index: int) -> Any:
+        image, _ = super().sample(index)
+        return {"image": image, "extra": np.ones(9000, np.float32 if index < 5 else np.float64)}
+
+
+@pytest.mark.parametrize("dataset", [Images(20, shape=SHAPE), Mixed(20, shape=SHAPE)])
+@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
+def test_batches_of_workers_are_those_of_single_samples(dataset: Any, memory_format: Any) -> None:
+    """Batches equal those of a dataset that calls `cached[index]`, bits and strides, in both epochs."""
+    cached = CachedDataset(dataset, compose(A.Normalize(), ToTensorV2()))
+    epochs = []
+    for source in (Uncached(cached), cached):
+        torch.manual_seed(7)
+        options = {} if memory_format is None else {"memory_format": memory_format}
+        loader = DataLoader(source, 8, shuffle=True, num_workers=2, persistent_workers=True, **options)
+        epochs.append([read_epoch(loader) for _ in range(2)])
+        loader.close()
+    for theirs, ours in zip(*epochs, strict=True):
+        assert_same_batches(theirs, ours)
+
+
+def test_workers_write_pending_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker of a cached dataset writes the image itself; a dataset around it gets finished images."""
+    monkeypatch.setattr(PendingImage, "write", lambda self, row: row.fill(99))
+    cached = CachedDataset(Images(4, shape=SHAPE), compose(A.Normalize(), ToTensorV2()))
+    for source, is_pending in ((cached, True), (Uncached(cached), False)):
+        ((images, _),) = DataLoader(source, 4, num_workers=1, multiprocessing_context="fork")
+        assert bool((images == 99).all()) is is_pending
