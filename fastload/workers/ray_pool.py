@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 _GRACE_S = 5.0  # for workers to finish their current sample
 _WATCH_INTERVAL_S = 5.0  # how often a waiting caller looks whether its worker has started
+_REACH_S = 5.0  # for a cluster to accept a connection
 _START_LIMIT_S = 30.0  # for an actor whose machine has what it asks for
 _BUFFERS = 2  # of an actor: Ray copies a batch before the next task
 _CAUSE = 700  # characters of Ray's own text about the end of an actor
@@ -90,15 +91,34 @@ def connect(options: Mapping[str, Any]) -> Any:
         ) from error
     if ray.is_initialized():
         return ray
-    address = options.get("address")
-    if address is None and not os.environ.get("RAY_ADDRESS"):
+    address = options.get("address") or os.environ.get("RAY_ADDRESS")
+    if not address:
         raise WorkerStartError(f'worker_type="ray" needs a Ray cluster, but none was named: {_START}')
+    if address.startswith("ray://"):
+        raise WorkerStartError(
+            f"{address!r} is the address of a Ray Client, which has no object store: run this program on a "
+            "machine of the cluster, for example with 'ray job submit'"
+        )
     try:
+        _reach(address)
         ray.init(address=address, logging_level="warning")
     except ConnectionError as error:
-        where = os.environ.get("RAY_ADDRESS") if address is None else address
-        raise WorkerStartError(f"there is no Ray cluster at {where!r}: {_START}") from error
+        raise WorkerStartError(f"there is no Ray cluster at {address!r}: {_START}") from error
     return ray
+
+
+def _reach(address: str) -> None:
+    """Check that something listens at HOST:PORT; Ray itself would try for minutes.
+
+    Raises:
+        ConnectionError: Nothing does.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+        except OSError as error:
+            raise ConnectionError(str(error)) from error
 
 
 class _Handle:

@@ -111,8 +111,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
     ("options", "environment", "message"),
     [
         ({}, "", "needs a Ray cluster, but none was named: start one with 'ray start --head'"),
-        ({"address": "a:1"}, "", "there is no Ray cluster at 'a:1': start one with"),
-        ({}, "b:2", "there is no Ray cluster at 'b:2': start one with"),
+        ({"address": "auto"}, "", "there is no Ray cluster at 'auto': start one with"),
+        ({"address": "127.0.0.1:1"}, "auto", "there is no Ray cluster at '127.0.0.1:1': start one with"),
+        ({}, "[::1]:1", "there is no Ray cluster at '[::1]:1': start one with"),
+        ({"address": "ray://a:1"}, "", "a Ray Client, which has no object store"),
     ],
 )
 def test_there_is_no_cluster(
