@@ -408,8 +408,13 @@ def loader_of(label: str) -> str:
     name, *rest = label.split(", ")
     if name != "fastload":
         return name
-    if "regions" in rest:
-        return "fastload, decoding only the crop"
+    for word, name in (
+        ("regions", "fastload, decoding only the crop"),
+        ("tiles", "fastload, decoding only the crop's tiles"),
+        ("batch_transform", "fastload, batch_transform"),
+    ):
+        if word in rest:
+            return name
     return "fastload, cached" if "cached" in rest else "fastload, only the import"
 
 
@@ -467,6 +472,29 @@ def tiles() -> str:
     )
 
 
+def validation() -> str:
+    """CPU time of validation by the size of JPEGs."""
+    results = json.loads((RESULTS / "tiles.json").read_text())
+    columns = {
+        "whole image": "whole image, OpenCV",
+        "region, nvImageCodec": "region, nvImageCodec",
+        "tiles": "tiles, OpenCV",
+        'whole image, `decode="fast"`': 'whole image, decode="fast"',
+        'tiles, `decode="fast"`': 'tiles, decode="fast"',
+    }
+    lines = [f"| us an image | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for question in results["questions"]:
+        kind, _, size = question["name"].partition(" ")
+        if kind == "validation":
+            times = [digits(question["rows"][row]["median"]) for row in columns.values()]
+            lines.append(f"| {size} | {' | '.join(times)} |")
+    where = f"{results['machine']['cores']} cores, {results['machine']['cpu']}"
+    return (
+        f"CPU time of SmallestMaxSize(256) and CenterCrop(224), with decoding by OpenCV ({where}; "
+        "[details](../../benchmarks/README.md#tiles)):\n\n" + "\n".join(lines)
+    )
+
+
 def metadata() -> str:
     """The memory of workers that read a list, and that read a SharedList; and what an access costs."""
     results = json.loads((RESULTS / "worker_memory.json").read_text())
@@ -508,7 +536,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
-        ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles()},
+        ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles(), "validation": validation()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "sizing.md": {
             "best": best_designs(),

@@ -6,7 +6,8 @@ that decodes with OpenCV, fastload's loader over the same dataset, and `CachedDa
 ImageFolder: of the files as they are, whose regions nvImageCodec decodes, and of the same files after
 `fastload images tile`, without nvImageCodec and with it, and with `decode="fast"`. DALI decodes regions, too;
 it takes part where its environment is there (`make bench-peers` makes it). Further questions: how much CPU
-time the decoder alone takes, how much the rewrite takes, and how many bytes of a file a crop needs.
+time the decoder alone takes, how much validation takes (the shorter side becomes 256 pixels, and the centre
+is kept), how much the rewrite takes, and how many bytes of a file a crop needs.
 
 Held out: the disk (all files lie in the page cache), and the rewrite, which is done once. Images are those
 of `decode.py`. All contenders have two workers and batches of 64, and nobody reads the batches. A run takes
@@ -34,11 +35,12 @@ from unittest import mock
 import albumentations as A
 import cv2
 import torch.utils.data
-from decode import PEERS, OwnDataset, Size, answer, make_images, peer_rows, row
+from decode import PEERS, OwnDataset, Size, answer, make_images, peer_rows, row, validation_pipeline
 from first_epoch import in_own_process
 from harness import RESULTS, Contender, interleave, report, save
 
 import fastload
+from fastload.cache.pushdown import Pushdown
 from fastload.images import regions, tiled_folder
 from fastload.images.encoded import EncodedImage
 from fastload.images.tiled_folder import tile_file, tile_jpeg
@@ -146,20 +148,8 @@ def cpu_time(plain: Path, tiled: Path, size: Size, runs: int) -> dict[str, Any]:
     crop = A.RandomResizedCrop((SIDE, SIDE))
     crop.set_random_seed(0)
     items = [(*pair, _box(crop, pair[0])) for pair in files for _ in range(NUM_BOXES)]
-    least = (SIDE, SIDE)
-
-    def contender(
-        label: str, decode: Callable[[bytes, bytes, Any], Any], *, has_codec: bool = False
-    ) -> Contender:
-        def run() -> float:
-            with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
-                began_s = time.process_time()
-                for item in items:
-                    decode(*item)
-                return (time.process_time() - began_s) / len(items) * 1e6
-
-        return Contender(label, label, run)
-
+    min_size = (SIDE, SIDE)
+    contender = functools.partial(_timed, items)
     rows = [
         contender("whole image, OpenCV", lambda old, _, box: EncodedImage(old).decode()),
         contender("whole image with tiles, OpenCV", lambda _, new, box: EncodedImage(new).decode()),
@@ -168,18 +158,51 @@ def cpu_time(plain: Path, tiled: Path, size: Size, runs: int) -> dict[str, Any]:
         contender("tiles, nvImageCodec", lambda _, new, box: EncodedImage(new).decode(box), has_codec=True),
         contender(
             'region, decode="fast"',
-            lambda old, _, box: EncodedImage(old).decode_reduced(box, least),
+            lambda old, _, box: EncodedImage(old).decode_reduced(box, min_size),
             has_codec=True,
         ),
         contender(
             'tiles, decode="fast"',
-            lambda _, new, box: EncodedImage(new).decode_reduced(box, least),
+            lambda _, new, box: EncodedImage(new).decode_reduced(box, min_size),
             has_codec=True,
         ),
     ]
     interleave(rows, min(runs, size.max_runs))
     ratios = {f"{row.label} / {rows[0].label}": (row.median / rows[0].median, 1.0) for row in rows[1:]}
     return report(f"CPU time of decoding a crop of {size.title} JPEGs", "us", rows, ratios)
+
+
+def _timed(items: list[Any], label: str, decode: Callable[..., Any], *, has_codec: bool = False) -> Contender:
+    """CPU time of decoding these items, in us."""
+
+    def run() -> float:
+        with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
+            began_s = time.process_time()
+            for item in items:
+                decode(*item)
+            return (time.process_time() - began_s) / len(items) * 1e6
+
+    return Contender(label, label, run)
+
+
+def validation(plain: Path, tiled: Path, size: Size, runs: int) -> dict[str, Any]:
+    """Decoding and transforming for validation in one process, from memory."""
+    keep_freed_memory(1)  # as in a worker
+    files = [(path.read_bytes(), (tiled / path.relative_to(plain)).read_bytes()) for path in _unique(plain)]
+    whole = validation_pipeline()
+    exact, fast = (Pushdown(validation_pipeline(), reduces=reduces) for reduces in (False, True))
+    contender = functools.partial(_timed, files)
+    rows = [
+        contender("whole image, OpenCV", lambda old, _: whole(image=EncodedImage(old).decode())),
+        contender("whole image with tiles, OpenCV", lambda _, new: whole(image=EncodedImage(new).decode())),
+        contender("region, nvImageCodec", lambda old, _: exact(image=EncodedImage(old)), has_codec=True),
+        contender("tiles, OpenCV", lambda _, new: exact(image=EncodedImage(new))),
+        contender('whole image, decode="fast"', lambda old, _: fast(image=EncodedImage(old))),
+        contender('tiles, decode="fast"', lambda _, new: fast(image=EncodedImage(new))),
+    ]
+    interleave(rows, min(runs, size.max_runs))
+    ratios = {f"{row.label} / {rows[0].label}": (row.median / rows[0].median, 1.0) for row in rows[1:]}
+    return report(f"CPU time of validation with {size.title} JPEGs", "us", rows, ratios)
 
 
 def rewriting(plain: Path, size: Size, runs: int) -> dict[str, Any]:
@@ -264,6 +287,7 @@ QUESTIONS: list[tuple[str, Size, Callable[..., dict[str, Any]]]] = [
         for scale in SCALES
     ),
     *((f"CPU {size.name}", size, cpu_time) for size in SIZES),
+    *((f"validation {size.name}", size, validation) for size in SIZES),
     *(
         (f"rewrite {size.name}", size, lambda plain, tiled, size, runs: rewriting(plain, size, runs))
         for size in SIZES

@@ -581,6 +581,27 @@ def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     assert "measured in" in chosen()[0]
 
 
+def test_a_handler_that_raises_in_the_middle_of_the_fork_is_heard(
+    monkeypatch: pytest.MonkeyPatch, chosen: Any
+) -> None:
+    """Another thread can receive the signal; multiprocessing has not recorded the process, which ends."""
+    launcher = LAUNCHERS["fork"]
+    launch = launcher._launch
+
+    def launch_and_raise(self: Any, child: Any) -> None:
+        launch(self, child)
+        raise ValueError("of the handler")
+
+    loader = fastload.DataLoader(Counted(), 16, num_workers="auto", multiprocessing_context="fork")
+    before = leaks.held()
+    monkeypatch.setattr(launcher, "_launch", launch_and_raise)
+    with pytest.raises(ValueError, match="of the handler"):
+        iter(loader)
+
+    assert leaks.held_soon(before) == before
+    assert chosen() == []
+
+
 class Signals(Counted):
     """Writes to a file what a signal would do in the process that reads."""
 

@@ -1,4 +1,4 @@
-"""What all contenders share: the four tasks, their images, and the crop that Python transforms use.
+"""What all contenders share: the tasks, their images, and the crop that Python transforms use.
 
 This file runs in every contender's environment, so it imports nothing but torch and NumPy at the top.
 """
@@ -21,6 +21,7 @@ CROP_SIDE = 224
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 FLIP = 0.5
+PADDING = 4
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Task:
         batch_size: Images a batch.
         crops: Whether each image is cropped to 224 x 224 and perhaps mirrored.
         jpeg_quality: For a contender that encodes photographs anew: its files become about as large.
+        pads: Whether each image is padded, cropped to its size again, and perhaps mirrored.
+        modules: The contenders that take part; empty for all.
     """
 
     name: str
@@ -44,11 +47,18 @@ class Task:
     batch_size: int
     crops: bool
     jpeg_quality: int = 94
+    pads: bool = False
+    modules: tuple[str, ...] = ()
 
     @property
     def out_side(self) -> int:
         """Height and width of the images in a batch."""
         return CROP_SIDE if self.crops else self.side
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the images differ from epoch to epoch."""
+        return self.crops or self.pads
 
 
 TASKS = [
@@ -58,6 +68,16 @@ TASKS = [
         "cached_crop", "256 x 256 in memory -> RandomResizedCrop(224) + flip, batch 64", 2048, 256, 64, True
     ),
     Task("jpeg_folder", "JPEG folder -> RandomResizedCrop(224) + flip, batch 64", 1920, 0, 64, True),
+    Task(
+        "small_images",
+        "32 x 32 in memory -> padded random crop + flip, batch 512",
+        51200,
+        32,
+        512,
+        False,
+        pads=True,
+        modules=("torch_loader", "fastload_loader", "ffcv_loader"),
+    ),
 ]
 
 
@@ -87,6 +107,7 @@ class Job:
         """Read what `save` wrote."""
         values = json.loads(path.read_text())
         photos = [(name, label) for name, label in values["photos"]]
+        values["task"]["modules"] = tuple(values["task"]["modules"])
         return cls(Task(**values["task"]), Path(values["images"]), photos, Path(values["work"]))
 
     @property
@@ -98,8 +119,8 @@ class Job:
 
 
 @functools.cache
-def pipeline() -> Any:
-    """The crop and the flip as albumentations has them.
+def pipeline(side: int = 0) -> Any:
+    """The crop and the flip as albumentations has them; of images of ``side`` the padded crop.
 
     OpenCV's own threads are off, as albumentations' documentation advises beside workers.
     """
@@ -107,6 +128,10 @@ def pipeline() -> Any:
     import cv2
 
     cv2.setNumThreads(0)
+    if side:
+        padded = side + 2 * PADDING
+        pad = A.PadIfNeeded(padded, padded, border_mode=cv2.BORDER_CONSTANT)
+        return A.Compose([pad, A.RandomCrop(side, side), A.HorizontalFlip(p=FLIP)])
     return A.Compose(
         [
             A.RandomResizedCrop((CROP_SIDE, CROP_SIDE), scale=SCALE, ratio=RATIO),
@@ -118,19 +143,17 @@ def pipeline() -> Any:
 class Crop:
     """The same as a function of one image, which threads may share: each thread has its own pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: int = 0) -> None:
+        self._side = side
         self._local = threading.local()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._local = threading.local()
+    def __reduce__(self) -> Any:
+        return Crop, (self._side,)
 
     def __call__(self, image: Any) -> Any:
         """The cropped and perhaps mirrored image."""
         if not hasattr(self._local, "pipeline"):
-            self._local.pipeline = pipeline.__wrapped__()
+            self._local.pipeline = pipeline.__wrapped__(self._side)
         return self._local.pipeline(image=image)["image"]
 
 
@@ -144,7 +167,7 @@ class InMemory:
         self._path = job.images
         self._num_images = job.task.num_images
         self._pixels: Any = None
-        self.transform = Crop() if job.task.crops else None
+        self.transform = Crop(job.task.side if job.task.pads else 0) if job.task.is_random else None
 
     def read(self) -> None:
         """Read the images, unless this process has them."""

@@ -31,7 +31,7 @@ def checked(epochs: Any, job: Job) -> dict[str, Any]:
             )
         num_images += len(images)
         labels_sum += int(labels.sum())
-        pixels_sum += int(images.sum(dtype=torch.int64)) if not job.task.crops else 0
+        pixels_sum += int(images.sum(dtype=torch.int64)) if not job.task.is_random else 0
         kinds.add((str(images.dtype), tuple(images.shape[1:])))
     if len(kinds) != 1:
         raise ValueError(f"batches are of several kinds: {sorted(kinds)}")

@@ -1,12 +1,16 @@
-"""fastload: only the import changed; a cache in memory; and files of which only the crop is decoded."""
+"""fastload: only the import changed; a cache in memory; files of which only the crop is decoded."""
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common import NUM_WORKERS, Job, Photos, dataset, pipeline
+from common import FLIP, NUM_WORKERS, PADDING, Job, Photos, dataset, pipeline
 
 import fastload
+from fastload import transforms
+from fastload.images.tiled_folder import tile_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,11 +26,29 @@ class Files(Photos):
         return fastload.EncodedImage(path), label
 
 
+def prepare(job: Job) -> None:
+    """Rewrite the photographs with restart markers, as `fastload images tile` does."""
+    for path, _ in job.photos:
+        photo = Path(path)
+        tile_file(str(photo.parent), str(job.work / photo.parent.name), photo.name)
+
+
 def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     source = dataset(job)
-    if variant == "regions":
+    batch_transform = None
+    if job.task.pads and variant:
+        batch_transform = [
+            transforms.RandomCrop(job.task.side, PADDING),
+            transforms.RandomHorizontalFlip(FLIP),
+        ]
+    if variant == "tiles":
+        tiled = [(str(job.work / Path(path).parent.name / Path(path).name), n) for path, n in job.photos]
+        job = dataclasses.replace(job, photos=tiled)
+    if variant in ("regions", "tiles"):
         source = fastload.CachedDataset(Files(job), transform=pipeline(), cache=None)
+    elif variant == "batches":
+        source.transform = None
     elif variant:
         transform = pipeline() if job.task.crops else None
         source.transform = None
@@ -34,5 +56,10 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
         source.fill(progress=False)
     num_workers: Any = "auto" if variant == "auto" else NUM_WORKERS
     return fastload.DataLoader(
-        source, job.task.batch_size, shuffle=True, num_workers=num_workers, persistent_workers=True
+        source,
+        job.task.batch_size,
+        shuffle=True,
+        num_workers=num_workers,
+        persistent_workers=True,
+        batch_transform=batch_transform,
     )

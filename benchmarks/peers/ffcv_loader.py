@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common import CROP_SIDE, FLIP, NUM_WORKERS, RATIO, SCALE, Job, Photos
+from common import CROP_SIDE, FLIP, NUM_WORKERS, PADDING, RATIO, SCALE, Job, Photos
 from ffcv.fields import IntField, RGBImageField
 from ffcv.fields.decoders import IntDecoder, RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
 from ffcv.loader import Loader, OrderOption
-from ffcv.transforms import RandomHorizontalFlip, Squeeze, ToTensor
+from ffcv.transforms import RandomHorizontalFlip, RandomTranslate, Squeeze, ToTensor
 from ffcv.writer import DatasetWriter
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
     if job.task.crops:
         decoder = RandomResizedCropRGBImageDecoder((CROP_SIDE, CROP_SIDE), scale=SCALE, ratio=RATIO)
         image = [decoder, RandomHorizontalFlip(FLIP)]
+    elif job.task.pads:  # "Training CIFAR-10 in 36 seconds on a single A100"
+        image += [RandomHorizontalFlip(FLIP), RandomTranslate(padding=PADDING)]
     # "Tuning Guide", Scenario: Small dataset: os_cache=True with OrderOption.RANDOM or QUASI_RANDOM.
     return Loader(
         str(job.work / "images.beton"),

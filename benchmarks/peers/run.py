@@ -41,7 +41,7 @@ from harness import Contender, report, save  # noqa: E402 (it lies in the folder
 BUILD = HERE.parents[1] / "build" / "peers"
 RUN_LIMIT_S = 600
 QUICK_SHARE = 4
-CACHED = ("cached_224", "cached_32", "cached_crop")
+CACHED = ("cached_224", "cached_32", "cached_crop", "small_images")
 
 
 @dataclass
@@ -81,6 +81,14 @@ PEERS = [
     Peer("fastload, import only", "fastload, import only", "fastload_loader"),
     Peer(
         "fastload, regions", "fastload, regions", "fastload_loader", variant="regions", tasks=("jpeg_folder",)
+    ),
+    Peer("fastload, tiles", "fastload, tiles", "fastload_loader", variant="tiles", tasks=("jpeg_folder",)),
+    Peer(
+        "fastload, batch_transform",
+        "fastload, batch_transform",
+        "fastload_loader",
+        variant="batches",
+        tasks=("small_images",),
     ),
     Peer("fastload, cached", "fastload, cached", "fastload_loader", variant="cached"),
     Peer("fastload, cached, auto", "fastload, cached", "fastload_loader", variant="auto"),
@@ -183,7 +191,7 @@ def objection(answer: dict[str, Any], job: Job) -> str:
         return str(answer["cannot"])
     side = job.task.out_side
     expected = {"num_images": job.task.num_images, "labels_sum": sum(job.labels), "dtype": "torch.uint8"}
-    if not job.task.crops:
+    if not job.task.is_random:
         expected["pixels_sum"] = pixels_sum(job)
     for name, value in expected.items():
         if answer[name] != value:
@@ -208,7 +216,8 @@ def question(task: Task, peers: list[Peer], photos: Path, runs: int, seconds: fl
     peers = [
         dataclasses.replace(peer, figures=[], failure="")
         for peer in peers
-        if peer.tasks is None or task.name in peer.tasks
+        if (peer.tasks is None or task.name in peer.tasks)
+        and (not task.modules or peer.module in task.modules)
     ]
     for peer in peers:
         peer.failure = str(ask(peer, job, 0).get("cannot", ""))  # converts, where nothing is timed
@@ -272,7 +281,7 @@ def ratios(task: Task, able: list[Peer]) -> dict[str, tuple[float, float]]:
         if not group.startswith("fastload")
     }
     if task.name not in CACHED:
-        for other in ("fastload, import only", "fastload, cached"):
+        for other in ("fastload, import only", "fastload, tiles", "fastload, cached"):
             if other in best and "torch" in best:
                 found[f"{other} / torch"] = (best[other][0] / best["torch"][0], 1.0)
     return found

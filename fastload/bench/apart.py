@@ -24,7 +24,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.workers.process import end_unrecorded, start_helpers, without_handlers
+from fastload.workers.process import start_helpers, start_process, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -57,11 +57,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with without_handlers() as mask:
             process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
-            try:
-                process.start()
-            except BaseException as error:
-                end_unrecorded(error)
-                raise
+            start_process(process, context.get_start_method())
         sender.close()  # the run has its own end: when the run ends, so does the pipe
         try:
             succeeded, result = receiver.recv()

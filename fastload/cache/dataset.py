@@ -116,10 +116,10 @@ class CachedDataset(Dataset[Any]):
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
-            albumentations pipeline that begins with a crop, only the crop's region is decoded, to the same
-            pixels (needs the extra `regions`, or restart markers in the files; `explain()` says whether this
-            happens, and why not). `"fast"`: also at a half, a quarter or an eighth of the size, if the
-            pipeline begins by shrinking the image.
+            albumentations pipeline that begins with a crop, or with a resize and a CenterCrop, only the
+            crop's region is decoded, to the same pixels (needs the extra `regions`, or restart markers in the
+            files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
+            an eighth of the size, if the pipeline begins by shrinking the image.
 
     Attributes:
         dataset: As given.

@@ -1,7 +1,8 @@
 """Pushes the crop at the start of an albumentations pipeline down into the decoder.
 
 A crop's box depends on the image's height and width, which are in the file's header. So the first transform
-chooses its box before the image is decoded, and only that region is decoded. Rules:
+chooses its box before the image is decoded, and only that region is decoded. Of a large image that is resized
+and then cropped at its centre, as for validation, only the part that the crop keeps is decoded. Rules:
 
 1. albumentations itself draws all parameters, from its own generators and in its own order. Boxes, flips and
    the transformed masks, bounding boxes and keypoints are bit-identical to those without pushdown.
@@ -25,7 +26,7 @@ from fastload.images.regions import name_of_decoder
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.images.encoded import EncodedImage, Reduced
+    from fastload.images.encoded import Box, EncodedImage, Reduced
 
     Pixels = npt.NDArray[np.uint8]
 
@@ -44,8 +45,13 @@ _CROPS: dict[str, tuple[str, ...]] = {
     "CropNonEmptyMaskIfExists": (),
     "RandomCropFromBorders": (),
 }
-# Transforms that resize the whole image: only `decode="fast"` saves work there.
+# Transforms that resize the whole image: `decode="fast"` saves work there, and a CenterCrop behind them.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
+# Smaller images gain less than the extra copy costs (benchmarks/NOTES.md, "Validation of large images").
+_MIN_PIXELS = 500_000
+# Pixels around the part that a CenterCrop keeps: a kernel of OpenCV reads up to four, INTER_AREA one step.
+# Sides are multiples of 8, so a reduced part has the scale of the reduced whole.
+_MARGIN, _ALIGNMENT = 8, 8
 _INTER_AREA = 3  # of OpenCV
 _SAMPLED = (0, 1, 2, 4)  # nearest, linear, cubic and Lanczos
 
@@ -68,6 +74,7 @@ class Pushdown:
         self._is_compose = type(pipeline).__name__ == "Compose"
         transforms = pipeline.transforms if self._is_compose else [pipeline]
         self._first: Any = transforms[0] if transforms else None
+        self._centre: Any = transforms[1] if len(transforms) > 1 and _keeps_centre(*transforms[:2]) else None
         self.obstacle = self._find_obstacle()
 
     def explain(self) -> str:
@@ -77,11 +84,12 @@ class Pushdown:
         name = type(self._first).__name__
         decoder = name_of_decoder()
         ways = []
-        if name not in _SCALINGS:
+        if name not in _SCALINGS or self._centre is not None:
+            crop = name if self._centre is None else "CenterCrop in large images"
             no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
-            ways.append(f"{decoder} decodes the region of {name}" if decoder else no_region)
+            ways.append(f"{decoder} decodes the region of {crop}" if decoder else no_region)
             markers = "restart markers ('fastload images tile' sets them)"
-            ways.append(f"of JPEGs with {markers}, only the tiles in its region are decoded")
+            ways.append(f"of JPEGs with {markers}, only the tiles in the region of {crop} are decoded")
         if self._reduces:
             ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
         return "; ".join(ways)
@@ -101,7 +109,7 @@ class Pushdown:
         if self.obstacle is not None:
             return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
-        first = _first_with(self._first, image, reduces=self._reduces)
+        first = _first_with(self._first, image, self._centre, reduces=self._reduces)
         cropping = first
         if self._is_compose:
             cropping = shallow_copy(pipeline)
@@ -122,7 +130,7 @@ class Pushdown:
         if any(not _is_of_albumentations(part) for part in (self._pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
-            if not self._reduces:
+            if not self._reduces and self._centre is None:
                 return f'{name} needs all pixels; decode="fast" can decode JPEGs at a reduced size'
         elif name not in _CROPS:
             return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
@@ -133,19 +141,25 @@ class Pushdown:
         return None
 
 
-def _first_with(first: Any, image: Any, *, reduces: bool) -> Any:
+def _keeps_centre(first: Any, second: Any) -> bool:
+    """Whether the second transform keeps only the centre of what the first one has resized."""
+    is_centre = type(second).__name__ == "CenterCrop" and _is_of_albumentations(second)
+    return is_centre and type(first).__name__ in _SCALINGS and second.p >= 1 and not second.pad_if_needed
+
+
+def _first_with(first: Any, image: Any, centre: Any, *, reduces: bool) -> Any:
     """The first transform, applied to this image instead of its argument."""
     copied = shallow_copy(first)
-    apply = functools.partial(_apply, first, image, reduces)
+    apply = functools.partial(_apply, first, image, centre, reduces)
     copied._key2func = {**first._key2func, "image": apply}
     return copied
 
 
-def _apply(first: Any, image: EncodedImage, reduces: bool, _: Any, **params: Any) -> Pixels:
+def _apply(first: Any, image: EncodedImage, centre: Any, reduces: bool, _: Any, **params: Any) -> Pixels:
     """The first transform's `apply`, for an undecoded image."""
     height, width, _channels = image.shape
     if type(first).__name__ in _SCALINGS:
-        return _scaled(first, image, params)
+        return _scaled(first, image, centre, params, reduces=reduces)
     x_min, y_min, x_max, y_max = box = params.get("crop_coords") or (0, 0, 0, 0)
     is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
     if not is_inside or params.get("pad_params") is not None:
@@ -158,8 +172,8 @@ def _apply(first: Any, image: EncodedImage, reduces: bool, _: Any, **params: Any
     return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
 
 
-def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:
-    """The image resized as `first` resizes it, from an image of reduced size."""
+def _scaled(first: Any, image: Any, centre: Any, params: dict[str, Any], *, reduces: bool) -> Pixels:
+    """The image resized as `first` resizes it; outside of what `centre` keeps, pixels are arbitrary."""
     height, width, _ = image.shape
     scale = params.get("scale")
     if type(first).__name__ == "Resize" or scale is None:
@@ -170,9 +184,50 @@ def _scaled(first: Any, image: Any, params: dict[str, Any]) -> Pixels:
         interpolation, is_smaller = first.interpolation, scale < 1
     if is_smaller and getattr(first, "area_for_downscale", None) in ("image", "image_mask"):
         interpolation = _INTER_AREA
-    reduced = image.decode_reduced((0, 0, width, height), target)
+    kept, sides = None, (height, width)
+    if centre is not None and height * width >= _MIN_PIXELS:
+        kept = _kept_box(centre, target, sides)
+    if not reduces or height < 2 * target[0] or width < 2 * target[1]:
+        whole = image.decode() if kept is None else image.decode_within(kept)
+        return _pixels(first.apply(whole, **params))
+    if kept is not None and interpolation in _SAMPLED:
+        x_min, y_min, x_max, y_max = kept
+        min_size = -(-(y_max - y_min) * target[0] // height), -(-(x_max - x_min) * target[1] // width)
+        reduced = _whole_box(image.decode_reduced(kept, min_size), kept, sides)
+    else:
+        reduced = image.decode_reduced((0, 0, width, height), target)
     sampled = _sampled(reduced, target, interpolation)
     return _pixels(_resize(*target, interpolation).apply(reduced.pixels)) if sampled is None else sampled
+
+
+def _kept_box(centre: Any, target: tuple[int, int], sides: tuple[int, int]) -> Box | None:
+    """The part of an image of these sides that `centre` keeps after it was resized to `target`.
+
+    Returns:
+        None if the crop does not fit.
+    """
+    if centre.height > target[0] or centre.width > target[1]:
+        return None
+    x_min, y_min, x_max, y_max = centre.get_params_dependent_on_data({"shape": target}, {})["crop_coords"]
+    top, bottom = _kept_span(y_min, y_max, target[0], sides[0])
+    left, right = _kept_span(x_min, x_max, target[1], sides[1])
+    return left, top, right, bottom
+
+
+def _kept_span(start: int, stop: int, target: int, length: int) -> tuple[int, int]:
+    """The pixels of an axis from which pixels `start` to `stop` are interpolated when it is resized."""
+    step = length / target
+    first = int(start * step - step - _MARGIN) // _ALIGNMENT * _ALIGNMENT
+    last = int(stop * step + step + _MARGIN) // _ALIGNMENT * _ALIGNMENT + _ALIGNMENT
+    return max(0, first), min(length, last)
+
+
+def _whole_box(reduced: Reduced, box: Box, sides: tuple[int, int]) -> Reduced:
+    """The box of the whole image in the pixels of a part of it; it exceeds them."""
+    left, top, right, bottom = reduced.box
+    scale_x, scale_y = (right - left) / (box[2] - box[0]), (bottom - top) / (box[3] - box[1])
+    left, top = left - box[0] * scale_x, top - box[1] * scale_y
+    return reduced._replace(box=(left, top, left + sides[1] * scale_x, top + sides[0] * scale_y))
 
 
 def _resized(first: Any, reduced: Reduced, target: tuple[int, int], params: dict[str, Any]) -> Pixels:

@@ -138,7 +138,7 @@ class TransformCaller:
             Exception: An error of the transform, with a note that describes its input.
         """
         sample = fetch(index)
-        tail = self._tail if pends else None
+        tail = self._tail if pends and self._tail is not None and self._tail.is_current else None
         keeps = self._keeps_read_only if tail is None else tail.keeps_read_only
         if not keeps or not _is_uint8(sample):
             return self._call(sample, private_copy(sample), index, tail)

@@ -150,6 +150,35 @@ class EncodedImage:
         whole = decode(self._content, self._name, orientation=header.orientation)
         return whole[y_min:y_max, x_min:x_max].copy()
 
+    def decode_within(self, box: Box) -> npt.NDArray[np.uint8]:
+        """The whole image, for a caller that reads only this region: other pixels are arbitrary.
+
+        Args:
+            box: As for `decode`.
+
+        Returns:
+            A new, writable array that the caller owns.
+
+        Raises:
+            ImageReadError, TypeError, ValueError: As `decode`.
+        """
+        if self._content is None:
+            return self.opened().decode_within(box)
+        import numpy as np
+
+        from fastload.images.regions import decode_region
+
+        header = self._read_header()
+        x_min, y_min, x_max, y_max = box = _checked_box(box, header)
+        region = None
+        if header.is_jpeg:
+            region = decode_region(self._content, _stored_box(box, header), self._name)
+        if region is None:
+            return self.decode()
+        whole = np.empty(self.shape, np.uint8)
+        whole[y_min:y_max, x_min:x_max] = turned(region, header.orientation)
+        return whole
+
     def decode_reduced(self, box: Box, min_size: tuple[int, int]) -> Reduced:
         """A region at full size or, if that is faster, at a half, a quarter or an eighth of it.
 

@@ -43,7 +43,7 @@ from fastload.system.cpus import rank_cpus
 from fastload.system.logs import log
 from fastload.system.sizes import readable_time
 from fastload.workers.core import be_quiet
-from fastload.workers.process import start_helpers, without_handlers
+from fastload.workers.process import start_helpers, start_process, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -257,12 +257,14 @@ class AutoWorkers:
         try:
             began_s = time.perf_counter()
             # Also with a fork server: the exception of a handler would look like an error of the start.
+            # A fork raises nothing else by itself, but a signal handler can.
+            expected: type[Exception] = OSError if method == "fork" else Exception
             with without_handlers() as mask:
                 arguments = sender, _twin_of(loader), self._minimum > 0, process.current_process().pid, mask
                 child = context.Process(target=_run, args=arguments, name="fastload-auto", daemon=True)
                 try:
-                    child.start()
-                except Exception as error:  # noqa: BLE001  # the first epoch raises it again if it matters
+                    start_process(child, method)
+                except expected as error:  # the first epoch raises it again if it matters
                     return f"its process could not be started: {error!r}"
             sender.close()
             if not receiver.poll(_START_LIMIT_S):

@@ -10,7 +10,7 @@ Rules:
    process has recorded the worker, and never in the worker. A fork server can take long to import what it
    preloads; it manages its children itself, and signals are not blocked. A signal can also arrive in a thread
    that does not block it, and Python then runs the handler in this thread all the same: if that raises,
-   `end_unrecorded` ends the process.
+   `start_process` ends the process.
 """
 
 from __future__ import annotations
@@ -83,12 +83,8 @@ class WorkerProcess:
                 daemon=True,
             )
             try:
-                self.process.start()
-            except BaseException as error:
-                if method != "forkserver":
-                    end_unrecorded(error)
-                if not isinstance(error, (EOFError, ConnectionError)):
-                    raise
+                start_process(self.process, method)
+            except (EOFError, ConnectionError) as error:
                 raise WorkerStartError(  # a fork server that cannot fork ends
                     f"worker {self._worker_id} could not be started: the fork server, or the new process, "
                     "ended before it had its setup. The error is on stderr; the usual cause is a limit on "
@@ -176,7 +172,22 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
 
 
-def end_unrecorded(error: BaseException) -> None:
+def start_process(process: Any, method: str) -> None:
+    """Start one of multiprocessing's processes; if the call raises, no process is left.
+
+    Args:
+        process: Was not started yet.
+        method: Its start method.
+    """
+    try:
+        process.start()
+    except BaseException as error:
+        if method != "forkserver":
+            _end_unrecorded(error)
+        raise
+
+
+def _end_unrecorded(error: BaseException) -> None:
     """End a process whose start was interrupted by ``error`` before multiprocessing had recorded it.
 
     Only the frames of the traceback know it: multiprocessing's Popen, with the process id, and the two pipes.

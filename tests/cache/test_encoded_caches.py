@@ -444,7 +444,7 @@ def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path:
 
     assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
     assert type(in_ram._view(2)[0]) is np.ndarray
-    assert "only the tiles in its region are decoded" in ds.explain()
+    assert "only the tiles in the region of RandomCrop are decoded" in ds.explain()
     assert_same_samples(CachedDataset.from_cache(path)[2], in_ram._lend(2))
     expected = batches_of(in_ram, num_workers=num_workers)
     assert_same_batches(batches_of(ds, num_workers=num_workers), expected)

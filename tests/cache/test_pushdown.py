@@ -5,21 +5,26 @@ from __future__ import annotations
 import copy
 import io
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import albumentations as A
+import cv2
 import numpy as np
 import pytest
 from albumentations.augmentations.crops.transforms import CropSizeError
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from fastload.cache import pushdown
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.pushdown import Pushdown
 from fastload.errors import ImageReadError
-from fastload.images import regions
+from fastload.images import jpeg, regions
 from fastload.images.encoded import EncodedImage
+from fastload.images.tiled_folder import tile_jpeg
 from tests.images.test_encoded import image_file
+from tests.images.test_tiles import tiled_file, turned_file
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -301,6 +306,145 @@ def test_fast_decoding_of_a_file_whose_header_lies(height: int, width: int) -> N
     except ImageReadError:
         return
     assert found["image"].shape == (50, 60, 3)
+
+
+# --- a resize, then a crop at the centre -----------------------------------------------------------------
+
+INTERPOLATIONS = [cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_CUBIC, cv2.INTER_AREA, cv2.INTER_LANCZOS4]
+RESIZES: dict[str, Callable[..., Any]] = {
+    "Resize": lambda side, **options: A.Resize(side, 2 * side, **options),
+    "SmallestMaxSize": lambda side, **options: A.SmallestMaxSize(side, **options),
+    "one of two": lambda side, **options: A.SmallestMaxSize([side, side + 7], **options),
+    "LongestMaxSize": lambda side, **options: A.LongestMaxSize(side, **options),
+}
+
+
+@pytest.fixture
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small images count as large ones."""
+    monkeypatch.setattr(pushdown, "_MIN_PIXELS", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("has_codec", [False, True])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sides=st.tuples(st.integers(16, 200), st.integers(16, 200)),
+    interval=st.sampled_from([0, 1, 2, 4, 7]),
+    orientation=st.integers(1, 8),
+    resize=st.sampled_from(list(RESIZES)),
+    interpolation=st.sampled_from(INTERPOLATIONS),
+    area=st.sampled_from([None, "image"]),
+    side=st.integers(4, 220),
+    crop=st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)),
+)
+def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
+    has_codec: bool,
+    sides: Any,
+    interval: int,
+    orientation: int,
+    resize: str,
+    crop: Any,
+    side: int,
+    **options: Any,
+) -> None:
+    """All targets and generators are the same, also for a crop that does not fit; whatever is decoded."""
+    area = options.pop("area")
+    content = turned_file(tiled_file(*sides, interval), orientation)
+    whole = EncodedImage(content).decode()
+    height, width = (max(1, round(share * side)) for share in crop)
+
+    def make() -> Any:
+        first = RESIZES[resize](side, area_for_downscale=area, **options)
+        return A.Compose([first, A.CenterCrop(height, width), A.HorizontalFlip(p=0.5)], seed=5)
+
+    plain, pushed = make(), Pushdown(make(), reduces=False)
+    assert pushed.obstacle is None
+    mask = whole[..., 0].copy()
+    with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
+        for _ in range(2):
+            try:
+                expected = plain(image=whole, mask=mask)
+            except CropSizeError:
+                with pytest.raises(CropSizeError):
+                    pushed(image=EncodedImage(content), mask=mask)
+                return
+            assert_same_samples(pushed(image=EncodedImage(content), mask=mask), expected)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("has_codec", [False, True])
+def test_validation_of_a_large_image_decodes_the_part_that_it_keeps(
+    reduces: bool, has_codec: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the whole; of its tiles, or of an ordinary file by nvImageCodec."""
+    height, width = 700, 1500
+    content = smooth_file(height, width)
+    validation = A.Compose([A.SmallestMaxSize(128), A.CenterCrop(112, 112)])
+    expected = validation(image=EncodedImage(content).decode())["image"]
+    if not has_codec:
+        content = tile_jpeg(content, "x")
+        monkeypatch.setattr(regions, "_codec", lambda: None)
+    decoded: list[Any] = []
+    real = jpeg.decode_jpeg
+
+    def decode_jpeg(data: Any, header: Any, **options: Any) -> Any:
+        decoded.append((header.height, header.width))
+        return real(data, header, **options)
+
+    monkeypatch.setattr(regions, "decode_jpeg", decode_jpeg)
+    monkeypatch.setattr(EncodedImage, "decode", lambda *_: pytest.fail("the whole image is decoded"))
+    pushed = Pushdown(validation, reduces=reduces)
+
+    found = pushed(image=EncodedImage(content))["image"]
+
+    if reduces:
+        assert psnr_db(found, expected) > 30
+    else:
+        np.testing.assert_array_equal(found, expected)
+    assert all(sides[1] < width // 2 for sides in decoded)
+    assert "CenterCrop" in pushed.explain()
+
+
+@pytest.mark.usefixtures("of_any_size")
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize(("height", "width"), [(513, 707), (512, 1024), (2048, 640), (300, 400)])
+@mock.patch.object(regions, "_codec", return_value=None)
+def test_fast_validation_of_tiles_is_that_of_the_whole_file(
+    codec: Any, height: int, width: int, interpolation: int
+) -> None:
+    """The part has the scale of the whole, and is sampled at the same places, up to what OpenCV rounds."""
+    content = smooth_file(height, width)
+    make = lambda: A.SmallestMaxSize(128, interpolation=interpolation)  # noqa: E731
+    crop = A.CenterCrop(112, 100)
+    whole = Pushdown(A.Compose([make()]), reduces=True)(image=EncodedImage(content))
+    expected = crop(image=whole["image"])["image"]
+
+    tiled = tile_jpeg(content, "x")
+    found = Pushdown(A.Compose([make(), crop]), reduces=True)(image=EncodedImage(tiled))["image"]
+
+    assert psnr_db(found, expected) > (30 if interpolation == cv2.INTER_NEAREST else 48)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        A.CenterCrop(40, 40, p=0.5),
+        A.CenterCrop(40, 40, pad_if_needed=True),
+        A.RandomCrop(40, 40),
+        A.Compose([A.CenterCrop(40, 40)]),
+    ],
+    ids=["p", "padded", "random", "nested"],
+)
+def test_other_crops_behind_a_resize_need_all_pixels(second: Any) -> None:
+    """They can keep any part, or add to it."""
+    pushed = Pushdown(A.Compose([A.SmallestMaxSize(64), second]), reduces=False)
+
+    assert (
+        pushed.obstacle
+        == 'SmallestMaxSize needs all pixels; decode="fast" can decode JPEGs at a reduced size'
+    )
 
 
 # --- in a CachedDataset ----------------------------------------------------------------------------------

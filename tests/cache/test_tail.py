@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from fastload import CachedDataset, DataLoader
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.tail import Tail, find_tail
+from fastload.cache.transform import TransformCaller
 from fastload.images.encoded import EncodedImage
 from fastload.nested.pending import PendingImage, computed
 from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
@@ -130,6 +131,28 @@ def test_targets_beside_the_image_stay() -> None:
         assert type(ours["image"]) is PendingImage
         assert_same_samples(theirs, {name: computed(value) for name, value in ours.items()})
     assert states(pipeline) == states(twin)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pipeline: pipeline.transforms.append(A.NoOp()),
+        lambda pipeline: pipeline.transforms.pop(),
+        lambda pipeline: setattr(pipeline.transforms[-2], "p", 0.0),
+    ],
+)
+def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
+    """Programs drop or add transforms in later epochs."""
+    pipeline = compose(A.Normalize(), ToTensorV2())
+    caller = TransformCaller(pipeline)
+    sample = (IMAGES[0], 0)
+    assert type(caller(lambda _: sample, 0, pends=True)[0]) is PendingImage
+    change(pipeline)
+    twin = copy.deepcopy(pipeline)
+
+    output = caller(lambda _: sample, 0, pends=True)
+
+    assert_same_samples(output[0], twin(image=IMAGES[0])["image"])
 
 
 class Uncached:

@@ -33,6 +33,14 @@ def tiled_file(height: int, width: int, interval: int, sampling: int = 0x221111,
     return cv2.imencode(".jpg", noise if sampling != GREY else noise[..., 0], options)[1].tobytes()
 
 
+def turned_file(content: bytes, orientation: int) -> bytes:
+    """The same JPEG with an EXIF orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    tag = exif.tobytes()
+    return content[:2] + b"\xff\xe1" + (len(tag) + 2).to_bytes(2, "big") + tag + content[2:]
+
+
 @st.composite
 def files(draw: st.DrawFn) -> bytes:
     """Pictures of all samplings and sizes: intervals that divide a row of MCUs, whole rows, and others."""
@@ -127,10 +135,7 @@ def test_reduced_tiles_are_those_of_the_reduced_picture(
     content: bytes, orientation: int, scale: int, data: st.DataObject
 ) -> None:
     """With decode="fast", a cut file gives the pixels and the box that the reduced whole picture gives."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    tag = exif.tobytes()
-    content = content[:2] + b"\xff\xe1" + (len(tag) + 2).to_bytes(2, "big") + tag + content[2:]
+    content = turned_file(content, orientation)
     image = EncodedImage(content)
     height, width, _ = image.shape
     box = x_min, y_min, x_max, y_max = draw_box(data, height, width)
