@@ -70,3 +70,67 @@ def test_without_anything_of_linux_the_package_imports_and_works_in_this_process
 ) -> None:
     """On a system with neither descriptors over sockets nor private mappings, num_workers=0 works."""
     _run(interpreter, _TAKE_AWAY + _NO_POSIX + "WORKERS = (0,)" + _USE)
+
+
+# Kernels for ARM can have pages of 64 KiB. Then the offset of a mapping and the start of madvise must be
+# multiples of that, and segments have whole pages.
+_LARGE_PAGES = """
+import mmap, os
+import numpy as np
+
+PAGE_BYTES = mmap.PAGESIZE = mmap.ALLOCATIONGRANULARITY = 1 << 16
+calls = []
+
+class Mapping(mmap.mmap):
+    def __new__(cls, fd, length, *args, offset=0, **options):
+        assert offset % PAGE_BYTES == 0, offset
+        calls.append("map")
+        return super().__new__(cls, fd, length, *args, offset=offset, **options)
+
+    def madvise(self, option, start=0, *length):
+        assert start % PAGE_BYTES == 0, start
+        calls.append("madvise")
+        return super().madvise(option, start, *length)
+
+mmap.mmap = Mapping
+import fastload
+from fastload.memory.segment import Segment
+from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.kit.batches import assert_same_samples
+
+assert Segment.create(1).nbytes == PAGE_BYTES
+for kind in (Images, RaggedImages, MixedImages):
+    for max_memory in ("auto", 5 * PAGE_BYTES):
+        dataset = kind(40)
+        cached = fastload.CachedDataset(dataset, max_memory=max_memory)
+        for _ in range(2):
+            for index in range(40):
+                assert_same_samples(cached[index], dataset.sample(index))
+        assert 0 < cached.cache_info().num_cached <= 40
+        if max_memory == "auto":
+            assert cached.cache_info().num_cached == 40
+        else:
+            assert cached.cache_info().nbytes <= max_memory
+
+class Arrays:
+    def __init__(self):
+        self.values = np.arange(1 << 16).reshape(-1, 512)
+        self.names = fastload.SharedList(map(str, range(len(self.values))))
+
+    def __len__(self):
+        return len(self.values)
+
+    def __getitem__(self, index):
+        return self.values[index], int(self.names[index])
+
+options = {"batch_size": 32, "num_workers": 1, "multiprocessing_context": "fork"}
+found = [names.tolist() for _, names in fastload.DataLoader(Arrays(), **options)]
+assert sum(found, []) == list(range(128))
+assert {"map", "madvise"} <= set(calls)
+"""
+
+
+@pytest.mark.slow
+def test_pages_of_64_kib_change_nothing(interpreter: Interpreter) -> None:
+    """Caches, slots and lists are aligned to the system's pages, and caches stay within their limit."""
+    _run(interpreter, _LARGE_PAGES)

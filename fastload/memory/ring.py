@@ -3,7 +3,8 @@
 This module does no I/O. A worker makes the memory of a slot, and the parent receives it with the first batch
 in that slot. Rules:
 
-1. A slot belongs to one worker for life, so each page is mapped only by one worker and the parent.
+1. A slot belongs to one worker for life, so each page is mapped only by one worker and the parent. Messages
+   about the slot order what the two do with it (see `memory.order`).
 2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE if the batch was copied out or was an error.
    LENT becomes FREE when no view made from the lease is alive (see `lease`).
 3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes` in

@@ -126,18 +126,23 @@ class Segment:
         status = os.fstat(self.fd)
         return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
-    def map(self, *, writable: bool) -> mmap.mmap:
-        """Map the whole segment, shared; the mapping stays valid after close().
+    def map(self, *, writable: bool, nbytes: int | None = None) -> mmap.mmap:
+        """Map the segment, shared; the mapping stays valid after close().
+
+        Args:
+            writable: Whether this process can write through the mapping.
+            nbytes: How much of the segment to map, from its start; None for all of it.
 
         Raises:
             SegmentError: The address space or the limit on mappings is used up.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        nbytes = self.nbytes if nbytes is None else nbytes
         try:
-            return mmap.mmap(self.fd, self.nbytes, mmap.MAP_SHARED, protection)
+            return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
             raise SegmentError(
-                f"cannot map a shared segment of {self.nbytes:,} bytes: {with_limit(error)}"
+                f"cannot map a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
 
     def write(self, data: bytes | memoryview, offset: int = 0) -> None:
@@ -228,17 +233,23 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
         os.close(found)
 
 
-def populate(mapping: mmap.mmap) -> None:
-    """Allocate all pages of a writable mapping now, in one call instead of one page fault each.
+def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> None:
+    """Allocate pages of a writable mapping now, in one call instead of one page fault each.
+
+    Args:
+        mapping: The mapping.
+        start: Offset of the first page.
+        nbytes: How much; None for all that follows.
 
     Raises:
         SegmentError: There is not enough memory (instead of a SIGBUS on first touch).
     """
     if sys.platform != "linux":
         return  # pages are allocated on first touch: slower, but just as correct
+    nbytes = len(mapping) - start if nbytes is None else nbytes
     try:
-        mapping.madvise(_MADV_POPULATE_WRITE)
+        mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
-            raise SegmentError(f"cannot take {len(mapping):,} bytes of memory: {error}") from error
+            raise SegmentError(f"cannot take {nbytes:,} bytes of memory: {error}") from error
         # EINVAL: the kernel is older than 5.14; pages are allocated on first touch.

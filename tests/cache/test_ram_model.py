@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -94,7 +93,7 @@ def die_in_retain(when: str) -> None:
     elif when == "before the pointer":
         generation.Generation.announce = die  # type: ignore[method-assign]
     elif when == "between pointer and number":
-        generation._ENTRY = SimpleNamespace(pack=die)  # type: ignore[assignment]
+        generation.fence = die  # after the pointer, before the number
 
 
 class RamMachine(RuleBasedStateMachine):

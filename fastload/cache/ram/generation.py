@@ -2,10 +2,11 @@
 
 Rules:
 
-1. Processes read through a PROT_READ mapping and write with pwrite: first the payload, then the 8 bytes of
-   the table that publish it. A writer that dies in between leaves an empty entry and nothing to repair. The
-   order also holds on processors that reorder memory accesses: each pwrite takes and releases the file's
-   lock, and reads depend on the entry for their address. Each read also checks the frame of a ragged record.
+1. Processes read through a PROT_READ mapping. They write samples with pwrite, which reports missing memory,
+   and then the entry of the table that publishes the sample. A writer that dies in between leaves an empty
+   entry and nothing to repair. A `fence` comes before the entry, which is one aligned store of 8 bytes
+   through a second mapping, of the table alone. Readers need no fence, because they compute the address of
+   a sample from its entry (see `memory.order`). Each read also checks the frame of a ragged record.
 2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
    bytes. All other space (ragged space, and rows of a cache that cannot hold all samples) is claimed by
    increasing a number under a try-lock. A process that does not get the lock returns the sample uncached.
@@ -20,7 +21,8 @@ to reach the new one: its own descriptor, as an entry of the registry. Rules:
 
 1. A generation is complete before any other process can find it. If the maker dies before that, nothing has
    changed for the others.
-2. The entry is written before the number that announces it. Followers check what it leads to.
+2. The entry is written before the number that announces it, and read after it, with a `fence` in between.
+   Followers check what it leads to.
 3. Every access compares the announced number with the last number that this process has handled. If they
    differ, the process attaches to the new generation and releases the old one.
 4. The entry names the maker's anchor (see `shared`), which always refers to the newest generation that the
@@ -53,7 +55,8 @@ from fastload.cache.ram.layout import (
 )
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
-from fastload.memory.segment import round_up
+from fastload.memory.order import fence
+from fastload.memory.segment import PAGE_BYTES, populate, round_up
 from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 
@@ -69,7 +72,6 @@ if TYPE_CHECKING:
 EMPTY, NOT_RETAINED = 0, 2
 
 _CURSOR = struct.Struct("<qqqq")
-_ENTRY = struct.Struct("<Q")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
@@ -113,8 +115,8 @@ class Generation:
     """
 
     __slots__ = (
-        *("__weakref__", "_cursor", "_memory", "columns", "entries", "followed", "is_full", "plan"),
-        *("segment", "stamp", "successor", "table"),
+        *("__weakref__", "_allocated", "_cursor", "_memory", "_pages", "_words", "columns", "entries"),
+        *("followed", "is_full", "plan", "segment", "stamp", "successor", "table"),
     )
 
     def __init__(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
@@ -141,6 +143,8 @@ class Generation:
         self.table = np.frombuffer(self.entries, np.intp)
         self._cursor = self._memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
         self.successor = self._memory[SUCCESSOR_AT : SUCCESSOR_AT + ENTRY_BYTES].cast("Q")
+        self._pages: mmap.mmap | None = None  # writable, from the start to the end of the table
+        self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
         self.columns: ColumnReader | None = None
         if plan.spec is not None and not self.is_full:
             self.columns = ColumnReader(plan.spec, plan.columns, plan.rows, memory)
@@ -159,7 +163,7 @@ class Generation:
 
     @property
     def cursor(self) -> Cursor:
-        """How much is claimed now."""
+        """About how much is claimed now; without the lock, the figures can be of different moments."""
         return Cursor(*self._cursor)
 
     def missing(self) -> npt.NDArray[np.intp]:
@@ -275,8 +279,25 @@ class Generation:
                 self._set(self._locked_cursor()._replace(is_short=1))
 
     def publish(self, index: int, entry: int) -> None:
-        """Write an entry of the table; the payload must be written before."""
-        os.pwrite(self.segment.fd, _ENTRY.pack(entry), TABLE_AT + index * ENTRY_BYTES)
+        """Write an entry of the table; the payload must be written before.
+
+        Raises:
+            SegmentError: There is no memory for the table, or it cannot be mapped.
+        """
+        self._store(TABLE_AT + index * ENTRY_BYTES, entry)
+
+    def _store(self, offset: int, number: int) -> None:
+        """Show a number to all processes, at once and after all that this thread has written before."""
+        if self._pages is None:
+            nbytes = TABLE_AT + self.plan.num_samples * ENTRY_BYTES
+            self._words = memoryview(pages := self.segment.map(writable=True, nbytes=nbytes)).cast("Q")
+            self._pages = pages
+        page = offset // PAGE_BYTES
+        if page not in self._allocated:
+            populate(self._pages, page * PAGE_BYTES, PAGE_BYTES)
+            self._allocated.add(page)
+        fence()
+        self._words[offset // ENTRY_BYTES] = number
 
     def _write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another; joining them would take as much memory again."""
@@ -309,13 +330,14 @@ class Generation:
             holder: The process that holds the successor, and its descriptor.
 
         Raises:
-            OSError: The memory could not be allocated.
+            OSError, SegmentError: The memory could not be allocated.
         """
         self.segment.write(holder.file_name.encode("ascii").ljust(_HOLDER_BYTES, b"\0"), _HOLDER_AT)
-        self.segment.write(_ENTRY.pack(number), SUCCESSOR_AT)  # last
+        self._store(SUCCESSOR_AT, number)
 
     def newer(self) -> Generation | None:
         """The newest generation that this process can reach and map; None if there is none after this one."""
+        fence()
         for entry in self._holders():
             try:
                 segment = attach(entry, self.stamp)

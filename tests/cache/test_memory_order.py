@@ -1,0 +1,248 @@
+"""A model of processors that reorder memory accesses, over what shared caches really do.
+
+A process is a list of steps: a store, a load, or a fence. The model runs every order that the processor
+allows: each step happens at once for all processes, but the steps of a process change places unless the
+processor, a fence, their location or an address dependency keeps them in order. For such programs, this is
+ARMv8's model, which is "other-multi-copy atomic". The writers' steps are recorded from the code.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from fastload.cache.ram import generation
+from fastload.cache.ram.layout import CURSOR_AT, DESCRIPTION_AT, SUCCESSOR_AT, TABLE_AT
+from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.memory.segment import Segment
+from tests.cache.zoo import Images, RaggedImages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+FENCE, STORE, LOAD = "fence", "store", "load"
+INDEX = 3
+
+
+class Step(NamedTuple):
+    """One access of a process, or a fence.
+
+    Attributes:
+        kind: FENCE, STORE or LOAD.
+        place: What is stored or loaded.
+        after: The place of the earlier load from which this load's address is computed.
+    """
+
+    kind: str
+    place: str = ""
+    after: str = ""
+
+
+def store(place: str) -> Step:
+    return Step(STORE, place)
+
+
+def load(place: str, after: str = "") -> Step:
+    return Step(LOAD, place, after)
+
+
+def on_arm(first: Step, second: Step) -> bool:
+    """Whether the second of two steps of one process waits for the first one, on ARMv8."""
+    is_fenced = FENCE in (first.kind, second.kind)
+    return is_fenced or first.place == second.place or (first.kind == LOAD and second.after == first.place)
+
+
+def on_x86(first: Step, second: Step) -> bool:
+    """The same on x86, where only a load can overtake a store."""
+    return (first.kind, second.kind) != (STORE, LOAD) or on_arm(first, second)
+
+
+def loads_seen(processes: list[list[Step]], waits: Callable[[Step, Step], bool]) -> set[frozenset[str]]:
+    """For every possible run: the places whose load, in any process, saw the store."""
+
+    @functools.cache
+    def run(left: tuple[tuple[int, ...], ...], stored: frozenset[str]) -> frozenset[frozenset[str]]:
+        found = set() if any(left) else {frozenset[str]()}
+        for number, steps in enumerate(left):
+            process = processes[number]
+            for step in steps:
+                if any(other < step and waits(process[other], process[step]) for other in steps):
+                    continue
+                kind, place, _ = process[step]
+                rest = *left[:number], tuple(s for s in steps if s != step), *left[number + 1 :]
+                saw = frozenset({place} if kind == LOAD and place in stored else ())
+                later = run(rest, stored | {place} if kind == STORE else stored)
+                found |= {saw | seen for seen in later}
+        return frozenset(found)
+
+    return set(run(tuple(tuple(range(len(process))) for process in processes), frozenset()))
+
+
+def is_safe(processes: list[list[Step]], flag: str, waits: Callable[[Step, Step], bool]) -> bool:
+    """Whether a run that loads the flag as stored loads all other places as stored, too."""
+    places = {step.place for process in processes for step in process if step.kind == LOAD}
+    return all(seen == places for seen in loads_seen(processes, waits) if flag in seen)
+
+
+# --- what the code does -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """What this process does to segments from here on; a write of several words is a step for each half."""
+    recorded: list[Step] = []
+
+    def name(offset: int, nbytes: int) -> list[str]:
+        if offset == SUCCESSOR_AT:
+            return ["number"]
+        if SUCCESSOR_AT < offset < DESCRIPTION_AT:
+            return ["holder"]
+        if TABLE_AT <= offset < TABLE_AT + 4096:
+            return ["entry"]
+        return (
+            ["cursor"]
+            if offset == CURSOR_AT
+            else [f"sample at {offset}", f"sample at {offset + nbytes // 2}"]
+        )
+
+    write, pread, store_number = Segment.write, os.pread, generation.Generation._store
+
+    def recorded_write(segment: Segment, data: Any, offset: int = 0) -> None:
+        recorded.extend(map(store, name(offset, len(data))))
+        write(segment, data, offset)
+
+    def recorded_pread(fd: int, nbytes: int, offset: int) -> bytes:
+        recorded.extend(map(load, name(offset, nbytes)))
+        return pread(fd, nbytes, offset)
+
+    def recorded_number(self: generation.Generation, offset: int, number: int) -> None:
+        fences_after: list[Step] = []
+
+        def recorded_fence() -> None:
+            is_stored = self._memory[offset : offset + 8].cast("Q")[0] == number
+            (fences_after if is_stored else recorded).append(Step(FENCE))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "fence", recorded_fence)
+            store_number(self, offset, number)
+        recorded.extend([*map(store, name(offset, 8)), *fences_after])
+
+    monkeypatch.setattr(Segment, "write", recorded_write)
+    monkeypatch.setattr(os, "pread", recorded_pread)
+    monkeypatch.setattr(generation.Generation, "_store", recorded_number)
+    monkeypatch.setattr(generation, "fence", lambda: recorded.append(Step(FENCE)))
+    return recorded
+
+
+def of(recorded: list[Step], *places: str) -> list[Step]:
+    """The fences, and the steps at these places; of the stores of a sample the first and the last two."""
+    steps = [step for step in recorded if step.kind == FENCE or step.place.startswith(places)]
+    sample = [step for step in steps if step.place.startswith("sample")]
+    return [step for step in steps if step not in sample[2:-2]]
+
+
+@pytest.mark.parametrize("kind", [Images, RaggedImages])
+def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: type[Images], steps: list[Step]) -> None:
+    """The stores of `put`, and a reader whose addresses depend on the entry, are safe on ARM by the fence."""
+    dataset = kind(8)
+    cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)
+    steps.clear()
+    assert cache.put(INDEX, dataset.sample(INDEX))
+
+    writer = of(steps, "sample", "entry")
+    places = [step.place for step in writer if step.kind == STORE and step.place != "entry"]
+    reader = [load("entry"), *(load(place, after="entry") for place in places)]
+    without = [step for step in writer if step.kind != FENCE]
+    assert len(places) == 4
+    assert is_safe([writer, reader], "entry", on_arm)
+    assert not is_safe([without, reader], "entry", on_arm)
+    assert is_safe([without, reader], "entry", on_x86)
+
+
+def test_addresses_that_do_not_depend_on_the_entry_are_not_safe() -> None:
+    """A gather by index that only compares the entries with zero could read old rows."""
+    writer = [store("sample"), Step(FENCE), store("entry")]
+
+    assert not is_safe([writer, [load("entry"), load("sample")]], "entry", on_arm)
+    assert is_safe([writer, [load("entry"), load("sample", after="entry")]], "entry", on_arm)
+
+
+def test_rows_are_read_where_their_entries_lead() -> None:
+    """Entries that lead to other rows change what is read, one by one and as a batch."""
+    dataset = Images(8)
+    cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)
+    for index in range(8):
+        cache.put(index, dataset.sample(index))
+    for index in range(8):
+        cache._now.publish(index, 2 * (7 - index) + 1)
+
+    image, _ = cache.get(INDEX)
+    images, _ = cache.gather(np.arange(8), np.empty)
+    np.testing.assert_array_equal(image, dataset.sample(7 - INDEX)[0])
+    for index in range(8):
+        np.testing.assert_array_equal(images[index], dataset.sample(7 - index)[0])
+
+
+def test_who_sees_a_new_generation_sees_where_it_is(steps: list[Step]) -> None:
+    """`announce` and `newer` are safe on ARM, and without the fence of either side they are not."""
+    cache = SharedMemoryCache(8, [1], max_memory=1 << 20)
+    steps.clear()
+    cache.retain(np.arange(4))
+    announced = of(steps, "holder", "number")
+    first = announced.index(store("holder"))
+    writer = announced[first:]
+
+    steps.clear()
+    old = SharedMemoryCache(8, [1], max_memory=1 << 20)._now
+    steps.clear()
+    assert old.newer() is None
+    reader = [load("number"), *of(steps, "holder")]
+
+    assert [step.place for step in writer + reader if step.kind != FENCE] == [
+        *("holder", "number"),
+        *("number", "holder"),
+    ]
+    assert is_safe([writer, reader], "number", on_arm)
+    for process in (writer, reader):
+        weaker = [[s for s in p if s.kind != FENCE or p is not process] for p in (writer, reader)]
+        assert not is_safe(weaker, "number", on_arm)
+        assert is_safe(weaker, "number", on_x86)
+
+
+def test_two_writers_of_one_sample_publish_it_complete(steps: list[Step]) -> None:
+    """A second writer of the row stores the same bytes, so no run shows a reader anything else."""
+    dataset = Images(8)
+    cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)
+    steps.clear()
+    cache.put(INDEX, dataset.sample(INDEX))
+    writer = of(steps, "sample", "entry")
+    places = [step.place for step in writer if step.place.startswith("sample")]
+    reader = [load("entry"), *(load(place, after="entry") for place in places)]
+
+    assert is_safe([writer, writer, reader], "entry", on_arm)
+
+
+def test_entries_are_stored_by_one_access() -> None:
+    """An entry is never written by pwrite, which could show it byte by byte."""
+    dataset = Images(8)
+    cache = SharedMemoryCache(8, [dataset.sample(0)], max_memory=1 << 20)
+    written: list[int] = []
+    real = os.pwrite
+
+    def record(fd: int, data: Any, offset: int) -> int:
+        written.append(offset)
+        return real(fd, data, offset)
+
+    os.pwrite = record
+    try:
+        assert cache.put(INDEX, dataset.sample(INDEX))
+    finally:
+        os.pwrite = real
+
+    assert written
+    assert not any(TABLE_AT <= offset < TABLE_AT + 64 for offset in written)
+    assert cache._now.holds(INDEX)
