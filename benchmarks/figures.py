@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     "demo": "Nothing is trained; each round runs in a fresh process, and its first epoch fills the cache.",
-    "throughput": "Ratios of medians of interleaved runs; each side uses its best number of workers: 0, 1 or 2.",
+    "throughput": "Ratios of medians of interleaved runs, each side with its best number of workers up to 2.",
     "zero_cost": (
         "Time of torch's loader / time of ours with only the import changed, on zero-cost datasets; above 1 "
         "fastload is faster."
@@ -68,7 +68,9 @@ SHOWN = {
         "Own memory is the USS of a forked worker: pages that no other process maps. Times are CPU times."
     ),
     "lmdb": "LMDB through the page cache, after every record was read once.",
-    "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster.",
+    "workers": (
+        "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster."
+    ),
     "workers_free_threaded": (
         "The same without the GIL. Compare the ratios, not the rates: this interpreter is a pre-release, "
         "built without profile-guided optimization."
