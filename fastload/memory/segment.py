@@ -11,11 +11,13 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import mmap
 import os
 import sys
+import threading
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,7 @@ from fastload.errors import SegmentError
 from fastload.system.posix import fcntl, resource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -180,6 +182,30 @@ class Segment:
         # open the descriptor while this process lives (proc(5), /proc/PID/fd).
         status = os.fstat(self.fd)
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
+
+
+class _Pickling(threading.local):
+    """How this thread pickles what holds segments."""
+
+    is_for_other_machines = False
+
+
+_pickling = _Pickling()
+
+
+@contextlib.contextmanager
+def pickled_for_other_machines() -> Iterator[None]:
+    """A block in which what is pickled can be read on other machines, which cannot reach a segment."""
+    _pickling.is_for_other_machines = True
+    try:
+        yield
+    finally:
+        _pickling.is_for_other_machines = False
+
+
+def is_for_other_machines() -> bool:
+    """Whether this thread is inside `pickled_for_other_machines`."""
+    return _pickling.is_for_other_machines
 
 
 def with_limit(error: OSError) -> str:

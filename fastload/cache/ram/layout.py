@@ -20,6 +20,7 @@ themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -196,6 +197,20 @@ class Layout:
             room_bytes=room if is_packed else max(0, room - (end - columns_at)),
             origin=origin,
         )
+
+    def on_machine(self, max_bytes: int, origin: Origin) -> Layout:
+        """The layout of a cache of the same samples on a different machine.
+
+        Args:
+            max_bytes: The maximum memory there.
+            origin: The process that makes the cache.
+        """
+        if max_bytes >= self.max_bytes:
+            return dataclasses.replace(self, origin=origin)
+        if self.spec is not None and not self.is_packed and self.ragged_at <= max_bytes:
+            room_bytes = max(0, self.room_bytes - (self.max_bytes - max_bytes))
+            return dataclasses.replace(self, origin=origin, max_bytes=max_bytes, room_bytes=room_bytes)
+        return Layout.plan(self.num_samples, max_bytes, (), origin)  # any samples that fit
 
     @property
     def row_bytes(self) -> int:
