@@ -23,6 +23,10 @@ SHOWN = {
         "fastload is faster."
     ),
     "training": "Training steps per second of a small model on the same two cores.",
+    "accuracy": (
+        "The ImageNet recipe with a small network and pieces of photographs: losses and accuracies of three "
+        "loaders with one seed."
+    ),
     "bare": "Two workers against two bare processes that only read, transform and store.",
     "first_epoch": (
         'Seconds per epoch while a RAM cache fills. The cached rows minus "import only" are the cost of '
@@ -498,6 +502,20 @@ def validation() -> str:
     )
 
 
+def accuracy() -> str:
+    """What a small network learns from the batches of each loader."""
+    results = json.loads((RESULTS / "accuracy.json").read_text())
+    losses, accuracies = (question["epochs"] for question in results["questions"])
+    lines = ["| after epoch | " + " | ".join(losses) + " |", "|---" * (len(losses) + 1) + "|"]
+    for epoch in range(len(losses["torch"])):
+        cells = [f"{losses[way][epoch]:.4f}, {accuracies[way][epoch]:.1f}%" for way in losses]
+        lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")
+    return (
+        "Mean training loss, and accuracy on 400 validation images ([details]"
+        "(../../benchmarks/README.md#accuracy)):\n\n" + "\n".join(lines)
+    )
+
+
 def metadata() -> str:
     """The memory of workers that read a list, and that read a SharedList; and what an access costs."""
     results = json.loads((RESULTS / "worker_memory.json").read_text())
@@ -539,6 +557,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
+        ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
         ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles(), "validation": validation()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "sizing.md": {
