@@ -242,7 +242,11 @@ def peers() -> str:
 def tested() -> tuple[str, str]:
     """The releases that `make test-matrix` has run the tests on: a table; and what failed or did not run."""
     results = json.loads((RESULTS / "compatibility.json").read_text())
-    lines = ["| Python | PyTorch | NumPy | tests that passed | failed |", "|---|---|---|---|---|"]
+    columns = ("torch", "numpy", "albumentations", "pillow", "lmdb", "fsspec")
+    lines = [
+        "| Python | PyTorch | NumPy | albumentations | Pillow | lmdb | fsspec | tests that passed | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     missing: dict[str, list[str]] = {}
     notes = []
     for row in results["rows"]:
@@ -251,8 +255,9 @@ def tested() -> tuple[str, str]:
             missing.setdefault(row["not_available"], []).append(f"Python {python} with torch {torch}")
             continue
         name = row["python"] + (", without the GIL" if python.endswith("t") else "")
-        numpy = row["numpy"] + (", all libraries at their lower bounds" if libraries == "oldest" else "")
-        lines.append(f"| {name} | {row['torch']} | {numpy} | {row['passed']:,} | {row['failed']} |")
+        name += {"oldest": ", lower bounds", "newest": ", newest libraries"}.get(libraries, "")
+        releases = " | ".join(row.get(column) or "none" for column in columns)
+        lines.append(f"| {name} | {releases} | {row['passed']:,} | {row['failed']} |")
         if row["failed"]:
             some = ", ".join(f"`{test}`" for test in row["failures"][:MAX_FAILURES])
             others = row["failed"] - MAX_FAILURES

@@ -485,6 +485,7 @@ class TestInterruption:
 
     def test_a_second_builder_is_told_to_try_later(self, tmp_path: Path) -> None:
         """Exit code 75 while another one holds the lock."""
+        pytest.importorskip("lmdb")
         with building(tmp_path / "cache"):
             result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--json")
 
@@ -587,6 +588,7 @@ class TestLs:
 
     def test_a_build_at_work_is_told_from_one_that_was_left(self, tmp_path: Path) -> None:
         """Its builder holds the lock."""
+        pytest.importorskip("lmdb")
         (tmp_path / "half.partial").mkdir()
 
         with building(tmp_path / "half"):
@@ -661,6 +663,7 @@ class TestRm:
 
     def test_what_is_being_built_stays(self, tmp_path: Path) -> None:
         """Exit code 75, and the builder finds its files where they were."""
+        pytest.importorskip("lmdb")
         (tmp_path / "cache.partial").mkdir()
 
         with building(tmp_path / "cache"):

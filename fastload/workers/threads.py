@@ -108,7 +108,8 @@ class ThreadPool:
         """Give a worker its next task."""
         self.expect_open()
         worker = self._workers[worker_id]
-        worker.sent.append(task)
+        with worker.sent_lock:
+            worker.sent.append(task)
         worker.tasks.put(task)
 
     def finish(self, worker_id: int) -> None:
@@ -123,8 +124,11 @@ class ThreadPool:
     def take(self, worker_id: int) -> Task | None:
         """The next task that the worker has answered; its batch is the object that the thread made."""
         self.expect_open()
-        sent = self._workers[worker_id].sent
-        return sent.popleft() if sent and sent[0].answer is not None else None
+        worker = self._workers[worker_id]
+        if not worker.sent or worker.sent[0].answer is None:
+            return None
+        with worker.sent_lock:
+            return worker.sent.popleft()
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
         """Wait until the worker has answered, or `close` was called."""
@@ -172,15 +176,17 @@ class _Worker:
         self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
         self.wakes = Wakes()  # the consumer, which looks into its tasks for answers
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
+        self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()
         # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
 
     def drop_tasks(self) -> None:
         """Drop the unanswered tasks: no caller waits for them."""
-        for task in self.sent:
-            task.is_stale = True
-        self.sent.clear()
+        with self.sent_lock:
+            for task in self.sent:
+                task.is_stale = True
+            self.sent.clear()
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # of this thread
@@ -211,7 +217,9 @@ class _Worker:
         self.wakes.wake()
 
     def _coming(self, task: Task) -> Iterator[Any]:
-        for coming in self.sent.copy():
+        with self.sent_lock:
+            sent = list(self.sent)
+        for coming in sent:
             if coming.number > task.number:
                 yield coming.index
 

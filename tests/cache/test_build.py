@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -583,3 +584,14 @@ def test_a_finished_cache_is_listed_beside_a_foreign_partial_file(tmp_path: Path
         ("cache", "finished"),
         ("other", "finished"),
     ]
+
+
+def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no wheels for free-threaded Python, which can read files that a different Python built."""
+    build_lmdb(Images(4), tmp_path / "built", num_workers=0).close()
+    monkeypatch.setitem(sys.modules, "lmdb", None)
+
+    with pytest.raises(CacheError, match=r'lmdb, which is not installed.*cache="ram".*reading it'):
+        build_lmdb(Images(4), tmp_path / "cache", num_workers=0)
+    cached = CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'built'}")
+    assert_same_samples(cached[3], Images(4).sample(3))

@@ -262,6 +262,7 @@ def test_processes_that_begin_at_once_agree_on_one_plan(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["the same shard", "join", "rm"])
 def test_leftovers_of_a_killed_process_go(way: str, tmp_path: Path) -> None:
     """With the next build of the same shard, with join, and with rm; the shard is built from its start."""
+    pytest.importorskip("lmdb")
     path = tmp_path / "cache"
     dying = Calling(20, 14, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert exit_codes(lambda: shard_of(dying, path, 1, 2)) == [-signal.SIGKILL]

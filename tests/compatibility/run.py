@@ -56,6 +56,7 @@ SHOWN = {
     "opencv": "opencv-python-headless",
     "pillow": "pillow",
     "lmdb": "lmdb",
+    "fsspec": "fsspec",
 }
 SMALL_CUDA = ("cudart", "cupti")  # the parts of CUDA that `import torch` calls
 INTERPRETER = """
@@ -72,7 +73,8 @@ class Row:
     Attributes:
         python: Such as "3.13", or "3.13t" for the free-threaded build, whose tests run without the GIL.
         torch: A release; "pinned" for the one that pyproject.toml pins for the whole suite; or "newest".
-        libraries: "pinned" as in pyproject.toml, or "oldest": the lower bounds of the project's dependencies.
+        libraries: "pinned" as in pyproject.toml; "oldest": the lower bounds of the project's dependencies; or
+            "newest" within the project's ranges.
     """
 
     python: str
@@ -81,8 +83,8 @@ class Row:
 
     def __str__(self) -> str:
         """The row's name on the command line and in the output."""
-        oldest = ", oldest libraries" if self.libraries == "oldest" else ""
-        return f"{self.python}, torch {self.torch}{oldest}"
+        others = "" if self.libraries == "pinned" else f", {self.libraries} libraries"
+        return f"{self.python}, torch {self.torch}{others}"
 
     @property
     def folder(self) -> Path:
@@ -98,6 +100,7 @@ ROWS = [
     Row("3.12", "newest"),
     Row("3.13", "2.6.0"),
     Row("3.13", "newest"),
+    Row("3.13", "newest", "newest"),
     Row("3.14", "newest"),
     Row("3.13t", "2.9.1"),
     Row("3.14t", "newest"),
@@ -175,9 +178,14 @@ def _libraries(row: Row) -> list[str]:
     pinned = [r for group in GROUPS for r in PROJECT["dependency-groups"][group]]
     if row.libraries == "pinned":
         return pinned
+    test_tools = set(PROJECT["dependency-groups"]["pytest"])
+    if row.libraries == "newest":
+        return [
+            requirement if requirement in test_tools else _of_any_release(requirement)
+            for requirement in pinned
+        ]
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in _ranges())  # type: ignore[union-attr]
     names = [re.match(r"[\w-]+", requirement)[0] for requirement in pinned]  # type: ignore[index]
-    test_tools = set(PROJECT["dependency-groups"]["pytest"])
     return [
         requirement if requirement in test_tools else f"{name}=={bounds[name]}.*" if name in bounds else name
         for name, requirement in zip(names, pinned, strict=True)
@@ -278,7 +286,8 @@ def _outcome(case: ET.Element, left_out: list[str]) -> str:
     problems = [child for child in case if child.tag in ("failure", "error")]
     if not problems:
         return "passed" if case.find("skipped") is None else "skipped"
-    is_import = all("No module named" in f"{problem.get('message')}{problem.text}" for problem in problems)
+    # What a test that could not run has left behind is reported beside its error.
+    is_import = any("No module named" in f"{problem.get('message')}{problem.text}" for problem in problems)
     return "not_run" if left_out and is_import else "failed"
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
+from fastload.cache.build.writer import lmdb_package
 from fastload.cache.codecs import BEST_QUALITY, LOSSY, UNDECODED
 from fastload.cache.encoded import encoded_source, holds_images
 from fastload.cache.fingerprint import fingerprint_of
@@ -78,8 +79,7 @@ def make_plan(
     Raises:
         ValueError: The codec is "source" or "tiles", and sample 0 has no undecoded image.
     """
-    import lmdb
-
+    lmdb = lmdb_package()
     num_samples = len(dataset)
     codec = codec or ("raw" if found is None else found.codec)
     if found is not None:

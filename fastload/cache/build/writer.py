@@ -72,9 +72,25 @@ class ShardWriter:
         self._environment.close()
 
 
-def _new_environment(path: str) -> Any:
-    import lmdb
+def lmdb_package() -> Any:
+    """The package lmdb, which writes cache files; fastload reads them without it.
 
+    Raises:
+        CacheError: It is not installed.
+    """
+    try:
+        import lmdb
+    except ModuleNotFoundError as error:
+        raise CacheError(
+            "cache files are written with the package lmdb, which is not installed (pip install lmdb). "
+            'If it has no wheels for this Python, as for free-threaded ones, use cache="ram", or build the '
+            "file with a different Python: reading it does not need the package"
+        ) from error
+    return lmdb
+
+
+def _new_environment(path: str) -> Any:
+    lmdb = lmdb_package()
     # The data format of LMDB 0.9, which every release reads.
     options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.partition(".")[0]) >= 3 else {}
     map_bytes = _MAP_BYTES
@@ -92,8 +108,7 @@ def _new_environment(path: str) -> Any:
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
     """Raise write errors as a CacheError that names the file."""
-    import lmdb
-
+    lmdb = lmdb_package()
     try:
         yield
     except (lmdb.Error, OSError) as error:
