@@ -296,8 +296,8 @@ def _remote_workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         return
     link_s = facts["nbytes"] / _LINK_BYTES_PER_S
     receive_s = _RAY_BATCH_S + facts["nbytes"] / _RAM_BYTES_PER_S
-    least_s = max(mean(list(model.computes)) + receive_s, link_s)
-    number = min(max(1, math.ceil(timeline.make_s / least_s)), _MAX_REMOTE)
+    min_step_s = max(mean(list(model.computes)) + receive_s, link_s)
+    number = min(max(1, math.ceil(timeline.make_s / min_step_s)), _MAX_REMOTE)
     there = model.with_workers(number)
     after = replace(
         there,

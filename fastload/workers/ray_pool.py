@@ -311,15 +311,14 @@ class RayPool(Lender):
         Args:
             timeout_s: How long to wait for the first one.
         """
-        awaited = [
-            reference
-            for worker in self._workers
-            for _, reference in worker.sent
-            if reference not in self._local
-        ]
+        with self.lock:
+            sent = [reference for worker in self._workers for _, reference in worker.sent]
+            awaited = [reference for reference in sent if reference not in self._local]
         if awaited:
             number = 1 if timeout_s else len(awaited)
-            self._local.update(self._ray.wait(awaited, num_returns=number, timeout=timeout_s)[0])
+            ready, _ = self._ray.wait(awaited, num_returns=number, timeout=timeout_s)
+            with self.lock:
+                self._local.update(ready if self._workers else ())
 
     def _accept(self, worker: _Handle, task: Task, answer: Answer, data: Any) -> None:
         """Record an answer, and copy its batch out of the object store."""
