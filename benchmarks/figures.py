@@ -48,6 +48,10 @@ SHOWN = {
         "Images of an array, augmented by albumentations one by one, or by a `batch_transform` all at once."
     ),
     "many_workers": "A dataset that waits and computes nothing; the consumer's CPU sets the limit.",
+    "ray_workers": (
+        "Ray's actors beside worker processes, for samples that cost nothing: the price of the transport. Two nodes "
+        "of a cluster on one machine, which other programs kept busy: only the ratios count."
+    ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
     "augment": (
         "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
