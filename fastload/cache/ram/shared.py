@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.locks import locked
 from fastload.cache.ram import generation, owners
 from fastload.cache.ram.generation import Generation
 from fastload.cache.ram.layout import RETAINS_ALL, Layout, Origin, Stamp, create
@@ -38,6 +37,7 @@ from fastload.errors import SegmentError
 from fastload.memory.segment import Segment, is_for_other_machines
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
+from fastload.system.locks import locked
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
