@@ -560,7 +560,8 @@ class _PutJob:
         except Exception as error:
             cause = str(error).partition("\n")[0].removeprefix("System error: ")  # then Ray has a traceback
             raise WorkerStartError(
-                f"a worker on {host} cannot unpickle the dataset, or what is sent with it: {cause}. Ray sends the code of the script itself, but no modules: "
-                'install them on all machines, or pass ray.init(runtime_env={"working_dir": "."})'
+                f"a worker on {host} cannot unpickle the dataset, or what is sent with it: {cause}. Ray "
+                "sends the code of the script itself, but no modules: install them on all machines, or pass "
+                'ray.init(runtime_env={"working_dir": "."})'
             ) from error
         return job
