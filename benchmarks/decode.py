@@ -10,7 +10,7 @@ cache, and a slow disk, which sleeps for 5 ms before each file.
 
 "Whole images, Pillow" is what `CachedDataset(cache=None)` does for samples that are decoded already, and what
 it did before it decoded regions. "Whole images, nvImageCodec" calls the same pipeline inside a function, so
-that no crop is pushed down.
+no crop is pushed down.
 
 Held out: the disk, except in the question about it: all files lie in the page cache. The images are crops of
 the photographs in scikit-image and scikit-learn, scaled to the size and encoded at quality 90; large ones get
@@ -112,7 +112,7 @@ PEERS = (
 TORCH, IMPORT_ONLY = "torch, OpenCV", "fastload, OpenCV, import only"
 WHOLE, WHOLE_REGIONS = "whole images, Pillow", "whole images, nvImageCodec"
 EXACT, FAST, IN_RAM = 'decode="exact"', 'decode="fast"', 'cache="ram-encoded", decode="exact"'
-# The least ratios that are wanted, by size: numerator, denominator and target.
+# The target ratios, by size: numerator, denominator and target.
 TARGETS: dict[str, list[tuple[str, str, float]]] = {
     "500x375": [
         (EXACT, WHOLE, 1.2),

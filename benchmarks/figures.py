@@ -17,67 +17,74 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     "demo": "Nothing is trained; each round runs in a fresh process, and its first epoch fills the cache.",
-    "throughput": "Ratios of medians of interleaved runs, each side at its best worker count of 0, 1 and 2.",
+    "throughput": "Ratios of medians of interleaved runs, each side with its best number of workers up to 2.",
     "zero_cost": (
-        "Time of torch's loader / time of ours, only the import changed, datasets that take no time to make "
-        "their samples; above 1 is faster."
+        "Time of torch's loader / time of ours with only the import changed, on zero-cost datasets; above 1 "
+        "fastload is faster."
     ),
-    "training": "Steps a second of a small model on the same two cores.",
-    "bare": "Two workers against two processes that only read, transform and store.",
+    "training": "Training steps per second of a small model on the same two cores.",
+    "accuracy": (
+        "The ImageNet recipe with a small network and pieces of photographs: losses and accuracies of three "
+        "loaders with one seed."
+    ),
+    "bare": "Two workers against two bare processes that only read, transform and store.",
     "first_epoch": (
-        'Seconds of each epoch while a RAM cache is filled. Compare the cached rows to "import only" for '
-        "what filling adds."
+        'Seconds per epoch while a RAM cache fills. The cached rows minus "import only" are the cost of '
+        "filling."
     ),
-    "auto_workers": 'Seconds of an epoch by the number of workers, and what `num_workers="auto"` chose.',
+    "auto_workers": 'Seconds per epoch by number of workers, and the choice of `num_workers="auto"`.',
     "peers": (
-        "Other loaders as their documentation advises, with two workers each; the ratios compare the best "
-        "rows of each loader, and above 1 fastload is faster."
+        "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
+        "best rows of each loader; above 1 fastload is faster."
     ),
     "decode": (
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
-        "and other loaders, all with two workers; above 1 the first of both is faster."
+        "and other loaders, all with two workers; above 1 the first one is faster."
     ),
     "tiles": (
-        "JPEGs after `fastload images tile`, whose crops decode only their tiles, against the same files as "
-        "they were; all with two workers. CPU times are of one process."
+        "JPEGs rewritten by `fastload images tile`, whose crops decode only their tiles, against the "
+        "originals; all with two workers. CPU times are those of one process."
     ),
     "import_only": (
         "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
     ),
     "small_images": (
-        "Images of an array, augmented by albumentations one by one, or by a `batch_transform` all at once."
+        "Images from one array, augmented one by one by albumentations, or all at once by a "
+        "`batch_transform`."
     ),
-    "many_workers": "A dataset that waits and computes nothing; the consumer's CPU sets the limit.",
-    "cached": "The same crops from decoded images in RAM; torch's loader decodes in each epoch.",
+    "many_workers": "A dataset that waits without computing; the consumer's CPU is the limit.",
+    "cached": "The same crops from decoded images in RAM; torch's loader decodes in every epoch.",
     "augment": (
         "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
-        "Above 1 fastload is faster."
+        "Above 1, fastload is faster."
     ),
-    "decode_quality": 'What `decode="fast"` changes: the pixels of crops, and the accuracy of a training.',
+    "decode_quality": 'The effect of `decode="fast"` on the pixels of crops and on the accuracy of a model.',
     "remote": (
-        "Photographs from an object store on the same machine, by the latency that it adds to each request; "
-        "a plain dataset reads one object on every access."
+        "Photographs from an object store on the same machine, by the latency added to each request; a plain "
+        "dataset reads one object per access."
     ),
     "partition": (
-        "NodePartitionSampler against torch's DistributedSampler: which samples are in a batch together, and "
-        "the accuracy of a training. Its header says what is counted."
+        "NodePartitionSampler against torch's DistributedSampler: which samples share a batch, and the "
+        "accuracy of a model. The script's header defines the counts."
     ),
-    "sharing": "Memory is the sum of PSS, in which a page that n processes map counts 1/n in each.",
+    "sharing": "Memory is the sum of PSS: a page mapped by n processes counts 1/n in each.",
     "worker_memory": (
-        "Own memory is the USS of a forked worker, pages that no other process maps; times are CPU time."
+        "Own memory is the USS of a forked worker: pages that no other process maps. Times are CPU times."
     ),
-    "lmdb": "LMDB through the page cache, every record read once before.",
-    "workers": "Worker threads against worker processes, each at its best of 1 and 2; above 1 is faster.",
+    "lmdb": "LMDB through the page cache, after every record was read once.",
+    "workers": (
+        "Worker threads against worker processes, each at its best of 1 and 2; above 1, threads are faster."
+    ),
     "workers_free_threaded": (
-        "The same without the GIL. Compare the ratios and not the rates: this interpreter is a pre-release, "
-        "compiled without optimization by profiles."
+        "The same without the GIL. Compare the ratios, not the rates: this interpreter is a pre-release, "
+        "built without profile-guided optimization."
     ),
-    "reproducibility": "What is added to a sample, and how long a resumed loader takes to its next batch.",
+    "reproducibility": "The added time per sample, and the time from resuming a loader to its next batch.",
     "profiling": (
-        "Epochs with `fastload.profile` and without, above 1 is slower; and predicted gains of cures divided "
-        "by measured ones."
+        "Epochs with `fastload.profile` against epochs without it (above 1 is slower), and predicted gains "
+        "divided by measured ones."
     ),
-    "stats": "Microseconds of a batch before `loader.stats()` counted anything, and now.",
+    "stats": "Microseconds per batch before `loader.stats()` existed, and now.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
 MAX_FAILURES = 5  # that docs/support.md names
@@ -85,13 +92,13 @@ MAX_ROWS = 20  # a question with more has its ratios alone in the table
 
 INTRODUCTION = """# Benchmarks
 
-Each file here answers one question. Its header names the question, what is held out, and the command that runs
-it. `make bench` runs the benchmarks by which a change of the transport is judged, and `make bench-peers` compares
-other libraries, each in an environment of its own. [NOTES.md](NOTES.md) keeps the experiments that led here. Every
+Each script in this folder answers one question; its header has the question, what it leaves out, and the command.
+`make bench` runs the benchmarks that judge changes to the transport, and `make bench-peers` compares other
+libraries, each in its own environment. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every
 table below comes from a file under `results/`; `python benchmarks/figures.py` writes this page.
 
-A figure is a median over runs that were interleaved in one go, and the range beside it spans all runs. Machines
-differ, and so do neighbours on a shared machine: compare ratios, and run the command on your own machine.
+A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
+machines have busy neighbours: compare ratios, and run the command on your own machine.
 """  # noqa: E501  # lines as in the other Markdown files
 
 
@@ -495,6 +502,20 @@ def validation() -> str:
     )
 
 
+def accuracy() -> str:
+    """What a small network learns from the batches of each loader."""
+    results = json.loads((RESULTS / "accuracy.json").read_text())
+    losses, accuracies = (question["epochs"] for question in results["questions"])
+    lines = ["| after epoch | " + " | ".join(losses) + " |", "|---" * (len(losses) + 1) + "|"]
+    for epoch in range(len(losses["torch"])):
+        cells = [f"{losses[way][epoch]:.4f}, {accuracies[way][epoch]:.1f}%" for way in losses]
+        lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")
+    return (
+        "Mean training loss, and accuracy on 400 validation images ([details]"
+        "(../../benchmarks/README.md#accuracy)):\n\n" + "\n".join(lines)
+    )
+
+
 def metadata() -> str:
     """The memory of workers that read a list, and that read a SharedList; and what an access costs."""
     results = json.loads((RESULTS / "worker_memory.json").read_text())
@@ -536,6 +557,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
+        ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
         ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles(), "validation": validation()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "sizing.md": {

@@ -2,11 +2,11 @@
 
 Question: with photographs that two workers decode and crop, how long is each of ten epochs through a RAM
 cache beside the same epoch of torch's loader? With the cache filled as `CachedDataset` does it (storing takes
-a fifth of the time that reading takes, see fastload/cache/rate_limit.py), and with every sample stored at its
-first access.
+a fifth of the time that reading takes, see fastload/cache/rate_limit.py), and with every sample stored
+on first access.
 
 On a virtual machine the answer depends on whether the guest has touched the memory before: its host provides
-a page at the first touch, some five times as slowly as the guest writes it, and may take free pages back.
+a page on first touch, some five times as slowly as the guest writes it, and can reclaim free pages.
 Each question is asked twice: after a process has touched and freed as much memory as the cache will take, and
 with memory as it comes.
 
@@ -50,7 +50,7 @@ def make_loader(label: str, photos: str) -> Any:
     else:
         dataset = fastload.CachedDataset(folder, transform=crop)
     if label == AT_ONCE:
-        rate_limit.CHEAP_S = float("inf")  # workers are forked, so that they have it too
+        rate_limit.CHEAP_S = float("inf")  # workers are forked, so they have it, too
     loader = torch.utils.data.DataLoader if label == TORCH else fastload.DataLoader
     return loader(dataset, batch_size=64, shuffle=True, num_workers=2, multiprocessing_context="fork")
 

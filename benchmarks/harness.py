@@ -1,6 +1,6 @@
 """What the benchmarks share: contenders, interleaved runs, medians, a table, and a results file.
 
-Every figure is a median over runs that were interleaved in one go, so that a noisy moment hits all
+Every figure is a median over runs that were interleaved in one go, so a noisy moment affects all
 contenders alike; what is compared are ratios of such medians.
 """
 
@@ -102,7 +102,7 @@ def cpu_model() -> str:
 
 
 def has_gil() -> bool:
-    """Whether this interpreter runs one thread at a time; a free-threaded build may not."""
+    """Whether this interpreter runs one thread at a time; a free-threaded build need not."""
     return not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 
 

@@ -40,7 +40,7 @@ ALONE = 400  # photos that are decoded to measure one core
 
 
 class InMemory(Dataset):
-    """Decoded images in one array, so that making the caches takes no decoding."""
+    """Decoded images in one array, so making the caches takes no decoding."""
 
     def __init__(self, num_images: int, side: int) -> None:
         self.images = np.random.default_rng(0).integers(0, 256, (num_images, side, side, 3), dtype=np.uint8)

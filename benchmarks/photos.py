@@ -173,7 +173,7 @@ def _remove_photos(root: Path) -> None:
         for photo in folder.glob("[0-9]*.jpg"):
             photo.unlink()
         if folder.is_dir():
-            folder.rmdir()  # refuses, as it should, if somebody put something else in
+            folder.rmdir()  # raises, as it should, if somebody put something else in
 
 
 def _credits(classes: int) -> str:
@@ -185,7 +185,7 @@ def _credits(classes: int) -> str:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that it is seen under its name only when it is whole."""
+    """Write a file that appears under its name only when it is complete."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)

@@ -59,7 +59,7 @@ class Constants:
         lmdb_read_s_per_byte: CPU time that reading a byte from LMDB takes beyond reading it from RAM.
         cores: Of a node.
         ram_bytes: Of a node.
-        ram_share: The part of the RAM that a cache, or the page cache, may take.
+        ram_share: The part of the RAM that a cache, or the page cache, can take.
         disk_bytes: Size of a node's own disk.
         disk_read_bytes_per_s: Of a node's own disk.
         disk_write_bytes_per_s: Of a node's own disk.
@@ -416,7 +416,7 @@ def constants(kind: str) -> Constants:
 
 
 def rounded(value: float) -> float | None:
-    """Six digits, so that the file is the same on all machines; None if it is infinite."""
+    """Six digits, so the file is the same on all machines; None if it is infinite."""
     return None if math.isinf(value) else float(f"{value:.6g}")
 
 

@@ -28,7 +28,7 @@ LOADERS: dict[str, Any] = {"torch": torch.utils.data.DataLoader, "fastload": fas
 
 
 class Blank(Dataset):
-    """Images made on the spot, so that the dataset itself pickles in no time."""
+    """Images made on the spot, so the dataset itself pickles in no time."""
 
     def __init__(self, side: int) -> None:
         self.image = np.zeros((side, side, 3), np.uint8)

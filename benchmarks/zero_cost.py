@@ -3,7 +3,7 @@
 Question: for each kind of sample, with 0, 1 and 2 workers, how long does torch's DataLoader take for an epoch
 beside ours? Only the import differs. Above 1 our loader is faster; a ! marks kinds below 0.95.
 
-Held out: what a dataset does to make a sample. These make theirs as fast as they can, so that nothing but
+Held out: what a dataset does to make a sample. These make theirs as fast as they can, so nothing but
 the loader is left, which is the worst case for it. The consumer only takes the batches. Workers persist,
 except in the rows named "start", where an epoch has few batches and what begins and ends it is measured.
 `pin_memory=True` is emulated where there is no accelerator: pinning is a copy then.
@@ -74,7 +74,7 @@ class Stream(IterableDataset):
         return map(self.make, range(first, self.num_samples, step))
 
 
-# --- what makes samples: classes, so that workers of every start method can have them ---------------------
+# --- what makes samples: classes, so workers of every start method can have them ---------------------
 
 
 @dataclass

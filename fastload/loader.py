@@ -36,7 +36,7 @@ from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from multiprocessing.context import BaseContext
     from typing import Self
 
@@ -98,7 +98,13 @@ class DataLoader(LoaderSettings):
             ``rng="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline is
             held by a function, a class or a set. All threads share the generators of `random`, `numpy.random`
             and torch, so their draws have no fixed order: use `fastload.sample_rng()` with ``rng="sample"``
-            instead.
+            instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra ``ray``), whose batches
+            are those of worker processes. The cluster is the one that `ray.init()` has connected to, or that
+            ``RAY_ADDRESS`` or `ray_options` names. Large arrays in the dataset are read-only in these actors.
+        ray_options: How Ray places the actors: options of its actors, such as ``{"num_cpus": 2}`` (1 by
+            default) or ``{"resources": {"decoders": 1}}``, and ``"address"`` (of a cluster, or ``"local"`` to
+            start one here), ``"exclude_driver_node": True`` (use no CPUs of this machine) and
+            ``"placement_group"``.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
             "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
@@ -164,7 +170,8 @@ class DataLoader(LoaderSettings):
         prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
         rng: Literal["worker", "sample"] = "worker",
-        worker_type: Literal["process", "thread"] = "process",
+        worker_type: Literal["process", "thread", "ray"] = "process",
+        ray_options: Mapping[str, Any] | None = None,
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
@@ -205,8 +212,8 @@ class DataLoader(LoaderSettings):
             self.prefetch_factor = 2  # torch's default
 
     def check_worker_number_rationality(self) -> None:
-        """Warn, as torch does, if there are more workers than CPUs; a measured number needs no warning."""
-        if vars(self).get("_auto_workers") is None:
+        """Warn, as torch does, if this machine has fewer CPUs; a measured number needs no warning."""
+        if vars(self).get("_auto_workers") is None and vars(self).get("worker_type") != "ray":
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -303,7 +310,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            'worker_type="thread"': self.worker_type == "thread",
+            f'worker_type="{self.worker_type}"': self.worker_type != "process",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
@@ -319,7 +326,7 @@ class DataLoader(LoaderSettings):
             return None
         if not self.in_order:
             return "in_order=False"
-        if self.worker_type == "thread":
+        if self.worker_type != "process":
             return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,37 @@ def test_the_prose_check_finds_phrases_across_lines() -> None:
     found = [(one.line, one.text) for one in prose.findings_in(PACKAGE, text)]
 
     assert found == [(1, "so that"), (3, "so that"), (5, "so that")]
+
+
+@pytest.mark.parametrize(
+    ("names", "file"),
+    [
+        (r"memfd_create|F_ADD_SEALS", "system.linux"),
+        (r"pidfd_open\(|pidfd_send_signal\(", "system.linux"),
+        (r"SCM_RIGHTS\b|SOCK_SEQPACKET\b", "workers.channel"),
+        (r"\bflock\(|\blockf\(|\.flock\b", "system.locks"),
+        (r"MADV_POPULATE_WRITE", "memory.segment"),
+        (r"\bmallopt\(", "system.worker_memory"),
+        (r"/sys/fs/cgroup|sys/fs/cgroup", "system.cgroups"),
+    ],
+)
+def test_what_only_linux_has_is_used_in_one_place(names: str, file: str) -> None:
+    """Code, comments and docstrings apart, names it in one file, so that its absence is handled there."""
+    users = {name for name, path in FILES.items() if re.search(names, _code(path))}
+
+    assert users == {file}
+
+
+def _code(path: Path) -> str:
+    """The code of a file without its docstrings and comments."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and ast.get_docstring(node) is not None
+        ):
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
 
 
 def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:

@@ -25,6 +25,7 @@ from torch.utils.data import IterableDataset
 
 import fastload
 from fastload import loader as loader_module
+from fastload.system import linux
 from fastload.system.logs import say_once
 from fastload.workers import auto_workers
 from fastload.workers import process as worker_process
@@ -366,7 +367,7 @@ def test_the_cost_of_a_batch(
 def test_time_in_which_others_have_the_cpu_is_no_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """As /proc tells it; the CPU time of this thread is the least that a batch takes."""
     schedstat = iter(["0 0 0", "9 4000000000 9", "9 4000000000 9", "9 4000000000 9"])
-    monkeypatch.setattr(auto_workers, "read_text", lambda path: next(schedstat))
+    monkeypatch.setattr(linux, "read_text", lambda path: next(schedstat))
     for name, seconds in (("perf_counter", 5.0), ("thread_time", 0.5), ("process_time", 3.0)):
         ticks = itertools.count(0.0, seconds)
         monkeypatch.setattr(time, name, ticks.__next__)

@@ -256,9 +256,10 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
 
 
 def test_the_prose_of_the_pages() -> None:
-    """docs/prose.py has no objection to a page."""
+    """docs/prose.py has no objection to a page, or to the notes, pages and programs of the benchmarks."""
     prose = runpy.run_path(str(DOCS / "prose.py"))
     pages = [*ALL, ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
+    pages += [path for ending in ("md", "py") for path in (ROOT / "benchmarks").rglob(f"*.{ending}")]
 
     assert [str(found) for found in prose["findings"](pages)] == []
 

@@ -38,6 +38,7 @@ EXTRAS = {
     "on_error",
     "max_errors",
     "max_worker_restarts",
+    "ray_options",
     "snapshot_every_n_steps",
 }
 IMAGES = datasets.Made(datasets.image, 12)

@@ -17,7 +17,7 @@ import numpy as np
 NUM_WORKERS = 2
 NUM_CLASSES = 10
 CROP_SIDE = 224
-# The standard rule of RandomResizedCrop, written out so that each contender's operator is given the same.
+# The standard rule of RandomResizedCrop, written out so each contender's operator gets the same.
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 FLIP = 0.5
@@ -141,7 +141,7 @@ def pipeline(side: int = 0) -> Any:
 
 
 class Crop:
-    """The same as a function of one image, which threads may share: each thread has its own pipeline."""
+    """The same as a function of one image, which threads can share: each thread has its own pipeline."""
 
     def __init__(self, side: int = 0) -> None:
         self._side = side
@@ -160,7 +160,7 @@ class Crop:
 class InMemory:
     """Decoded images in one array, as users write it: sample k is an image and its label.
 
-    A process that gets the object by pickling reads the array again, so that it is sent to nobody.
+    A process that gets the object by pickling reads the array again, so it is never sent.
     """
 
     def __init__(self, job: Job) -> None:
@@ -194,7 +194,7 @@ class InMemory:
 
 
 class Photos:
-    """JPEG files that are decoded by Pillow at each access."""
+    """JPEG files that are decoded by Pillow on every access."""
 
     def __init__(self, job: Job) -> None:
         self.photos = job.photos

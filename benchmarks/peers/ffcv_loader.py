@@ -1,7 +1,7 @@
 """FFCV: its own file format, compiled pipelines and threads.
 
-Its writer encodes each JPEG anew, as RGBImageField takes pixels. The quality is set so that files are about
-as large as the photographs.
+Its writer encodes each JPEG anew, as RGBImageField takes pixels. The quality is chosen to give files
+about as large as the photographs.
 """
 
 from __future__ import annotations

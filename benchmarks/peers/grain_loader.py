@@ -31,8 +31,8 @@ class Epochs:
 def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     # "How to use a Torchvision dataset in the Grain pipeline": a dataset of torch's kind is a source.
-    # "Dataset Basics": shuffle and batch of MapDataset, so that threads read whole batches. "Performance
-    # debugging": shuffle comes before repeat, so that "each epoch is shuffled differently".
+    # "Dataset Basics": shuffle and batch of MapDataset, so threads read whole batches. "Performance
+    # debugging": shuffle comes before repeat, so "each epoch is shuffled differently".
     source = grain.MapDataset.source(dataset(job))
     batches = source.shuffle(seed=0).repeat().batch(job.task.batch_size)
     if variant == "processes":

@@ -176,7 +176,7 @@ def ask(peer: Peer, job: Job, seconds: float) -> dict[str, Any]:
 
 
 def bring_into_page_cache(job: Job, module: str) -> None:
-    """Read all files of a contender in sequence, so that no run waits for the disk."""
+    """Read all files of a contender in sequence, so no run waits for the disk."""
     files = [path for path in (job.work / module).rglob("*") if path.is_file()]
     for path in [*files, job.images, *(Path(name) for name, _ in job.photos)]:
         if path.exists():

@@ -31,7 +31,7 @@ class InBulk:
 def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     source = dataset(job)
-    # "Saving and loading data: persistent_workers" of torch.utils.data: workers live on between epochs.
+    # "Saving and loading data: persistent_workers" of torch.utils.data: workers stay alive between epochs.
     workers: dict[str, Any] = {"num_workers": NUM_WORKERS, "persistent_workers": True}
     if variant == "bulk":
         # "Disable automatic batching", torch.utils.data: the sampler gives lists and the dataset batches.

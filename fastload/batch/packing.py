@@ -73,7 +73,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-class _Packer(pickle.Pickler):
+class Packer(pickle.Pickler):
     """Pickles a batch without its leaves, and collects the leaves."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -83,6 +83,7 @@ class _Packer(pickle.Pickler):
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
+        """The number of a leaf; None for all other objects."""
         kind = type(obj)
         if kind is torch.Tensor:
             if not is_plain(obj):
@@ -107,13 +108,18 @@ class _Unpacker(pickle.Unpickler):
         return self._leaves[number]
 
 
-def pack(batch: Any, arena: Arena) -> Packed:
+def pack(batch: Any, arena: Arena, packer_type: type[Packer] = Packer) -> Packed:
     """Lay ``batch`` out in the arena's memory, which grows if necessary.
 
     Leaves whose bytes are in the arena already are not moved, unless the arena must grow.
+
+    Args:
+        batch: The batch.
+        arena: The memory.
+        packer_type: Pickles the skeleton; plain `pickle` can read it.
     """
     file = io.BytesIO()
-    packer = _Packer(file)
+    packer = packer_type(file)
     packer.dump(batch)
     leaves = _place(packer.leaves, arena)
     if leaves is None:

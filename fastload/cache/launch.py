@@ -15,11 +15,9 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from pathlib import Path
 
-from fastload.cache.ram import owners
 from fastload.cache.ranks import are_several, are_several_in
-from fastload.system.cgroups import read_text
+from fastload.system.linux import start_time, started_with
 from fastload.system.logs import log
 from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
 
@@ -38,7 +36,7 @@ def names() -> list[str]:
     group_name = _group_name()
     if group_name is not None:
         return [group_name]
-    variables, parent = _started_with(), os.getppid()
+    variables, parent = started_with(), os.getppid()
     local_rank = variables.get("LOCAL_RANK")
     if local_rank is None:
         may_lead = any(map(sys.modules.get, _LIGHTNING)) and not are_several()
@@ -68,10 +66,4 @@ def _led_by(pid: int) -> str:
 
 def _identified(pid: int) -> str:
     """A name that no later process can have."""
-    return f"{pid} (start tick {owners.start_time(pid)})"
-
-
-def _started_with() -> dict[str, str]:
-    """The environment that this process was started with; empty if unknown."""
-    lines = read_text(Path("/proc/self/environ")).split("\0")
-    return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}
+    return f"{pid} (start tick {start_time(pid)})"

@@ -38,10 +38,12 @@ from fastload.errors import (
 from fastload.memory.ring import Ring
 from fastload.rng.pipelines import Search
 from fastload.system.budget import parse_prefetch_memory
+from fastload.system.logs import say_once
 from fastload.workers.core import AT_START
 from fastload.workers.job import Job
 from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
+from fastload.workers.ray_pool import RayPool
 from fastload.workers.schedule import Schedule
 from fastload.workers.threads import ThreadPool
 
@@ -82,17 +84,28 @@ class WorkerIterator(HostIterator):
         self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
         recorder = recorder_of(loader)
         max_bytes = parse_prefetch_memory(loader.prefetch_memory)
-        self._pool: Pool | ThreadPool
+        self._pool: Pool | ThreadPool | RayPool
+        if loader.worker_type == "ray" and not loader.persistent_workers:
+            say_once(
+                "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
+                "other machines: persistent_workers=True keeps both"
+            )
         if loader.worker_type == "thread":
             finish = _pinning(self._pin_memory_device) if self._pin_memory else None
             self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
         else:
-            ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
-            self._pool = Pool(job, context, ring, recorder.add, num_restarts=loader.max_worker_restarts)
+            restarts = loader.max_worker_restarts
+            if loader.worker_type == "ray":
+                ring, options = Ring(1, 1, max_bytes), loader.ray_options or {}
+                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=options)
+            else:
+                ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
+                self._pool = Pool(job, context, ring, recorder.add, num_restarts=restarts)
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
-        if loader.seed_albumentations and context.get_start_method() == "fork" and loader not in _searched:
+        is_forked = isinstance(self._pool, Pool) and context.get_start_method() == "fork"
+        if loader.seed_albumentations and is_forked and loader not in _searched:
             _searched.add(loader)
             Search(job.dataset, job.collate_fn)  # forked workers, which search too, inherit what it learns
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
@@ -151,7 +164,7 @@ class WorkerIterator(HostIterator):
         these batches to its caller.
         """
         self._is_prefetched = True
-        if isinstance(self._pool, Pool) and self._pin_thread is None:
+        if not isinstance(self._pool, ThreadPool) and self._pin_thread is None:
             self._pool.let_read(backend, stream)
 
     def _put_index(self) -> Exception | None:
@@ -206,7 +219,7 @@ class WorkerIterator(HostIterator):
     def _next_batch(self) -> tuple[Any, Size]:
         if self._broken is not None:
             raise self._broken
-        if not self._is_prefetched and isinstance(self._pool, Pool):
+        if not self._is_prefetched and not isinstance(self._pool, ThreadPool):
             self._pool.unregister()  # slots of an earlier epoch, with persistent workers
         deadline = self._deadline()
         while (head := self._schedule.head()) is not None:
@@ -338,7 +351,7 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Pool | ThreadPool, pin_thread: PinThread | None) -> None:
+def _close(pool: Pool | ThreadPool | RayPool, pin_thread: PinThread | None) -> None:
     pid_is_ours = pool.is_ours
     pool.close()
     if pin_thread is not None and pid_is_ours:
@@ -361,7 +374,7 @@ def _accelerator_index() -> int | None:
     return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
 
-def _make_pin_thread(pool: Pool, device: str | None) -> PinThread:
+def _make_pin_thread(pool: Pool | RayPool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
     def receive(worker: int) -> Task:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.memory.segment import PAGE_BYTES, populate, round_up
+from fastload.memory.segment import PAGE_BYTES, Segment, populate, round_up, why_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -98,6 +98,23 @@ def private_memory(nbytes: int) -> Memory:
     else:
         mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are allocated on first touch
     return Memory(mapping, shared=False)
+
+
+def shared_memory(nbytes: int) -> Memory:
+    """Pages of a segment, allocated now; private pages where the system has no shared memory.
+
+    Raises:
+        SegmentError: The memory is not available.
+    """
+    if why_unsupported() is not None:
+        return private_memory(nbytes)
+    segment = Segment.create(nbytes, name="fastload-slot")
+    try:
+        mapping = segment.map(writable=True)
+        populate(mapping)
+    finally:
+        segment.close()  # the mapping stays
+    return Memory(mapping, shared=True)
 
 
 class Arena:

@@ -11,19 +11,22 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import mmap
 import os
 import sys
+import threading
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SegmentError
-from fastload.system.posix import fcntl, resource
+from fastload.system import linux
+from fastload.system.posix import resource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -43,8 +46,8 @@ def why_unsupported() -> str | None:
     The function makes, seals and maps a segment of one page, once per process: in containers memfd_create
     often exists, but is denied.
     """
-    if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_ADD_SEALS"):
-        return "this platform has no anonymous shared memory (memfd_create)"
+    if (reason := linux.why_no_memfd()) is not None:
+        return reason
     try:
         trial = Segment.create(PAGE_BYTES, name="fastload-trial", sealed=True)
         try:
@@ -89,7 +92,7 @@ class Segment:
         """
         nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = linux.memfd(name)
         except OSError as error:
             raise SegmentError(
                 f"cannot create a shared segment of {nbytes:,} bytes: {with_limit(error)}"
@@ -98,7 +101,7 @@ class Segment:
             os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor can open a memfd
             os.ftruncate(fd, nbytes)
             if sealed:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+                linux.seal_size(fd)
         except OSError as error:
             os.close(fd)
             raise SegmentError(
@@ -114,11 +117,7 @@ class Segment:
     @property
     def is_sealed(self) -> bool:
         """Whether the segment's size can never change."""
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-        try:
-            return fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & seals == seals
-        except OSError:  # not a memfd
-            return False
+        return linux.is_size_sealed(self.fd)
 
     @property
     def is_own(self) -> bool:
@@ -165,7 +164,7 @@ class Segment:
         Raises:
             OSError: There is no /proc, or this process has no descriptor left.
         """
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        return os.open(linux.link_of(self.fd), os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
         """Close this process's descriptor; idempotent."""
@@ -180,6 +179,30 @@ class Segment:
         # open the descriptor while this process lives (proc(5), /proc/PID/fd).
         status = os.fstat(self.fd)
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
+
+
+class _Pickling(threading.local):
+    """How this thread pickles what holds segments."""
+
+    is_for_other_machines = False
+
+
+_pickling = _Pickling()
+
+
+@contextlib.contextmanager
+def pickled_for_other_machines() -> Iterator[None]:
+    """A block in which what is pickled can be read on other machines, which cannot reach a segment."""
+    _pickling.is_for_other_machines = True
+    try:
+        yield
+    finally:
+        _pickling.is_for_other_machines = False
+
+
+def is_for_other_machines() -> bool:
+    """Whether this thread is inside `pickled_for_other_machines`."""
+    return _pickling.is_for_other_machines
 
 
 def with_limit(error: OSError) -> str:
@@ -200,7 +223,7 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
         return open_in_process(pid, fd, lambda status, _: (status.st_dev, status.st_ino) == (device, inode))
     except OSError as error:
         raise SegmentError(
-            f"cannot attach the shared segment at /proc/{pid}/fd/{fd}: {error}. "
+            f"cannot attach the shared segment at {linux.link_of(fd, pid)}: {error}. "
             "Its owner must be alive, of the same user and in the same PID namespace."
         ) from error
 
@@ -222,9 +245,9 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
         OSError: The process or the descriptor is gone, or this process cannot open its descriptors.
         SegmentError: The descriptor now refers to a different file.
     """
-    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    found = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
     try:
-        own = f"/proc/self/fd/{found}"
+        own = linux.link_of(found)
         link = os.readlink(own)
         if not is_meant(os.fstat(found), link):
             raise SegmentError(f"descriptor {fd} of process {pid} is now {link}, and no longer the segment")

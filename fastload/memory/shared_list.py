@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
 from fastload.errors import SegmentError, short_repr
-from fastload.memory.segment import Segment, why_unsupported, with_limit
+from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
 from fastload.system.logs import say_once
 from fastload.system.sizes import readable_size
 
@@ -125,6 +125,8 @@ class _Records:
         return pickle.loads(self._bytes[self._offsets[number] : self._offsets[number + 1]])
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if is_for_other_machines():
+            return _Records, (bytearray(self._bytes),)
         return _Records, (self._memory,)
 
 

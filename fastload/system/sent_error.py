@@ -16,7 +16,7 @@ import os
 import pickle
 import sys
 import traceback
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -32,6 +32,7 @@ _HEADER = "Traceback (most recent call last):\n"
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep for path in (os.path.dirname(os.path.abspath(__file__)), torch.__file__)
 )
+_pickle: Any = pickle  # writes errors; pickle reads them
 _SHORT_TEXT = 400  # characters; each takes four bytes at most
 
 
@@ -175,9 +176,15 @@ def _pickled(value: BaseException | ExceptionWrapper) -> bytes:
     Raises:
         Exception: The error cannot be sent.
     """
-    data = pickle.dumps(value)
+    data: bytes = _pickle.dumps(value)
     pickle.loads(data)
     return data
+
+
+def use_pickle(module: Any) -> None:
+    """Write errors with this module from now on, in this process; `pickle.loads` reads them."""
+    global _pickle
+    _pickle = module
 
 
 def _take_own_notes(error: BaseException) -> tuple[str, ...]:

@@ -31,15 +31,14 @@ import signal
 import time
 import warnings
 from multiprocessing import process
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.iterable_state import keeps_state
-from fastload.system.cgroups import read_text
 from fastload.system.cpus import rank_cpus
+from fastload.system.linux import queued_s
 from fastload.system.logs import log
 from fastload.system.sizes import readable_time
 from fastload.workers.core import be_quiet
@@ -397,8 +396,5 @@ def _next_cost(iterator: Iterator[Any]) -> Cost:
 
 def _clocks() -> tuple[float, float, float]:
     """Seconds in which this thread ran or waited, its CPU seconds, those of this process and its children."""
-    # CPU time, time in which others had the CPU, number of turns; empty outside Linux
-    scheduled = read_text(Path("/proc/thread-self/schedstat")).split()
-    queued_s = int(scheduled[1]) / 1e9 if scheduled else 0.0
     process_s = time.process_time() + sum(os.times()[2:4])
-    return time.perf_counter() - queued_s, time.thread_time(), process_s
+    return time.perf_counter() - queued_s(), time.thread_time(), process_s

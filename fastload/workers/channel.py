@@ -216,6 +216,19 @@ class Channel:
         self._socket.close()
 
 
+def why_no_channel() -> str | None:
+    """Why there are no channels here, as a readable clause; None if they work.
+
+    Raises:
+        OSError: The system denies their sockets.
+    """
+    if not all(hasattr(socket, name) for name in ("SOCK_SEQPACKET", "SCM_RIGHTS", "CMSG_SPACE")):
+        return "this platform has no sockets that keep messages apart and carry descriptors"
+    for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        end.close()
+    return None
+
+
 def make_channel() -> tuple[Channel, socket.socket]:
     """The parent's channel, and the socket of which a worker makes the other end."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
@@ -38,9 +38,16 @@ if TYPE_CHECKING:
     from fastload.memory.lease import Arena
     from fastload.rng.batch_draws import BatchId
     from fastload.rng.sample_streams import StreamOrigin
-    from fastload.workers.job import Job, PickledJob
+    from fastload.workers.job import Job
 
 AT_START = "at its start"  # the place of an error that is the answer to every task
+
+
+class Loadable(Protocol):
+    """A job, or the form in which a transport has sent it."""
+
+    def load(self) -> Job:
+        """The job."""
 
 
 class Meter:
@@ -87,7 +94,7 @@ class WorkerCore:
     def __init__(
         self,
         worker_id: int,
-        job: Job | PickledJob,
+        job: Loadable,
         arena: Arena,
         finish: Callable[[Any], Any] | None,
         *,

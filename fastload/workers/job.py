@@ -182,7 +182,7 @@ def pickle_job(job: Job) -> PickledJob:
             with _collect_descriptors(fds):
                 head = _dump(job, buffers)
         except Exception as error:
-            add_note(error, _explain(job))
+            add_note(error, explain(job, _can_be_sent, _ADVICE))
             raise
         views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
         nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
@@ -257,18 +257,26 @@ def _collect_descriptors(fds: list[int]) -> Any:
 # --- finding the attribute that cannot be pickled ---------------------------------------------------------
 
 
-def _explain(job: Job) -> str:
+_ADVICE = (
+    "Define functions and classes at the top level of a module, not as lambdas or local functions; open "
+    "files and connections in the worker, on first use; or use multiprocessing_context='fork'."
+)
+
+
+def explain(job: Job, can_be_sent: Callable[[Any], bool], advice: str) -> str:
+    """A note for an error that kept ``job`` from being pickled: which attribute it is, and what to do.
+
+    Args:
+        job: The job.
+        can_be_sent: Whether a part of it can be pickled.
+        advice: What to do.
+    """
     for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
         owner = getattr(job, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
-            if not _can_be_sent(value):
-                return (
-                    f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. Define "
-                    "functions and classes at the top level of a module, not as lambdas or local functions; "
-                    "open files and connections in the worker, on first use; or use "
-                    "multiprocessing_context='fork'."
-                )
+            if not can_be_sent(value):
+                return f"fastload: {path} cannot be sent to a worker process: it is {value!r:.200}. {advice}"
     return "fastload: the dataset could not be sent to a worker process"
 
 

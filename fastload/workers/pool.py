@@ -28,21 +28,16 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fastload.batch.packing import unpack
-from fastload.device.registered import RegisteredSlots, has_host_leaves
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note, short_repr
 from fastload.memory.lease import Memory
-from fastload.memory.ring import SlotState
 from fastload.memory.segment import Segment
 from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
 from fastload.system.logs import log
-from fastload.system.sent_error import SentError
 from fastload.workers.channel import Channel, make_channel
 from fastload.workers.job import Job, PickledJob, pickle_job
-from fastload.workers.messages import INTERRUPTED, Begin, Fetch, Kind, Task, Work, of_plain
+from fastload.workers.lending import Lender
+from fastload.workers.messages import INTERRUPTED, Begin, Fetch, Task, Work, of_plain
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
 
 if TYPE_CHECKING:
@@ -50,9 +45,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.batch.iterable_state import IterableState
-    from fastload.batch.packing import Packed
-    from fastload.device.cuda import Backend
-    from fastload.memory.ring import Ring, Slot
+    from fastload.memory.ring import Ring
     from fastload.workers.channel import Received
 
 # A worker gets time to finish its current sample; then it gets SIGTERM, and then SIGKILL.
@@ -95,7 +88,7 @@ class _WorkerHandle:
         return self.gets_no_more and not self.waiting and all(task.answer is not None for task in self.sent)
 
 
-class Pool:
+class Pool(Lender):
     """The worker processes of one iterator, from `start` on.
 
     Args:
@@ -115,9 +108,7 @@ class Pool:
         *,
         num_restarts: int = 0,
     ) -> None:
-        self.ring = ring
-        self._note_work = note_work
-        self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
+        super().__init__(ring, note_work)
         self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
         self._closing = threading.RLock()
         self._pid = os.getpid()
@@ -220,40 +211,6 @@ class Pool:
                 if received is None:
                     return None
                 self._accept(worker, received)
-
-    def _open(self, task: Task) -> None:
-        """Restore the batch of an answer, and free the slot unless the batch was lent."""
-        answer, slot = task.answer, task.slot
-        if answer is not None and slot is not None and answer.kind is Kind.BATCH:
-            try:
-                answer.nbytes = answer.payload.used_bytes
-                answer.payload = self._unpacked(answer.payload, slot)
-            except Exception as error:  # noqa: BLE001  # fails only this batch
-                answer.kind, answer.payload = Kind.ERROR, SentError(error)
-        self._give_back(task)
-
-    def _unpacked(self, packed: Packed, slot: Slot) -> Any:
-        """The batch, as a view of its slot if that can be lent, else as a copy."""
-        if not packed.used_bytes or slot.memory is None:
-            return unpack(packed, b"")
-        lease = slot.memory.lease()
-        batch = unpack(packed, lease)
-        # A prefetcher passes host leaves on to its caller, who must never see pinned slots.
-        is_private = self.registered is not None and has_host_leaves(packed, batch)
-        if self.registered is not None and not is_private:
-            self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-        if not is_private:
-            if self.ring.lend(slot):
-                return batch
-            self._note_work(Work(num_copies=1))
-        del batch
-        return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
-
-    def _give_back(self, task: Task) -> None:
-        """Free the slot of an abandoned task, unless its batch was lent."""
-        slot, task.slot = task.slot, None
-        if slot is not None and slot.state is SlotState.READY:
-            self.ring.release(slot)
 
     @property
     def was_interrupted(self) -> bool:
@@ -428,18 +385,6 @@ class Pool:
                 new.sent.append(task)
             elif not task.is_stale:
                 new.waiting.append(task)
-
-    def let_read(self, backend: Backend, stream: Any) -> None:
-        """Let a device read slots in place; the caller keeps each batch until the device has read it."""
-        if self.registered is None or self.registered.stream is not stream:
-            self.unregister()
-            self.registered = RegisteredSlots(backend, stream)
-
-    def unregister(self) -> None:
-        """Stop reading slots in place; waits for the copies in flight."""
-        if self.registered is not None:
-            self.registered.close()
-            self.registered = None
 
     def close(self, grace_s: float | None = None) -> None:
         """Stop the workers and release all slots; batches that the caller holds stay valid.

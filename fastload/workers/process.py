@@ -22,7 +22,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -31,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
 from fastload.memory.segment import why_unsupported
+from fastload.system import linux
+from fastload.workers.channel import why_no_channel
 from fastload.workers.worker import main
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class WorkerProcess:
         """Send a signal, unless the process has ended."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
+                linux.send_signal(self._pidfd, number)
 
     def clean_up(self) -> None:
         """Take the exit code from the system and close the descriptors; idempotent."""
@@ -144,7 +145,7 @@ def _pidfd_of(pid: int) -> int:
     The process is gone if it ended immediately and the fork server has waited for it.
     """
     try:
-        return os.pidfd_open(pid)
+        return linux.open_process(pid)
     except ProcessLookupError:
         readable, writable = os.pipe()
         os.close(writable)  # poll(2) now always reports the end of the pipe
@@ -245,19 +246,10 @@ def why_no_processes() -> str | None:
     segments, socket pairs that keep messages apart, pidfd_open to notice a process's exit, and
     pidfd_send_signal to kill workers that hang.
     """
-    reason = why_unsupported()
-    if reason is not None:
-        return reason
-    if not hasattr(os, "pidfd_open"):
-        return "this platform has no pidfd_open"
     try:
-        pidfd = os.pidfd_open(os.getpid())
-        try:
-            signal.pidfd_send_signal(pidfd, 0)  # number 0 sends no signal
-        finally:
-            os.close(pidfd)
-        for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
-            end.close()
+        reason = why_unsupported() or linux.why_no_pidfd() or why_no_channel()
+        if reason is not None:
+            return reason
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):  # starting a worker reports these itself
             return f"this system denies pidfd_open, pidfd_send_signal or socketpair: {error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ class Options:
     seed_albumentations: bool = True
     rng: str = "worker"
     worker_type: str = "process"
+    ray_options: Mapping[str, Any] | None = None
     device: str | int | torch.device | None = None
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
@@ -51,7 +53,14 @@ class Options:
                 "None or torch.channels_last",
             ),
             "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
-            "worker_type": (self.worker_type in ("process", "thread"), '"process" or "thread"'),
+            "worker_type": (
+                self.worker_type in ("process", "thread", "ray"),
+                '"process", "thread" or "ray"',
+            ),
+            "ray_options": (
+                self.ray_options is None or isinstance(self.ray_options, Mapping),
+                "a dict of options for Ray's actors, or None",
+            ),
             "on_error": (
                 self.on_error in ("raise", "replace") or callable(self.on_error),
                 '"raise", "replace" or a function',
@@ -65,6 +74,14 @@ class Options:
         for name, (is_right, expected) in checks.items():
             if not is_right:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
+        if self.ray_options is not None and self.worker_type != "ray":
+            raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
+        ours = sorted(_OUR_RAY_OPTIONS.intersection(self.ray_options or ()))
+        if ours:
+            raise ValueError(
+                f"ray_options cannot have {', '.join(ours)}, because fastload chooses how actors are named, "
+                "restarted and called; max_worker_restarts allows restarts"
+            )
         check_max_errors(self.max_errors)
         if self.prefetch_memory != "auto":
             budget.parse_memory(
@@ -92,16 +109,22 @@ class Options:
 
         Raises:
             ValueError: The dataset is not map-style, or has its own `__getitems__`; or the loader has a
-                `multiprocessing_context` and worker threads.
+                `multiprocessing_context` and no worker processes; or Ray's workers are to be measured.
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
         if self.rng == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        if self.worker_type == "thread" and loader.multiprocessing_context is not None:
+        if self.worker_type != "process" and loader.multiprocessing_context is not None:
             raise ValueError(
-                'multiprocessing_context is for worker processes, but worker_type is "thread": omit one'
+                f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '
+                "omit one"
+            )
+        if self.worker_type == "ray" and is_auto:
+            raise ValueError(
+                'num_workers="auto" measures workers on this machine, but worker_type="ray" starts them on '
+                "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
             )
         needs_map = {
             'worker_type="thread"': self.worker_type == "thread",
@@ -116,6 +139,13 @@ class Options:
                     f"dataset is a {type(dataset).__name__}"
                 )
 
+
+_OUR_RAY_OPTIONS = frozenset(
+    {
+        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
+        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
+    }
+)
 
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 

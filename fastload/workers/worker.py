@@ -28,6 +28,7 @@ from fastload.batch.packing import Packed, pack
 from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.limits import too_many_files
+from fastload.system.linux import open_process
 from fastload.system.sent_error import SentError
 from fastload.system.worker_memory import freeze_inherited
 from fastload.workers.channel import Channel
@@ -94,7 +95,7 @@ def leave_with(parent_pid: int) -> None:
     PR_SET_PDEATHSIG would watch the thread that forked; a pidfd watches the whole process.
     """
     try:
-        pidfd = os.pidfd_open(parent_pid)
+        pidfd = open_process(parent_pid)
     except ProcessLookupError:
         os._exit(1)
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 import fastload
-from fastload.cache import locks, open_cache
+from fastload.cache import open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -24,6 +24,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
+from fastload.system import locks
 from tests.cache.zoo import (
     BareImages,
     Everything,

@@ -298,7 +298,7 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
 
     def look(variables: dict[str, str | None]) -> tuple[Any, Any]:
         started_with = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
-        monkeypatch.setattr(launch, "_started_with", lambda: started_with)
+        monkeypatch.setattr(launch, "started_with", lambda: started_with)
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
 
@@ -317,7 +317,7 @@ def test_children_of_two_processes_are_two_launches(
 
     def look(parent: int, local_rank: str) -> tuple[Any, Any]:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        monkeypatch.setattr(launch, "_started_with", lambda: TORCHRUN | {"LOCAL_RANK": local_rank})
+        monkeypatch.setattr(launch, "started_with", lambda: TORCHRUN | {"LOCAL_RANK": local_rank})
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
 

@@ -16,10 +16,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.locks import try_lock
 from fastload.cache.ram import generation
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
+from fastload.system.locks import try_lock
 from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 

@@ -31,7 +31,6 @@ from fastload.cache.build.upload import build_at_url
 from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
-from fastload.cache.locks import held
 from fastload.errors import (
     CacheBusyError,
     CacheCorruptError,
@@ -39,6 +38,7 @@ from fastload.errors import (
     CacheMismatchError,
 )
 from fastload.files import attempts
+from fastload.system.locks import held
 from tests.cache.build_zoo import Stopping, building, exit_codes
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples

@@ -22,12 +22,12 @@ import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.locks import try_lock
 from fastload.cache.ram import layout, owners, registry, shared
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
+from fastload.system.locks import try_lock
 from tests.cache.test_shared import OVERHEAD
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples

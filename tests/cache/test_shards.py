@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.cache import locks
 from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb, build_shard, join
 from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, TooManyFailuresError
+from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages, Stopping, exit_codes
 from tests.cache.zoo import Everything, Images, RaggedImages
 

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload.cache import locks
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -23,6 +22,7 @@ from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
+from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
 from tests.cache.zoo import Images, MixedImages, RaggedImages

@@ -18,7 +18,7 @@ import pytest
 import rich.console
 
 import fastload
-from fastload.cache import locks, progress
+from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.progress import BuildProgress
@@ -26,6 +26,7 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.stack import Stack
 from fastload.errors import CacheMismatchError
 from fastload.memory import segment
+from fastload.system import locks
 from tests.cache.zoo import Everything, Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 

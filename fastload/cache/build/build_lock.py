@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache.build.writer import writing
-from fastload.cache.locks import held, is_held
 from fastload.errors import CacheBusyError
+from fastload.system.locks import held, is_held
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                os.unlink(name)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
                 log.info("%s: not locked, because this file system does not have locks", path)
                 is_ours = True
         if not is_ours:

@@ -42,12 +42,12 @@ from fastload.cache.lmdb.manifest import (
     read_manifest,
     remote_files,
 )
-from fastload.cache.locks import held, try_lock
 from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_memory
 from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
+from fastload.system.locks import held, try_lock
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unwritable
 from fastload.system.sizes import readable_size

@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastload.cache.lmdb.open_file import OpenFile
-from fastload.cache.locks import share_lock
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.limits import allows_files, limit_on_files
+from fastload.system.locks import share_lock
 
 if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan

@@ -25,6 +25,7 @@ from fastload.cache.record import decode, spec_text
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.remote import is_url, local_path
+from fastload.memory.segment import is_for_other_machines
 from fastload.nested.spec import Spec
 from fastload.system.sizes import readable_size
 
@@ -71,6 +72,7 @@ class LMDBCache(BaseCache):
     ) -> None:
         name = os.fspath(path)
         self._is_closed = False
+        self._source = (name, storage_options) if is_url(name) else None
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
         self._files: tuple[OpenFile, ...] | None
         if is_url(name):
@@ -86,7 +88,9 @@ class LMDBCache(BaseCache):
         self._build_id = self._plan.build_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unopened, (self.path, self._build_id, self.reason, self._known_spec())
+        # Other machines make their own copy of a cache at a URL.
+        source = self._source if is_for_other_machines() else None
+        return _unopened, (self.path, self._build_id, self.reason, self._known_spec(), source)
 
     def _known_spec(self) -> Spec | None:
         """The structure of sample 0; it takes the classes of its namedtuples along to a different process.
@@ -184,7 +188,10 @@ class LMDBCache(BaseCache):
     def _opened(self) -> tuple[OpenFile, ...]:
         files = self._files
         if files is None:
-            files = open_cache(self.path)
+            if self._source is not None and not os.path.exists(self.path):
+                self.path, files = open_copy(*self._source, progress=False)
+            else:
+                files = open_cache(self.path)
             if files[0].description.plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
@@ -293,9 +300,16 @@ class LMDBCache(BaseCache):
         self._is_closed = True
 
 
-def _unopened(path: str, build_id: str, reason: str, spec: Spec | None) -> LMDBCache:
+def _unopened(
+    path: str,
+    build_id: str,
+    reason: str,
+    spec: Spec | None,
+    source: tuple[str, Mapping[str, Any] | None] | None = None,
+) -> LMDBCache:
     """Unpickle; pickle imports the modules of the classes in `spec`."""
     cache = LMDBCache.__new__(LMDBCache)
     cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
+    cache._source = source
     cache._files, cache._plan, cache._is_closed = None, None, False
     return cache

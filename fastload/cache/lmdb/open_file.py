@@ -211,7 +211,7 @@ def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices
     """The file as memory, and the places of its values."""
     with _reading(path):
         try:
-            mapping = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            mapping = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
         except ValueError as error:  # it was just truncated
             raise CacheCorruptError(f"{path}: {error}") from error
     try:
@@ -219,7 +219,8 @@ def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices
     except ValueError as error:
         reason = str(error)
     else:
-        mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
+        with contextlib.suppress(OSError):  # only advice
+            mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
         return mapping, table
     mapping.close()  # the views that the walk made were released with its error
     raise CacheCorruptError(f"{path}: its index is not valid: {reason}. Delete the file and build it again")

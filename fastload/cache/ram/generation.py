@@ -42,7 +42,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fastload.cache.columns import ColumnReader
-from fastload.cache.locks import locked
 from fastload.cache.ram import owners
 from fastload.cache.ram.layout import (
     CURSOR_AT,
@@ -57,6 +56,7 @@ from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.order import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
+from fastload.system.locks import locked
 from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 

@@ -20,6 +20,7 @@ themselves.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -30,13 +31,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.cache.columns import Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.locks import locked
 from fastload.cache.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.dtypes import dtype_name, numpy_dtype
 from fastload.nested.leaves import IMAGE
 from fastload.nested.spec import Spec, flatten
+from fastload.system.locks import locked
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -196,6 +197,20 @@ class Layout:
             room_bytes=room if is_packed else max(0, room - (end - columns_at)),
             origin=origin,
         )
+
+    def on_machine(self, max_bytes: int, origin: Origin) -> Layout:
+        """The layout of a cache of the same samples on a different machine.
+
+        Args:
+            max_bytes: The maximum memory there.
+            origin: The process that makes the cache.
+        """
+        if max_bytes >= self.max_bytes:
+            return dataclasses.replace(self, origin=origin)
+        if self.spec is not None and not self.is_packed and self.ragged_at <= max_bytes:
+            room_bytes = max(0, self.room_bytes - (self.max_bytes - max_bytes))
+            return dataclasses.replace(self, origin=origin, max_bytes=max_bytes, room_bytes=room_bytes)
+        return Layout.plan(self.num_samples, max_bytes, (), origin)  # any samples that fit
 
     @property
     def row_bytes(self) -> int:

@@ -30,11 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastload.cache.locks import locked
 from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
-from fastload.system.cgroups import read_text
+from fastload.system.linux import pid_namespace, start_time
+from fastload.system.locks import locked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
-_START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
@@ -83,7 +82,7 @@ class Entry:
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs; assumed for a different PID namespace."""
-        return self.namespace != _own_namespace() or start_time(self.pid) == self.started
+        return self.namespace != pid_namespace() or start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
         """The memory behind the entry; the caller owns it, and must check it.
@@ -92,7 +91,7 @@ class Entry:
             SegmentError: The process does not let this one open its descriptors, or runs in a different PID
                 namespace (container), or its descriptor refers to a different file.
         """
-        if self.namespace != _own_namespace():
+        if self.namespace != pid_namespace():
             raise SegmentError(f"process {self.pid} runs in a different PID namespace (container)")
         try:
             return open_in_process(
@@ -111,7 +110,7 @@ def directory() -> Path | None:
     it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
     path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
-    problem = "" if _own_namespace() is not None else "it needs /proc, which does not exist"
+    problem = "" if pid_namespace() is not None else "it needs /proc, which does not exist"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
@@ -153,7 +152,7 @@ def entries(name: str | None = None) -> list[Entry]:
 
 def entry_of(name: str, fd: int) -> Entry | None:
     """The entry that names a descriptor of this process; None without /proc."""
-    namespace, pid = _own_namespace(), os.getpid()
+    namespace, pid = pid_namespace(), os.getpid()
     return None if namespace is None else Entry(name, pid, start_time(pid) or 0, fd, namespace)
 
 
@@ -201,17 +200,3 @@ def _open(path: Path) -> int:
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):  # already gone, or a read-only disk: the wrong hint stays
         path.unlink()
-
-
-def _own_namespace() -> int | None:
-    """The inode of this process's PID namespace; None if /proc does not give it."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return None
-
-
-def start_time(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if there is no process with that number."""
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
-    return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])

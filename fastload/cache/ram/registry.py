@@ -12,22 +12,28 @@ Rules:
 from __future__ import annotations
 
 import logging
+import os
 import time
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache import ranks
+from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import owners
+from fastload.cache.ram.layout import RETAINS_ALL, Origin, Stamp
+from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
+from fastload.system.budget import parse_memory
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.ram.layout import Layout
     from fastload.cache.ram.owners import Entry
+    from fastload.cache.sample_cache import SampleCache
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,31 @@ def create(
         )
         _register(cache, fingerprint.name)
         return cache
+
+
+def of_this_machine(layout: Layout, cache_id: int) -> SampleCache:
+    """The cache of this machine for a cache that another one made; all its workers share it.
+
+    Args:
+        layout: Of that cache.
+        cache_id: Of that cache; names this one if it has no fingerprint.
+    """
+    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {cache_id:016x}")
+    max_bytes = max(1, min(layout.max_bytes, parse_memory("auto")))
+    try:
+        with owners.creating() as is_alone:
+            if is_alone and (cache := find(fingerprint, layout.num_samples)) is not None:
+                return cache
+            planned = layout.on_machine(max_bytes, Origin(os.getpid(), time.time(), fingerprint))
+            stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
+            segment, _ = planned.create_segment(stamp)
+            cache = SharedMemoryCache.attach(segment)
+            cache.reason = "new: the cache of this machine"
+            _register(cache, fingerprint.name)
+            return cache
+    except SegmentError as error:
+        log.warning("cache: each worker of this machine keeps its own: %s", str(error))
+        return PrivateCache(layout.num_samples, max_memory=max_bytes, reason=str(error))
 
 
 def live_caches() -> list[LiveCache]:

@@ -17,25 +17,27 @@ changes. `generation` reads and stores samples. Rules:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
 import weakref
+from importlib import import_module
 from multiprocessing import context
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.locks import locked
 from fastload.cache.ram import generation, owners
 from fastload.cache.ram.generation import Generation
 from fastload.cache.ram.layout import RETAINS_ALL, Layout, Origin, Stamp, create
 from fastload.cache.sample_cache import BaseCache
 from fastload.errors import SegmentError
-from fastload.memory.segment import Segment
+from fastload.memory.segment import Segment, is_for_other_machines
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
+from fastload.system.locks import locked
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.fingerprint import Fingerprint
     from fastload.cache.ram.owners import Entry
+    from fastload.cache.sample_cache import SampleCache
 
 _RETAIN_WAIT_S = 10.0  # for a process that makes the next generation
 
@@ -108,6 +111,8 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         now = self._newest()
+        if is_for_other_machines():
+            return _of_this_machine, (owners.entry_of("", self.anchor_fd()), now.stamp.cache_id, self._plan)
         if context.get_spawning_popen() is None and now.stamp.number:
             # Not pickled to start a child process. This process can move to a new generation before the
             # pickle is read; the anchor then leads to it.
@@ -312,3 +317,13 @@ def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
 
 def _found(entry: Entry, cache_id: int, layout: Layout) -> SharedMemoryCache:
     return _attached(generation.attach(entry, Stamp(0, cache_id, RETAINS_ALL)), layout)
+
+
+def _of_this_machine(entry: Entry | None, cache_id: int, layout: Layout) -> SampleCache:
+    """Unpickle on any machine: the same cache if it can be reached, else one of this machine's own."""
+    if entry is not None:
+        with contextlib.suppress(SegmentError):
+            return _found(entry, cache_id, layout)
+    registry = import_module("fastload.cache.ram.registry")  # which builds on this file
+    made: SampleCache = registry.of_this_machine(layout, cache_id)
+    return made

@@ -7,6 +7,7 @@ a descriptor for this purpose only. Locks of fcntl(2) belong to the process, and
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from typing import TYPE_CHECKING
@@ -99,6 +100,8 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
     """
+    if fcntl is None:
+        raise OSError(errno.ENOLCK, "this platform has no locks on files")
     take = fcntl.lockf if by_process else fcntl.flock
     while True:
         fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o644)

@@ -1,0 +1,126 @@
+"""What fastload uses of Linux that other systems, containers or old kernels lack.
+
+Here: anonymous memory (memfd), handles of processes (pidfd), and what /proc says of processes. Locks on
+files are in `locks`, limits of containers in `cgroups`, sockets that carry descriptors in `workers.channel`.
+Without any of them, fastload works in a different way: docs/support.md has the table.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from fastload.system.cgroups import read_text
+from fastload.system.posix import fcntl
+
+_START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
+
+
+# --- anonymous memory -------------------------------------------------------------------------------------
+
+
+def why_no_memfd() -> str | None:
+    """Why there cannot be anonymous memory; None if this system might grant it."""
+    if hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS"):
+        return None
+    return "this platform has no anonymous shared memory (memfd_create)"
+
+
+def memfd(name: str) -> int:
+    """A descriptor of new, empty anonymous memory; seals can be added.
+
+    Raises:
+        OSError: The system denies it.
+    """
+    return os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+
+def seal_size(fd: int) -> None:
+    """Forbid every later change of the size of a memfd.
+
+    Raises:
+        OSError: The system denies it.
+    """
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def is_size_sealed(fd: int) -> bool:
+    """Whether the size of a file can never change."""
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+    except OSError:  # not a memfd
+        return False
+
+
+# --- handles of processes ---------------------------------------------------------------------------------
+
+
+def why_no_pidfd() -> str | None:
+    """Why processes have no handles here, or cannot be signalled through them; None if they can.
+
+    Raises:
+        OSError: The system denies it.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return "this platform has no pidfd_open"
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        send_signal(pidfd, 0)  # number 0 sends no signal
+    finally:
+        os.close(pidfd)
+    return None
+
+
+def open_process(pid: int) -> int:
+    """A descriptor of a process, which becomes readable when the process ends.
+
+    Raises:
+        ProcessLookupError: It has ended, and its parent has waited for it.
+        AttributeError, OSError: The system has no handles of processes, or denies them.
+    """
+    return os.pidfd_open(pid)
+
+
+def send_signal(pidfd: int, number: int) -> None:
+    """Send a signal to the process of a descriptor.
+
+    Raises:
+        ProcessLookupError: It has ended.
+    """
+    signal.pidfd_send_signal(pidfd, number)
+
+
+# --- what /proc says --------------------------------------------------------------------------------------
+
+
+def link_of(fd: int, pid: int | None = None) -> str:
+    """The path under which a descriptor of this process, or of a different one, can be opened again."""
+    return f"/proc/{pid or 'self'}/fd/{fd}"
+
+
+def pid_namespace() -> int | None:
+    """The inode of this process's PID namespace; None if /proc does not give it."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> int | None:
+    """The start of a process in clock ticks since boot; None if there is no process with that number."""
+    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
+
+
+def started_with() -> dict[str, str]:
+    """The environment that this process was started with; empty if unknown."""
+    lines = read_text(Path("/proc/self/environ")).split("\0")
+    return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}
+
+
+def queued_s() -> float:
+    """How long this thread could have run and others had the CPU; 0 if unknown."""
+    scheduled = read_text(Path("/proc/thread-self/schedstat")).split()  # CPU time, this time, number of turns
+    return int(scheduled[1]) / 1e9 if scheduled else 0.0

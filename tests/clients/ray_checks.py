@@ -1,0 +1,676 @@
+"""What `test_ray_workers` runs in the environment of Ray: each function is one check.
+
+A check raises if its claim does not hold. `main` runs all of them on one cluster, whose start takes seconds,
+and records what each one raised.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any
+
+import albumentations as A
+import numpy as np
+import ray
+import torch
+from ray._private import state as ray_state
+from ray.cluster_utils import Cluster
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+import fastload
+from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
+from tests.clients.in_rank import record
+
+NODE = {"include_dashboard": False, "object_store_memory": 80_000_000, "num_cpus": 4}
+CHECKS: list[Any] = []
+Pair = collections.namedtuple("Pair", "image label")
+
+
+def check(function: Any) -> Any:
+    """Mark a check."""
+    CHECKS.append(function)
+    return function
+
+
+# --- datasets --------------------------------------------------------------------------------------------
+
+
+class Numbered(Dataset):
+    """Samples of one shape."""
+
+    length = 24
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 8), index), index
+
+
+class Mixed(Numbered):
+    """Dicts, strings, namedtuples, arrays; random numbers of all generators."""
+
+    def __init__(self) -> None:
+        self.table = np.arange(50_000)  # large enough for the object store
+        self.flip = A.Compose([A.RandomBrightnessContrast(p=1.0)])
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        image = np.full((16, 16, 3), 100 + index, np.uint8)
+        return {
+            "pair": Pair(torch.rand(2, 3), f"sample {index}"),
+            "array": self.table[index : index + 4] * 2,
+            "draws": (random.random(), float(np.random.rand()), info.id, info.num_workers, info.seed),
+            "image": self.flip(image=image)["image"],
+        }
+
+
+class Ragged(Numbered):
+    """Samples of different lengths."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1 + index % 5,), index), "x" * index
+
+
+def as_list(samples: list[Any]) -> Any:
+    """A collate function."""
+    return {"samples": samples, "flat": torch.cat([tensor for tensor, _ in samples])}
+
+
+class Stream(IterableDataset):
+    """Each worker gives its share, and keeps its position."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        info: Any = get_worker_info()
+        start, self.next = self.next, 0
+        for number in range(start, 11):
+            self.next = number + 1
+            yield torch.tensor([info.id, number])
+
+    def state_dict(self) -> Any:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.next = state["next"]
+
+
+class Counting(Numbered):
+    """A map-style dataset with a state, which each worker's copy counts up."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return index, self.count
+
+    def state_dict(self) -> Any:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class RefusedError(ValueError):
+    """The error of a sample."""
+
+
+class Failing(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise RefusedError(f"sample {index}")
+        return index
+
+
+class Large(Numbered):
+    """Batches of 12 MB."""
+
+    length = 40
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3_000_000,), index, dtype=torch.uint8)
+
+
+class Fatal(Numbered):
+    """Sample 9 ends its process, once per file."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 9 and (self.folder is None or not (self.folder / "died").exists()):
+            if self.folder is not None:
+                (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((300_000,), index)
+
+
+class Held(Numbered):
+    """Samples that wait while a file is there, and say which process reads."""
+
+    def __init__(self, folder: Path, only: int | None = None) -> None:
+        self.folder, self.only = folder, only
+
+    def __getitem__(self, index: int) -> Any:
+        (self.folder / f"reads-{index}").write_text(f"{os.getpid()}")
+        while self.only in (None, index) and (self.folder / "hold").exists():
+            time.sleep(0.02)  # a check removes the file, or ends this process
+        return index
+
+
+class Decoded(Numbered):
+    """Counts its reads in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        with (self.folder / f"read-{index}").open("a") as file:
+            file.write("x")
+        return np.full((20, 20, 3), index, np.uint8), index
+
+
+class Ahead(Held):
+    """Each sample is the list of those that were announced before."""
+
+    announced: tuple[int, ...] = ()
+
+    def read_ahead(self, indices: Any) -> None:
+        self.announced = (*self.announced, *map(int, indices))
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return self.announced
+
+
+# --- helpers ---------------------------------------------------------------------------------------------
+
+
+def batches(dataset: Any, kind: str = "ray", **options: Any) -> list[Any]:
+    torch.manual_seed(7)
+    options = {"batch_size": 4, "num_workers": 2, **options}
+    if not isinstance(dataset, IterableDataset):
+        options.setdefault("shuffle", True)
+    with loader_of(dataset, kind, **options) as loader:
+        return list(loader)
+
+
+class loader_of:
+    """A block with a loader, which is closed at its end."""
+
+    def __init__(self, dataset: Any, kind: str = "ray", **options: Any) -> None:
+        self.loader = fastload.DataLoader(dataset, worker_type=kind, **options)
+
+    def __enter__(self) -> Any:
+        return self.loader
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.loader.close()
+
+
+def same(one: Any, other: Any, path: str = "batch") -> None:
+    """Both are equal bit for bit, with all types."""
+    assert type(one) is type(other), (path, type(one), type(other))
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.stride()) == (other.dtype, other.stride()), path
+        assert torch.equal(one, other), path
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype, path
+        assert np.array_equal(one, other), path
+    elif isinstance(one, dict):
+        assert list(one) == list(other), path
+        for key in one:
+            same(one[key], other[key], f"{path}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), path
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            same(left, right, f"{path}[{number}]")
+    else:
+        assert one == other, (path, one, other)
+
+
+def raised(kind: Any, function: Any) -> str:
+    try:
+        function()
+    except kind as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    raise AssertionError(f"no {kind} was raised")
+
+
+def wait_until(is_true: Any, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def actors() -> list[Any]:
+    """The actors of workers that are not dead."""
+    every = ray_state.actors().values()
+    return [one for one in every if one["State"] != "DEAD" and one["ActorClassName"] == "RayWorker"]
+
+
+def references() -> int:
+    """How many objects of the store this process keeps alive."""
+    gc.collect()
+    return len(ray._private.worker.global_worker.core_worker.get_all_reference_counts())
+
+
+def nothing_is_left() -> None:
+    wait_until(lambda: not actors(), "actors are left")
+    wait_until(lambda: references() == 0, "objects are left")
+
+
+def folder_of(name: str) -> Path:
+    folder = Path(os.environ["CLIENT_FOLDER"]) / name
+    folder.mkdir()
+    return folder
+
+
+# --- the same promise ------------------------------------------------------------------------------------
+
+
+@check
+def batches_are_those_of_processes() -> None:
+    """Bit for bit and type for type: dicts, strings, namedtuples, ragged samples, and all random numbers."""
+    for dataset, options in (
+        (Mixed(), {}),
+        (Mixed(), {"rng": "sample"}),
+        (Ragged(), {"collate_fn": as_list}),
+        (Numbered(), {"batch_size": None, "num_workers": 3}),
+        (Numbered(), {"pin_memory": True, "drop_last": True, "batch_size": 7}),
+        (Stream(), {}),
+    ):
+        same(batches(dataset, **options), batches(dataset, "process", **options))
+
+
+@check
+def rng_by_sample_is_the_same_for_any_number_of_workers() -> None:
+    """With rng="sample"."""
+    expected = batches(Numbered(), "process", rng="sample", num_workers=0)
+    same(batches(Numbered(), rng="sample", num_workers=1), expected)
+
+
+@check
+def batches_that_are_kept_never_change() -> None:
+    """More of them than there are slots."""
+    kept = batches(Numbered(), shuffle=False, batch_size=1)
+    assert [int(index) for _, index in kept] == list(range(24))
+    assert all(bool((tensor == index).all()) for tensor, index in kept)
+
+
+@check
+def batches_arrive_on_a_device() -> None:
+    """device= and device_transform= get them as from worker processes."""
+    options = {"device": "cpu", "device_transform": lambda batch: [batch[0] + 1, batch[1]]}
+    same(batches(Numbered(), **options), batches(Numbered(), "process", **options))
+
+
+@check
+def worker_init_fn_runs_in_the_actor() -> None:
+    """A lambda, too: Ray pickles it."""
+    pid = os.getpid()
+
+    def init(worker_id: int) -> None:
+        info: Any = get_worker_info()
+        assert info.id == worker_id
+        assert os.getpid() != pid
+        info.dataset.offset = 100
+
+    class Moved(Numbered):
+        offset = 0
+
+        def __getitem__(self, index: int) -> Any:
+            return index + self.offset
+
+    got = torch.cat(batches(Moved(), worker_init_fn=init, shuffle=False))
+    assert got.tolist() == list(range(100, 124))
+
+
+@check
+def errors_keep_their_class_and_place() -> None:
+    """Of the script's own classes, too."""
+
+    class OwnError(Exception):
+        pass
+
+    class Broken(Numbered):
+        def __getitem__(self, index: int) -> Any:
+            raise OwnError("mine") if index == 9 else RefusedError("other")
+
+    for number, kind in ((9, OwnError), (1, RefusedError)):
+        text = raised(kind, lambda number=number: batches(Broken(), sampler=[number], shuffle=None))
+        assert f"worker 0, dataset index {number}" in text, text
+
+
+@check
+def failed_samples_are_replaced() -> None:
+    """on_error="replace" gives what it gives with worker processes."""
+    options = {"on_error": "replace", "max_errors": 3}
+    same(batches(Failing(), **options), batches(Failing(), "process", **options))
+
+
+@check
+def a_slow_sample_times_out(folder: str = "timeout") -> None:
+    """As in torch, with torch's text; the loader can go on."""
+    place = folder_of(folder)
+    (place / "hold").touch()
+    with loader_of(Held(place), num_workers=1, timeout=3, batch_size=2, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
+        assert "timed out after 3 seconds" in raised(RuntimeError, lambda: next(iterator))
+        (place / "hold").unlink()
+        assert next(iterator).tolist() == [0, 1]
+
+
+@check
+def persistent_workers_stay() -> None:
+    """The same processes serve all epochs, also after an epoch that was left in the middle."""
+
+    class Pids(Numbered):
+        def __getitem__(self, index: int) -> Any:
+            return index, os.getpid()
+
+    with loader_of(Pids(), num_workers=2, batch_size=4, persistent_workers=True) as loader:
+        pids = []
+        for epoch in range(3):
+            found = []
+            for number, (indices, owners) in enumerate(loader):
+                assert indices.tolist() == list(range(4 * number, 4 * number + 4))
+                found += owners.tolist()
+                if epoch == 1 and number == 1:
+                    break
+            pids.append(set(found))
+        assert len(pids[0]) == 2
+        assert pids[0] == pids[1] == pids[2]
+        assert len(actors()) == 2
+
+
+@check
+def a_state_resumes_with_other_workers() -> None:
+    """From processes to Ray and back, with a different number; map-style with rng="sample", and streams."""
+    for dataset, before, after in (
+        (Mixed(), ("process", 2), ("ray", 3)),
+        (Mixed(), ("ray", 3), ("process", 1)),
+        (Stream(), ("process", 2), ("ray", 2)),
+        (Stream(), ("ray", 2), ("process", 2)),
+        (Counting(), ("ray", 2), ("ray", 2)),
+    ):
+        is_stream = isinstance(dataset, IterableDataset)
+        options: Any = {"batch_size": 2}
+        if isinstance(dataset, Mixed):
+            options |= {"rng": "sample", "shuffle": True}
+        whole = []
+        torch.manual_seed(5)
+        with loader_of(dataset, before[0], num_workers=before[1], **options) as loader:
+            iterator = iter(loader)
+            for _ in range(3):
+                next(iterator)
+            state = loader.state_dict()
+            whole = list(iterator)
+        with loader_of(dataset, after[0], num_workers=after[1], **options) as loader:
+            loader.load_state_dict(state)
+            rest = list(loader)
+        if isinstance(dataset, Mixed):
+            for batch in [*rest, *whole]:
+                del batch["draws"]  # the number of the worker is among them
+        assert len(rest) == (9 if not is_stream else len(whole))
+        same(rest, whole)
+
+
+@check
+def a_cache_is_shared_by_the_node(folder: str = "cache") -> None:
+    """Each sample is read once by all workers of two epochs, and this process sees what they stored."""
+    place = folder_of(folder)
+    cached = fastload.CachedDataset(Decoded(place))
+    options: Any = {"batch_size": 4, "num_workers": 3, "persistent_workers": True}
+    with loader_of(cached, **options) as loader:
+        for _ in range(2):
+            assert [int(i) for _, labels in loader for i in labels] == list(range(24))
+    assert cached.cache_info().num_cached == 24
+    reads = [len((place / f"read-{index}").read_text()) for index in range(24)]
+    assert set(reads[1:23]) == {1}, reads  # this process has compared two readings of the first and last
+
+
+@check
+def indices_are_announced_ahead(folder: str = "ahead") -> None:
+    """A dataset that reads ahead knows the next batches when it makes one."""
+    place = folder_of(folder)
+    (place / "hold").touch()
+    options: Any = {"num_workers": 1, "batch_size": 2, "prefetch_factor": 4, "collate_fn": list}
+    with loader_of(Ahead(place), **options) as loader:
+        iterator = iter(loader)
+        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
+        actor = iterator._pool._workers[0].actor
+        ray.get(actor.announce.options(concurrency_group="ahead").remote([23]))  # comes after the others
+        (place / "hold").unlink()
+        got = [samples[0] for samples in iterator]
+        assert set(got[1]) >= set(range(8)), got[1]
+        assert len(got) == 12
+
+
+@check
+def a_shared_list_travels() -> None:
+    """As a copy, because its memory stays on its machine."""
+
+    class Listed(Numbered):
+        def __init__(self) -> None:
+            self.items = fastload.SharedList(range(100, 124))
+
+        def __getitem__(self, index: int) -> Any:
+            return self.items[index]
+
+    assert torch.cat(batches(Listed(), shuffle=False)).tolist() == list(range(100, 124))
+
+
+# --- memory ----------------------------------------------------------------------------------------------
+
+
+@check
+def large_batches_pass_a_small_store() -> None:
+    """2 x 3 batches of 12 MB are in flight, in stores of 80 MB, while the caller is slow."""
+    with loader_of(Large(), num_workers=3, batch_size=4, prefetch_factor=2) as loader:
+        most = 0
+        for number, batch in enumerate(loader):
+            assert batch.shape == (4, 3_000_000)
+            assert batch[:, 0].tolist() == batch[:, -1].tolist() == list(range(4 * number, 4 * number + 4))
+            most = max(most, references())
+        # The tasks of the workers, and for each the references of its place, its exit; the job.
+        assert most <= 3 * 2 + 3 * 2 + 1, most
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+
+@check
+def close_in_any_state_leaves_nothing(folder: str = "close") -> None:
+    """Before the actors run, in the middle, with a held sample, at the end, twice, and without close()."""
+    place = folder_of(folder)
+    for stage in ("at once", "middle", "held", "end", "dropped", "thread"):
+        held = stage in ("held", "thread")
+        if held:
+            (place / "hold").touch()
+        loader = fastload.DataLoader(Held(place), num_workers=2, worker_type="ray", batch_size=2)
+        iterator = iter(loader)
+        if stage in ("middle", "dropped"):
+            assert next(iterator).tolist() == [0, 1]
+        elif stage == "end":
+            assert len(list(iterator)) == 12
+        elif held:
+            wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
+        if stage == "dropped":
+            del iterator, loader
+            gc.collect()
+        elif stage == "thread":
+            closing = threading.Timer(0.5, loader.close)
+            closing.start()
+            raised(LoaderClosedError, lambda: next(iterator))  # noqa: B023  # called here
+            closing.join()
+        else:
+            loader.close()
+            loader.close()
+            if stage != "end":
+                raised(LoaderClosedError, lambda: next(iterator))  # noqa: B023  # called here
+        nothing_is_left()
+        for path in place.iterdir():
+            path.unlink()
+
+
+@check
+def ctrl_c_ends_a_wait_and_loses_no_batch(folder: str = "interrupt") -> None:
+    """The next call waits for the same batch."""
+    place = folder_of(folder)
+    (place / "hold").touch()
+    with loader_of(Held(place), num_workers=1, batch_size=2) as loader:
+        iterator = iter(loader)
+        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        raised(KeyboardInterrupt, lambda: next(iterator))
+        (place / "hold").unlink()
+        assert next(iterator).tolist() == [0, 1]
+        assert len(list(iterator)) == 11
+    nothing_is_left()
+
+
+@check
+def a_dead_actor_is_an_error() -> None:
+    """It names the worker, the machine, and the batch; nothing is left."""
+    text = raised(WorkerDiedError, lambda: batches(Fatal(None), shuffle=False))
+    assert "worker 0 on " in text, text
+    assert "It was working on batch 2, index [8, 9, 10, 11]" in text, text
+    nothing_is_left()
+
+
+@check
+def a_dead_actor_is_replaced(folder: str = "replaced") -> None:
+    """Its unfinished batches are made again, in order."""
+    got = batches(Fatal(folder_of(folder)), shuffle=False, max_worker_restarts=1)
+    assert [int(row[0]) for batch in got for row in batch] == list(range(24))
+
+
+@check
+def a_replaced_worker_continues_with_its_state(folder: str = "state") -> None:
+    """The state of the last batch that the caller got."""
+    place = folder_of(folder)
+
+    class Both(Counting):
+        def __getitem__(self, index: int) -> Any:
+            if index == 9 and not (place / "died").exists():
+                (place / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().__getitem__(index)
+
+    got = batches(Both(), shuffle=False, num_workers=2, batch_size=2, max_worker_restarts=1)
+    expected = batches(Counting(), "process", shuffle=False, num_workers=2, batch_size=2)
+    same(got, expected)
+
+
+# --- where actors run, and messages ------------------------------------------------------------------------
+
+
+class Nodes(Numbered):
+    def __getitem__(self, index: int) -> Any:
+        return ray.get_runtime_context().get_node_id()
+
+
+@check
+def actors_are_spread() -> None:
+    """Over both nodes; and away from the consumer's on demand."""
+    own = ray.get_runtime_context().get_node_id()
+    spread = {node for batch in batches(Nodes(), num_workers=4, collate_fn=list) for node in batch}
+    assert len(spread) == 2
+    options = {"ray_options": {"exclude_driver_node": True}}
+    away = {node for batch in batches(Nodes(), num_workers=2, collate_fn=list, **options) for node in batch}
+    assert len(away) == 1
+    assert own not in away
+
+
+@check
+def actors_use_a_placement_group() -> None:
+    """The one that ray_options gives."""
+    group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
+    ray.get(group.ready())
+
+    class Groups(Numbered):
+        def __getitem__(self, index: int) -> Any:
+            return ray.util.get_current_placement_group().id.hex()
+
+    found = batches(Groups(), num_workers=2, collate_fn=list, ray_options={"placement_group": group})
+    assert {name for batch in found for name in batch} == {group.id.hex()}
+    ray.util.remove_placement_group(group)
+
+
+@check
+def a_cluster_without_free_cpus_is_named() -> None:
+    """A log line says what the cluster has; the loader waits, or its timeout ends it."""
+    seen: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: seen.append(entry.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    text = raised(
+        RuntimeError, lambda: batches(Numbered(), num_workers=1, timeout=7, ray_options={"num_cpus": 64})
+    )
+    logging.getLogger("fastload").removeHandler(handler)
+    assert "timed out" in text
+    assert any("waits for the Ray cluster" in line and "CPUs: 8" in line for line in seen), seen
+    nothing_is_left()
+
+
+@check
+def mistakes_are_named() -> None:
+    """An unknown option; an attribute that cannot be pickled; a module that workers lack."""
+    text = raised(ValueError, lambda: batches(Numbered(), ray_options={"num_gpu": 1}))
+    assert "ray_options" in text
+    assert "num_gpu" in text
+
+    class Locked(Numbered):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    text = raised(Exception, lambda: batches(Locked()))
+    assert "dataset.lock cannot be sent to a worker process" in text, text
+    nothing_is_left()
+
+    module = types.ModuleType("only_here")
+    exec("class Far:\n def __len__(self): return 4\n def __getitem__(self, i): return i", vars(module))
+    sys.modules["only_here"] = module
+    text = raised(WorkerStartError, lambda: batches(module.Far()))
+    assert "No module named 'only_here'" in text, text
+    assert "working_dir" in text, text
+
+
+def main() -> None:
+    """Run all checks on one cluster."""
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    only = os.environ.get("ONLY", "")
+    for function in CHECKS:
+        if only not in function.__name__:
+            continue
+        began_s = time.monotonic()
+        try:
+            function()
+            result = "ok"
+        except BaseException:  # noqa: BLE001  # the test shows it
+            result = traceback.format_exc()
+        record(function.__name__, result)
+        sys.stdout.write(f"{function.__name__} {time.monotonic() - began_s:.1f} s {result}\n")
+        sys.stdout.flush()
+    ray.shutdown()
+    cluster.shutdown()

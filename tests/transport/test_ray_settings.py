@@ -1,0 +1,164 @@
+"""`worker_type="ray"` where there is no Ray: which arguments go together, and what an error advises."""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+import fastload
+from fastload.errors import WorkerStartError
+from fastload.memory.segment import pickled_for_other_machines
+from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+IMAGES = datasets.Made(datasets.image, 12)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"worker_type": "rays"}, 'worker_type should be "process", "thread" or "ray", but got \'rays\''),
+        ({"ray_options": {}}, "ray_options is for worker_type=\"ray\", but worker_type is 'process'"),
+        ({"worker_type": "ray", "ray_options": ["CPU"]}, "ray_options should be a dict"),
+        (
+            {"worker_type": "ray", "ray_options": {"max_restarts": 3, "name": "x"}},
+            "ray_options cannot have max_restarts, name, because fastload chooses",
+        ),
+        (
+            {"worker_type": "ray", "multiprocessing_context": "fork"},
+            'multiprocessing_context is for worker processes, but worker_type is "ray": omit one',
+        ),
+        ({"worker_type": "ray", "num_workers": "auto"}, "pass a number, such as the cluster's free CPUs"),
+    ],
+)
+def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    """Each is an error of the constructor, which says what to change."""
+    with pytest.raises(ValueError, match=r"ray|worker_type") as caught:
+        fastload.DataLoader(IMAGES, **{"num_workers": 1, **options})
+
+    assert message in str(caught.value)
+
+
+def test_batches_out_of_order_are_rejected() -> None:
+    """in_order=False would use torch's own workers, on this machine."""
+    loader = fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray", in_order=False)
+
+    with pytest.raises(ValueError, match='worker_type="ray" does not work with torch\'s own iterator'):
+        iter(loader)
+
+
+def test_a_stream_is_accepted() -> None:
+    """Unlike threads, actors have their own copies."""
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([1])
+
+    assert fastload.DataLoader(Stream(), num_workers=2, worker_type="ray").worker_type == "ray"
+
+
+def test_without_workers_no_ray_is_needed() -> None:
+    """num_workers=0 reads in this process, as always."""
+    assert len(list(fastload.DataLoader(IMAGES, 4, worker_type="ray"))) == 3
+
+
+def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the extra."""
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.split(".")[0] == "ray":
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+
+    with pytest.raises(ImportError, match=r'pip install "fastload-torch\[ray\]"'):
+        iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray"))
+
+
+class _Ray(types.ModuleType):
+    """A Ray that is not connected, and finds no cluster."""
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, address: str | None, **options: Any) -> None:
+        raise ConnectionError(address)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
+    """Ray, as a module without a cluster."""
+    module: Any = _Ray("ray")
+    module.exceptions = types.ModuleType("ray.exceptions")
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", module.exceptions)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        ({}, "", "needs a Ray cluster, but none was named: start one with 'ray start --head'"),
+        ({"address": "auto"}, "", "there is no Ray cluster at 'auto': start one with"),
+        ({"address": "127.0.0.1:1"}, "auto", "there is no Ray cluster at '127.0.0.1:1': start one with"),
+        ({}, "[::1]:1", "there is no Ray cluster at '[::1]:1': start one with"),
+        ({"address": "ray://a:1"}, "", "a Ray Client, which has no object store"),
+    ],
+)
+def test_there_is_no_cluster(
+    ray: _Ray, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: str, message: str
+) -> None:
+    """None is started unasked, and the error says how to start one."""
+    if environment:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+
+    with pytest.raises(WorkerStartError) as caught:
+        iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray", ray_options=options))
+
+    assert message in str(caught.value)
+
+
+def test_a_shared_list_is_pickled_as_a_copy_for_other_machines() -> None:
+    """Which cannot reach its memory; on this machine it stays a handle."""
+    items = fastload.SharedList(range(100_000))
+    with pickled_for_other_machines():
+        far = pickle.dumps(items)
+    near = pickle.dumps(items)
+
+    assert list(pickle.loads(far)) == list(items)
+    assert len(near) < 1000 < len(far)
+
+
+def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job would be read wrongly; the error names both releases."""
+    from fastload.workers.ray_pool import _PutJob
+
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+
+    with pytest.raises(WorkerStartError, match=r"the consumer runs fastload 0\.0\.1, but .* has "):
+        _PutJob([None], "0.0.1").load()
+
+
+def test_memory_for_batches_is_shared_and_leased() -> None:
+    """A slot for a batch that Ray brings is as good as one that a worker process has written."""
+    from fastload.memory.lease import shared_memory
+
+    memory = shared_memory(10)
+    view = torch.frombuffer(memory.lease(), dtype=torch.uint8, count=10)
+
+    assert memory.is_leased
+    assert view.tolist() == [0] * 10
+    del view
+    assert not memory.is_leased
