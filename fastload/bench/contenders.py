@@ -43,7 +43,8 @@ class Contender:
         return self.loader if self.cache == "none" else f"{self.loader}, {self.cache} cache"
 
     def __str__(self) -> str:
-        parts = [self.kind, f"{self.num_workers} workers", f"batch {self.batch_size}"]
+        workers = "1 worker" if self.num_workers == 1 else f"{self.num_workers} workers"
+        parts = [self.kind, workers, f"batch {self.batch_size}"]
         return ", ".join([*parts, *filter(None, (self.start_method, self.size))])
 
     def code(self, default_start_method: str, *, has_transform: bool, lmdb_path: str) -> list[str]:

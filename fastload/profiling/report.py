@@ -95,12 +95,13 @@ class LoaderReport:
     def lines_of_text(self) -> list[str]:
         """This report as lines of text."""
         settings = self.settings
-        kind = "threads" if settings["worker_type"] == "thread" else "workers"
+        kind = "thread" if settings["worker_type"] == "thread" else "worker"
+        workers = f"{settings['num_workers']} {kind}{'' if settings['num_workers'] == 1 else 's'}"
         samples = "" if settings["num_samples"] is None else f", {settings['num_samples']:,} samples"
         loader = f"{self.dataset}{samples}, batch_size={settings['batch_size']}"
         loops = f"{self.num_batches:,} batches, {self.num_epochs} epochs, {self.total_s:,.1f} s"
         lines = [
-            f"{self.name} ({loader}, {settings['num_workers']} {kind}): {loops}",
+            f"{self.name} ({loader}, {workers}): {loops}",
             f"  {self.verdict}",
         ]
         if not self.num_batches:

@@ -17,7 +17,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _NUMBERS = {  # of system calls
     "x86_64": {
@@ -65,12 +65,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def refuse(call: str, error: int) -> None:
     """Let a system call fail with an error, in this process and its children, for good."""
-    number = _NUMBERS[platform.machine()][call]
+    refuse_numbers([_NUMBERS[platform.machine()][call]], error)
+
+
+def refuse_numbers(numbers: Sequence[int], error: int) -> None:
+    """The same for system calls that are given as this machine's numbers."""
     steps = [
         (_LOAD, 0, 0, 0),
-        (_JUMP_IF_EQUAL, 0, 1, number),
-        (_RETURN, 0, 0, _ERRNO | error),
+        *((_JUMP_IF_EQUAL, len(numbers) - place, 0, number) for place, number in enumerate(numbers)),
         (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _ERRNO | error),
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(code)))
