@@ -53,6 +53,10 @@ SHOWN = {
         "`batch_transform`."
     ),
     "many_workers": "A dataset that waits without computing; the consumer's CPU is the limit.",
+    "ray_workers": (
+        "Ray's actors beside worker processes, for samples that cost nothing: the price of the transport. "
+        "The nodes of the cluster share one machine, which other programs kept busy: only ratios count."
+    ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in every epoch.",
     "augment": (
         "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "

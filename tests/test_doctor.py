@@ -41,6 +41,37 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
+class _Ray(types.ModuleType):
+    """A Ray that is connected to two machines."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 24.0, "node:10.0.0.1": 1.0, "node:10.0.0.2": 1.0, "node:__internal_head__": 1.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": 7.0}
+
+
+def test_the_free_cpus_of_a_ray_cluster(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the one that this process uses; without one there is no line, and a dead address gives its error."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert "ray cluster" not in run().stdout
+    module: Any = _Ray("ray")
+    module.exceptions = types.ModuleType("ray.exceptions")
+    monkeypatch.setitem(sys.modules, "ray", module)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", module.exceptions)
+    found = json.loads(run("--json").stdout)["ray_cluster"]
+    text = run().stdout
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+    assert found == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
+    assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", text)
+    assert "there is no Ray cluster at '127.0.0.1:1'" in run().stdout
+
+
 @pytest.mark.usefixtures("needs_lmdb")
 def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
     """Versions, CPUs, memory, GPUs and hints, ready for a bug report."""

@@ -1,5 +1,9 @@
 """`prepare_data_loader` of Ray Train for fastload's loaders, without `fastload.patch_torch()`.
 
+`DataLoader(worker_type="ray")` needs nothing from here: its workers are actors of the same job (see
+`workers.ray_pool`). In a Ray Train worker, both go together. The trainer's placement group has no CPUs for
+these actors, so the cluster needs further ones, or `ray_options` a placement group of its own.
+
 Importing this file imports Ray Train.
 """
 

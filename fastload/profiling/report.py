@@ -246,7 +246,11 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         culprit=culprit,
         bottleneck=bottleneck,
         verdict=_verdict(timeline, bottleneck),
-        suggestions=suggest(timeline, available_bytes)[:_MAX_SUGGESTIONS] if is_bound else [],
+        suggestions=[
+            one
+            for number, one in enumerate(suggest(timeline, available_bytes) if is_bound else [])
+            if number < _MAX_SUGGESTIONS or one.change == "remote"
+        ],
     )
 
 

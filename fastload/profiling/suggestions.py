@@ -5,10 +5,12 @@ Rules:
 1. A loop that waits for data less than `MIN_DATA_SHARE` of its time gets no suggestion.
 2. A suggestion's gain is the steps' time now, divided by their time after that change alone. Suggestions
    below `MIN_GAIN` are left out; the report has the three largest.
+3. Workers on other machines cost more than an edit: they come last, and only if more workers here gain less.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,10 @@ MIN_GAIN = 1.03
 _RAM_BYTES_PER_S = 4e9  # a cautious rate for copying a cached sample into its batch
 _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than everything else
 _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling the transform
+_LINK_BYTES_PER_S = 10e9 / 8  # of a network of 10 Gbit/s
+_RAY_BATCH_S = 1e-3  # of the consumer, for a batch from a Ray actor, besides copying it
+_MAX_REMOTE = 64  # workers
+_WORTH_A_CLUSTER = 1.2  # times the gain of more workers on this machine
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
 # Crops that the decoder can take over, and for images of up to so many pixels the shares of a full decode's
@@ -168,10 +174,14 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
             *_threads(timeline, model),
             *_slow_parts(timeline, model),
             *_transport(timeline, model),
+            *_remote_workers(timeline, model),
         )
     ]
     found += _persistent_workers(timeline)
-    return sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
+    found = sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
+    here = [one for one in found if one.change != "remote"]
+    here_gain = max((one.gain for one in here if one.change == "workers"), default=1.0)
+    return here + [one for one in found if one.change == "remote" and one.gain > _WORTH_A_CLUSTER * here_gain]
 
 
 def _without(
@@ -275,6 +285,35 @@ def _workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
             best, gain = number, one
     if best != now:
         yield Suggestion("workers", f"num_workers={best} instead of {now}", gain)
+
+
+def _remote_workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+    """As many workers on other machines as the loop and the network can use."""
+    facts = timeline.facts
+    if _is_lock_shared(timeline) or _slow_worker(timeline) or facts["worker_type"] == "ray":
+        return
+    if facts["is_iterable"] and facts["num_workers"] == 0:
+        return
+    link_s = facts["nbytes"] / _LINK_BYTES_PER_S
+    receive_s = _RAY_BATCH_S + facts["nbytes"] / _RAM_BYTES_PER_S
+    min_step_s = max(mean(list(model.computes)) + receive_s, link_s)
+    number = min(max(1, math.ceil(timeline.make_s / min_step_s)), _MAX_REMOTE)
+    there = model.with_workers(number)
+    after = replace(
+        there,
+        computes=[compute_s + receive_s for compute_s in there.computes],
+        make_cpu_s=0.0,
+        consumer_cpu_s=model.consumer_cpu_s + receive_s,
+    )
+    gain = model.gain_to(after)
+    if link_s > 0:
+        gain = min(gain, model.step_s() / link_s)
+    yield Suggestion(
+        "remote",
+        f'{number} CPUs of other machines: num_workers={number}, worker_type="ray", on a Ray cluster whose '
+        f"network has {_LINK_BYTES_PER_S * 8 / 1e9:g} Gbit/s: a batch takes {link_s * 1e3:.1f} ms of it",
+        gain,
+    )
 
 
 def _persistent_workers(timeline: Timeline) -> Iterator[Suggestion]:

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ import torch
 
 import fastload
 from fastload.device.cuda import choose_backend, why_unavailable
-from fastload.errors import FastloadError
+from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.training.report import lines_of, memory_report
+from fastload.workers.ray_pool import connect
 
 WORKS = "works"
 
@@ -73,6 +75,7 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "shm_free_bytes": None if shm is None else shm.free,
         "start_methods": multiprocessing.get_all_start_methods(),
         "memory": memory.as_dict(),
+        "ray_cluster": ray_cluster(),
         "gpus": gpus,
         "gpus_note": gpus_note,
         "gpu_processes": processes,
@@ -80,6 +83,28 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "hints": HINTS,
     }
     return found, lines_of(found)
+
+
+def ray_cluster() -> dict[str, Any] | str:
+    """The machines and CPUs of the Ray cluster of this process or of RAY_ADDRESS; "" if there is none.
+
+    A text says why a cluster that RAY_ADDRESS names cannot be seen.
+    """
+    ray: Any = sys.modules.get("ray")
+    is_own = ray is None or not ray.is_initialized()
+    if is_own and not os.environ.get("RAY_ADDRESS"):
+        return ""
+    try:
+        ray = connect({})
+    except (ImportError, WorkerStartError) as error:
+        return str(error)
+    try:
+        total, free = ray.cluster_resources(), ray.available_resources()
+        machines = sum(name.startswith("node:") and "__" not in name for name in total)
+        return {"machines": machines, "cpus": total.get("CPU", 0.0), "free_cpus": free.get("CPU", 0.0)}
+    finally:
+        if is_own:
+            ray.shutdown()
 
 
 # --- the software ----------------------------------------------------------------------------------------

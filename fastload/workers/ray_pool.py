@@ -311,15 +311,14 @@ class RayPool(Lender):
         Args:
             timeout_s: How long to wait for the first one.
         """
-        awaited = [
-            reference
-            for worker in self._workers
-            for _, reference in worker.sent
-            if reference not in self._local
-        ]
+        with self.lock:
+            sent = [reference for worker in self._workers for _, reference in worker.sent]
+            awaited = [reference for reference in sent if reference not in self._local]
         if awaited:
             number = 1 if timeout_s else len(awaited)
-            self._local.update(self._ray.wait(awaited, num_returns=number, timeout=timeout_s)[0])
+            ready, _ = self._ray.wait(awaited, num_returns=number, timeout=timeout_s)
+            with self.lock:
+                self._local.update(ready if self._workers else ())
 
     def _accept(self, worker: _Handle, task: Task, answer: Answer, data: Any) -> None:
         """Record an answer, and copy its batch out of the object store."""
@@ -559,10 +558,10 @@ class _PutJob:
         except FastloadError:
             raise
         except Exception as error:
-            cause = error.__cause__ or error
+            cause = str(error).partition("\n")[0].removeprefix("System error: ")  # then Ray has a traceback
             raise WorkerStartError(
-                f"a worker on {host} cannot unpickle the dataset, or what is sent with it: "
-                f"{type(cause).__name__}: {cause}. Ray sends the code of the script itself, but no modules: "
-                'install them on all machines, or pass ray.init(runtime_env={"working_dir": "."})'
+                f"a worker on {host} cannot unpickle the dataset, or what is sent with it: {cause}. Ray "
+                "sends the code of the script itself, but no modules: install them on all machines, or pass "
+                'ray.init(runtime_env={"working_dir": "."})'
             ) from error
         return job

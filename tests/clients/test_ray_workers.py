@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 from tests.clients.harness import ROOT, Started, run
 
@@ -269,6 +270,23 @@ def test_a_driver_that_dies_leaves_no_actor(tmp_path: Path) -> None:
 def test_a_script_starts_its_own_cluster(tmp_path: Path) -> None:
     """Its own classes come back as themselves, and an end without close() leaves nothing."""
     run(LOCAL, tmp_path, "torch", limit_s=200).check_end()
+
+
+def test_the_example(tmp_path: Path) -> None:
+    """Its batches are those of worker processes."""
+    script = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "examples")!r})
+if __name__ == "__main__":
+    runpy.run_path({str(ROOT / "examples" / "ray_workers.py")!r}, run_name="__main__")
+"""
+    for number in range(24):
+        path = tmp_path / "photos" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (64, 64), (number, 0, 0)).save(path)
+    found = run(script, tmp_path, "torch", arguments=(str(path.parents[1]),), limit_s=200).check_end()
+
+    assert "ray 2.60.0: 3 of 3 batches are those of worker processes" in found.ranks[0].output
 
 
 def test_inside_ray_train(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import fastload
 from fastload.cli import main
 from fastload.images import regions
 from fastload.profiling import probes, suggestions
+from fastload.profiling.prediction import Model
 from fastload.profiling.timeline import Stage
 from tests.profiling import zoo
 
@@ -118,6 +119,26 @@ def test_the_transport_is_named_without_functions_of_python() -> None:
         probes.RECEIVE,
         "The bottleneck is receiving batches from the workers: workers wait for work meanwhile.",
     )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "gain", "number"),
+    [
+        (1_000_000, 20 / 11.25, 4),  # the loop sets the pace: 10 ms of computing, 1.25 ms of receiving
+        (20_000_000, 20 / 16, 3),  # the network does: 160 million bits
+        (40_000_000, 20 / 32, 2),  # and is slower than two CPUs here
+    ],
+)
+def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, number: int) -> None:
+    """A batch of 40 ms of CPU, two CPUs, a loop of 10 ms: by the times of making, receiving and sending."""
+    facts = {"nbytes": nbytes, "num_workers": 2, "worker_type": "process", "is_iterable": False}
+    timeline: Any = SimpleNamespace(facts=facts, batches={}, make_s=0.04, stage_s=lambda _: 0.0)
+    model = Model([0.01], [[0.04]], 2, 2, make_cpu_s=0.04, consumer_cpu_s=0.001, num_cpus=2.0)
+    (found,) = suggestions._remote_workers(timeline, model)
+
+    assert found.gain == pytest.approx(gain, rel=0.05)
+    assert f'num_workers={number}, worker_type="ray"' in found.text
+    assert f"a batch takes {nbytes / 1.25e6:.1f} ms of it" in found.text
 
 
 @pytest.mark.usefixtures("clock")  # beside workers, a busy machine takes its time to send and to receive

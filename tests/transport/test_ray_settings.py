@@ -66,6 +66,13 @@ def test_a_stream_is_accepted() -> None:
     assert fastload.DataLoader(Stream(), num_workers=2, worker_type="ray").worker_type == "ray"
 
 
+def test_cpus_of_this_machine_do_not_count(recwarn: pytest.WarningsRecorder) -> None:
+    """With more workers than CPUs, torch warns; actors run elsewhere."""
+    fastload.DataLoader(IMAGES, num_workers=500, worker_type="ray")
+
+    assert recwarn.list == []
+
+
 def test_without_workers_no_ray_is_needed() -> None:
     """num_workers=0 reads in this process, as always."""
     assert len(list(fastload.DataLoader(IMAGES, 4, worker_type="ray"))) == 3
