@@ -1,7 +1,7 @@
 """Threads against processes, where each is at its best: batches a second.
 
-Question: which `worker_type` for which dataset? Four datasets: JPEG files whose decoding releases the GIL
-(Pillow), the same with an albumentations pipeline, decoded images behind a cache, and pure Python that holds
+Question: which `worker_type` for which dataset? Five datasets: JPEG files whose decoding releases the GIL
+(Pillow), the same with an albumentations pipeline, decoded images of two sizes behind a cache, and pure Python that holds
 the GIL throughout. Each with 1 and 2 workers, persistent, one epoch before measuring.
 
 Command: python benchmarks/workers.py build/photos [--runs 5] [--save]   (`make photos` makes the folder)
@@ -58,13 +58,16 @@ class Photos(Dataset):
 
 
 class Blank(Dataset):
-    """Images that cost nothing."""
+    """Square images that cost nothing."""
+
+    def __init__(self, side: int) -> None:
+        self.side = side
 
     def __len__(self) -> int:
         return NUM_CACHED
 
     def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
-        return np.full((64, 64, 3), index % 256, np.uint8), index
+        return np.full((self.side, self.side, 3), index % 256, np.uint8), index
 
 
 def filled(dataset: Any) -> fastload.CachedDataset:
@@ -122,7 +125,10 @@ def main() -> None:
         title = "decode, resize, crop and flip, batch 32"
         answers.append(question(title, crop_and_flip(args.photos), 32, args.runs))
     answers += [
-        question("cached 64 x 64 x 3, batch 256", filled(Blank()), 256, args.runs),
+        *(
+            question(f"cached {side} x {side} x 3, batch 256", filled(Blank(side)), 256, args.runs)
+            for side in (64, 32)
+        ),
         question("pure Python, 1-2 ms a sample, batch 32", Python(), 32, args.runs),
     ]
     if args.save:
