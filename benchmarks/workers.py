@@ -1,8 +1,8 @@
 """Threads against processes, where each is at its best: batches a second.
 
 Question: which `worker_type` for which dataset? Five datasets: JPEG files whose decoding releases the GIL
-(Pillow), the same with an albumentations pipeline, decoded images of two sizes behind a cache, and pure Python that holds
-the GIL throughout. Each with 1 and 2 workers, persistent, one epoch before measuring.
+(Pillow), the same with an albumentations pipeline, decoded images of two sizes behind a cache, and pure
+Python that holds the GIL throughout. Each with 1 and 2 workers, persistent, one epoch before measuring.
 
 Command: python benchmarks/workers.py build/photos [--runs 5] [--save]   (`make photos` makes the folder)
 
