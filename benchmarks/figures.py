@@ -260,7 +260,7 @@ def tested() -> tuple[str, str]:
             continue
         name = row["python"] + (", without the GIL" if python.endswith("t") else "")
         name += {"oldest": ", lower bounds", "newest": ", newest libraries"}.get(libraries, "")
-        releases = " | ".join(row.get(column) or "none" for column in columns)
+        releases = " | ".join(row.get(column, "") or "none" * (column in row) for column in columns)
         lines.append(f"| {name} | {releases} | {row['passed']:,} | {row['failed']} |")
         if row["failed"]:
             some = ", ".join(f"`{test}`" for test in row["failures"][:MAX_FAILURES])
