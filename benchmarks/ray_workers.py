@@ -9,12 +9,13 @@ and takes no CPU, with 64 workers on four nodes: beside as many batches as they 
 
 Held out: a real network, and Ray's own processes, whose CPU is not the consumer's.
 
-Command: python benchmarks/ray_workers.py [--runs 5] [--save]
+Command: python benchmarks/ray_workers.py [--runs 5] [--only transports|waiting] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import time
@@ -23,7 +24,7 @@ from typing import Any
 import ray
 import torch
 import torch.utils.data
-from harness import Contender, report, save
+from harness import RESULTS, Contender, report, save
 from many_workers import BATCH_SIZE, Waits
 from ray.cluster_utils import Cluster
 
@@ -124,7 +125,7 @@ def transports(runs: int) -> list[dict[str, Any]]:
     ]
 
 
-def waiting(runs: int) -> dict[str, Any]:
+def waiting(runs: int) -> list[dict[str, Any]]:
     """A dataset that waits, on four nodes."""
     rows, shares = [], {}
     for num_workers in WAITING_WORKERS:
@@ -135,24 +136,30 @@ def waiting(runs: int) -> dict[str, Any]:
         rows.append(row)
         shares[f"{label}: share of what they can make"] = row.median * WAIT_S / num_workers, 0.95
     title = f"batches that take {WAIT_S:g} s of waiting, on {WAITING_NODES} nodes"
-    return report(title, "batches/s", rows, shares, digits=2)
+    return [report(title, "batches/s", rows, shares, digits=2)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/ray_workers.json")
+    parser.add_argument("--only", choices=["transports", "waiting"], help="keep the other saved results")
     args = parser.parse_args()
     logging.getLogger("fastload").setLevel(logging.ERROR)
-    load = os.getloadavg()[0]
-    answers = []
-    for num_nodes, num_cpus, measured in ((1, 2, transports), (WAITING_NODES, 16, waiting)):
-        cluster = start(num_nodes, num_cpus)
-        found = measured(args.runs)
-        answers += found if isinstance(found, list) else [found]
-        ray.shutdown()
-        cluster.shutdown()
-    answers[0]["load"] = {"before": load, "after": os.getloadavg()[0]}  # of other programs, too
+    path = RESULTS / "ray_workers.json"
+    saved = json.loads(path.read_text())["questions"] if args.only else []
+    answers: list[dict[str, Any]] = []
+    for measured, num_nodes, num_cpus in ((transports, 1, 2), (waiting, WAITING_NODES, 16)):
+        if args.only in (None, measured.__name__):
+            load = os.getloadavg()[0]
+            cluster = start(num_nodes, num_cpus)
+            found = measured(args.runs)
+            found[0]["load"] = {"before": load, "after": os.getloadavg()[0]}  # of other programs, too
+            answers += found
+            ray.shutdown()
+            cluster.shutdown()
+        else:
+            answers += saved[:-1] if measured is transports else saved[-1:]
     if args.save:
         save("ray_workers", f"python benchmarks/ray_workers.py --runs {args.runs} --save", answers)
 
