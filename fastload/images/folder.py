@@ -107,7 +107,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
         self._remote = RemoteFolder(self.root, storage_options, filesystem) if is_url(self.root) else None
-        self._ahead: tuple[int, ReadAhead] | None = None  # process, and what it reads ahead
+        self._ahead: dict[int, ReadAhead] = {}  # by process; threads that begin together agree on one
         if self._remote is None:
             if storage_options is not None or filesystem is not None or listing != "use":
                 raise ValueError(
@@ -251,12 +251,12 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return digest.hexdigest()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": None}
+        return {**self.__dict__, "_ahead": {}}
 
     def _reader(self) -> ReadAhead:
         """Reads the remote files of this process; a forked process has none of its parent's threads."""
-        found = self._ahead
-        if found is None or found[0] != os.getpid():
+        found = self._ahead.get(os.getpid())
+        if found is None:
             remote, paths, path_ends, nbytes = self._remote, self._paths, self._path_ends, self._nbytes
             if remote is None or nbytes is None:
                 raise AssertionError("only a remote folder is read ahead")
@@ -266,8 +266,8 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
             reader = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
             weakref.finalize(self, reader.close).atexit = False
-            self._ahead = found = os.getpid(), reader
-        return found[1]
+            found = self._ahead.setdefault(os.getpid(), reader)
+        return found
 
     def _content(self, number: int) -> bytes:
         """The content of a remote file."""

@@ -302,7 +302,7 @@ def test_a_subclass_keeps_its_own_samples_in_torchs_loader(url: str, local: Path
     assert values(loader) == [[number // 2 for number in range(SIZE)]]
     on_disk = fastload.ImageFolder(local)
     on_disk.read_ahead([0])
-    assert (on_disk.__getitems__, on_disk._reads_ahead, on_disk._ahead) == (None, False, None)
+    assert (on_disk.__getitems__, on_disk._reads_ahead, on_disk._ahead) == (None, False, {})
 
 
 def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
@@ -311,7 +311,7 @@ def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
     folder.read_ahead([SIZE, "x", None, *range(SIZE)])  # type: ignore[list-item]
     copy = pickle.loads(pickle.dumps(folder))
 
-    assert copy._ahead is None
+    assert not copy._ahead
     assert copy[3][1] == folder[0][1] == 0
     with pytest.raises(IndexError, match="sample 24 is out of range"):
         folder[SIZE]
