@@ -59,6 +59,8 @@ SHOWN = {
     "fsspec": "fsspec",
 }
 SMALL_CUDA = ("cudart", "cupti")  # the parts of CUDA that `import torch` calls
+# In the text of a test that needs what could not be installed: Python's words, and fastload's.
+_MISSING = "No module named|which is not installed"
 INTERPRETER = """
 import sys, sysconfig
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -265,7 +267,7 @@ def run_tests(row: Row, processes: int, left_out: list[str]) -> dict[str, Any]:
     if not report.exists():
         raise NotAvailableError(f"pytest ended with status {code}: {_last_line(log.read_text())}")
     suite = next(ET.parse(report).iter("testsuite"))
-    names: dict[str, set[str]] = {"passed": set(), "skipped": set(), "not_run": set(), "failed": set()}
+    names: dict[str, set[str]] = {"passed": set(), "skipped": set(), "failed": set(), "not_run": set()}
     for case in suite.iter("testcase"):
         name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
         names[_outcome(case, left_out)].add(name)
@@ -287,7 +289,7 @@ def _outcome(case: ET.Element, left_out: list[str]) -> str:
     if not problems:
         return "passed" if case.find("skipped") is None else "skipped"
     # What a test that could not run has left behind is reported beside its error.
-    is_import = any("No module named" in f"{problem.get('message')}{problem.text}" for problem in problems)
+    is_import = any(re.search(_MISSING, f"{problem.get('message')}{problem.text}") for problem in problems)
     return "not_run" if left_out and is_import else "failed"
 
 
