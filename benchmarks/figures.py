@@ -37,6 +37,8 @@ SHOWN = {
         "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
         "best rows of each loader; above 1 fastload is faster."
     ),
+    "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
+    "peers_jpeg_folder": "The same for a folder of JPEGs, and files with tiles; some of the loaders.",
     "decode": (
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first one is faster."
@@ -488,6 +490,20 @@ def tiles() -> str:
     )
 
 
+def small_images() -> str:
+    """Images a second of small images, beside FFCV."""
+    results = json.loads((RESULTS / "peers_small_images.json").read_text())
+    lines = ["| 32 x 32, padded crop and flip, batch 512 | images/s |", "|---|---:|"]
+    for label, row in results["questions"][0]["rows"].items():
+        if "auto" not in label:
+            lines.append(f"| {label} | {digits(row['median'])} |")
+    machine = results["machine"]
+    return (
+        f"Two workers or threads ({machine['cores']} cores, {machine['cpu']}; "
+        "[details](../../benchmarks/README.md#peers_small_images)):\n\n" + "\n".join(lines)
+    )
+
+
 def validation() -> str:
     """CPU time of validation by the size of JPEGs."""
     results = json.loads((RESULTS / "tiles.json").read_text())
@@ -567,6 +583,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
+        ROOT / "docs" / "howto" / "small-images.md": {"small_images": small_images()},
         ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles(), "validation": validation()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
         ROOT / "docs" / "sizing.md": {

@@ -299,7 +299,11 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a quarter of the images and one run: does it work?"
     )
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/peers.json")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write benchmarks/results/peers.json, or peers_TASK.json with --only",
+    )
     args = parser.parse_args()
     if args.quick and args.save:
         parser.error("--quick only shows whether all contenders work: its figures are not saved")
@@ -312,7 +316,8 @@ def main() -> None:
     peers = [peer for peer in PEERS if any(text in peer.label.lower() for text in wanted)]
     answers = [question(task, peers, args.photos, runs, seconds) for task in tasks]
     if args.save:
-        save("peers", f"python benchmarks/peers/run.py PHOTOS --runs {runs} --save", answers)
+        only, name = (f" --only {args.only}", f"peers_{args.only}") if args.only else ("", "peers")
+        save(name, f"python benchmarks/peers/run.py PHOTOS{only} --runs {runs} --save", answers)
 
 
 if __name__ == "__main__":
