@@ -490,8 +490,8 @@ def test_a_cache_in_ram_needs_no_lmdb(interpreter: Interpreter) -> None:
         "print(len(list(fastload.DataLoader(dataset, 4))), dataset.cache_info().num_cached)\n"
         "try:\n"
         "    fastload.CachedDataset(Images(8), cache='lmdb:nowhere')\n"
-        "except ImportError as error:\n"
-        "    print(error.name)\n"
+        "except fastload.errors.CacheError as error:\n"
+        "    print(error.__cause__.name)\n"
     )
     done = interpreter.run(program)
 
