@@ -69,7 +69,7 @@ $(CLIENTS)/%/.ready: $(CLIENTS_PINS)/%.txt $(CLIENTS_PINS)/torch.txt
 	touch $@
 
 test-clients: $(BIN)/.ready $(CLIENTS_ENVIRONMENTS)
-	$(BIN)/pytest tests/clients --numprocesses 2 --dist load $(CLIENTS_ARGS)
+	$(BIN)/pytest tests/clients --numprocesses 2 --dist load -o faulthandler_timeout=600 $(CLIENTS_ARGS)
 
 # The sdist and the wheel, checked by twine and installed each into an empty environment with all libraries at their lower
 # bounds. Without torch: test-matrix has it at its lower bound, and the commands below need none.
