@@ -269,7 +269,7 @@ class CachedDataset(Dataset[Any]):
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
         decode = self.decode if self._holds_images else None
-        if caller is None or caller.transform is not transform or caller.decode != decode:
+        if caller is None or not caller.serves(transform, decode):
             caller = self._caller = TransformCaller(transform, decode)
         return caller
 

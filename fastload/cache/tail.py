@@ -59,12 +59,6 @@ class Tail:
         self.keeps_read_only = keeps_read_only(running)
 
     @property
-    def is_current(self) -> bool:
-        """Whether the pipeline still ends with what is left; programs change pipelines between epochs."""
-        last = self._pipeline.transforms[-self._num_left :]
-        return last == self._left and all(transform.p >= 1 for transform in last)
-
-    @property
     def available_keys(self) -> Any:
         """The targets of the pipeline."""
         return self._pipeline.available_keys

@@ -118,6 +118,13 @@ class TransformCaller:
         self.decode = decode
         self._keeps_read_only = keeps_read_only(transform)
         self._tail = find_tail(transform)
+        self._steps = _steps_of(transform) if is_albumentations(transform) else None
+
+    def serves(self, transform: Callable[..., Any], decode: str | None) -> bool:
+        """Whether this calls ``transform``, with the steps that it has now; programs change pipelines."""
+        if self.transform is not transform or self.decode != decode:
+            return False
+        return self._steps is None or _steps_of(transform) == self._steps
 
     def explain_decoding(self) -> str:
         """What is decoded of an undecoded image, in one clause."""
@@ -138,7 +145,7 @@ class TransformCaller:
             Exception: An error of the transform, with a note that describes its input.
         """
         sample = fetch(index)
-        tail = self._tail if pends and self._tail is not None and self._tail.is_current else None
+        tail = self._tail if pends else None
         keeps = self._keeps_read_only if tail is None else tail.keeps_read_only
         if not keeps or not _is_uint8(sample):
             return self._call(sample, private_copy(sample), index, tail)
@@ -147,6 +154,12 @@ class TransformCaller:
             return detached(output, sample)
         except HiddenMemoryError:
             return copy.deepcopy(output)
+
+
+def _steps_of(pipeline: Any) -> list[Any]:
+    """The steps of an albumentations pipeline, and their probabilities; empty for a single transform."""
+    steps = getattr(pipeline, "transforms", ())
+    return [*steps, *[step.p for step in steps]]
 
 
 def check_decode(decode: object) -> None:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from fastload import CachedDataset, DataLoader
 from fastload.cache.pushdown import Pushdown
 from fastload.cache.tail import Tail, find_tail
-from fastload.cache.transform import TransformCaller
 from fastload.images.encoded import EncodedImage
 from fastload.nested.pending import PendingImage, computed
 from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
@@ -144,15 +143,26 @@ def test_targets_beside_the_image_stay() -> None:
 def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
     """Programs drop or add transforms in later epochs."""
     pipeline = compose(A.Normalize(), ToTensorV2())
-    caller = TransformCaller(pipeline)
-    sample = (IMAGES[0], 0)
-    assert type(caller(lambda _: sample, 0, pends=True)[0]) is PendingImage
+    dataset = Images(1, shape=SHAPE)
+    cached = CachedDataset(dataset, pipeline)
+    assert type(cached._pend(0)[0]) is PendingImage
     change(pipeline)
     twin = copy.deepcopy(pipeline)
 
-    output = caller(lambda _: sample, 0, pends=True)
+    output = cached._pend(0)
 
-    assert_same_samples(output[0], twin(image=IMAGES[0])["image"])
+    assert_same_samples(computed(output[0]), twin(image=dataset.sample(0)[0])["image"])
+
+
+def test_a_crop_that_was_dropped_is_not_decoded_alone() -> None:
+    """The centre of a large image is decoded alone only while a CenterCrop follows."""
+    pipeline = A.Compose([A.SmallestMaxSize(200), A.CenterCrop(160, 160)])
+    image = EncodedImage(image_file("restarts", 720, 960))
+    cached = CachedDataset([(image, 0)], pipeline, cache=None)
+    assert cached[0][0].shape == (160, 160, 3)
+    pipeline.transforms.pop()
+
+    np.testing.assert_array_equal(cached[0][0], pipeline(image=image.decode())["image"])
 
 
 class Uncached:
