@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.tail import shallow_copy
+from fastload.cache.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
 from fastload.cache.zero_copy import is_tested_release
 from fastload.images.regions import name_of_decoder
 
@@ -127,7 +127,7 @@ class Pushdown:
         name = type(first).__name__
         if not is_tested_release():
             return "pushdown was tested with a different release of albumentations"
-        if any(not _is_of_albumentations(part) for part in (self._pipeline, first)):
+        if any(not is_of_albumentations(part) for part in (self._pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
             if not self._reduces and self._centre is None:
@@ -136,23 +136,20 @@ class Pushdown:
             return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
         if getattr(first, "p", 0) < 1:
             return f"{name} has p={first.p}, so some images are not cropped"
-        if getattr(first, "replay_mode", False) or getattr(first, "deterministic", False):
+        if is_replayed(first):
             return "the pipeline is replayed"
         return None
 
 
 def _keeps_centre(first: Any, second: Any) -> bool:
     """Whether the second transform keeps only the centre of what the first one has resized."""
-    is_centre = type(second).__name__ == "CenterCrop" and _is_of_albumentations(second)
+    is_centre = type(second).__name__ == "CenterCrop" and is_of_albumentations(second)
     return is_centre and type(first).__name__ in _SCALINGS and second.p >= 1 and not second.pad_if_needed
 
 
 def _first_with(first: Any, image: Any, centre: Any, *, reduces: bool) -> Any:
     """The first transform, applied to this image instead of its argument."""
-    copied = shallow_copy(first)
-    apply = functools.partial(_apply, first, image, centre, reduces)
-    copied._key2func = {**first._key2func, "image": apply}
-    return copied
+    return with_image_part(first, functools.partial(_apply, first, image, centre, reduces))
 
 
 def _apply(first: Any, image: EncodedImage, centre: Any, reduces: bool, _: Any, **params: Any) -> Pixels:
@@ -283,7 +280,3 @@ def _target_size(first: Any) -> tuple[int, int] | None:
 
 def _pixels(value: Any) -> Pixels:
     return np.ascontiguousarray(value)
-
-
-def _is_of_albumentations(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] == "albumentations"

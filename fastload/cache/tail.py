@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
 from fastload.cache.zero_copy import is_tested_release, keeps_read_only
 from fastload.nested.pending import PendingImage
 
@@ -74,7 +75,7 @@ class Tail:
     def _run(self, run: Run, data: dict[str, Any]) -> dict[str, Any]:
         pipeline = shallow_copy(self._pipeline)
         reached: list[Any] = []  # stays empty if the pipeline is not applied
-        idle = [_idle(transform, functools.partial(_pass, reached)) for transform in self._left]
+        idle = [with_image_part(step, functools.partial(_pass, reached)) for step in self._left]
         pipeline.transforms = [*pipeline.transforms[: -self._num_left], *idle]
         output = run(pipeline, data)
         if reached:
@@ -109,32 +110,14 @@ def _call(pipeline: Any, data: dict[str, Any]) -> dict[str, Any]:
     return dict(pipeline(**data))
 
 
-def shallow_copy(transform: Any) -> Any:
-    """A copy with the same attributes; albumentations does not define `__copy__`, and copy.copy is slower."""
-    clone = object.__new__(type(transform))
-    clone.__dict__.update(transform.__dict__)
-    return clone
-
-
 def _name_of(transform: Any) -> str:
     """The name of a transform that the batch can carry out; empty for others."""
-    kind = type(transform)
-    is_ours = kind.__module__ in (
-        "albumentations.pytorch.transforms",
-        "albumentations.augmentations.pixel.transforms",
-    )
-    if not is_ours or transform.p < 1 or transform.replay_mode or transform.deterministic:
+    name = type(transform).__name__
+    if not is_of_albumentations(transform) or transform.p < 1 or is_replayed(transform):
         return ""
-    if kind.__name__ == "Normalize":
-        return "Normalize" if transform.normalization == "standard" else ""
-    return kind.__name__ if kind.__name__ == "ToTensorV2" else ""
-
-
-def _idle(transform: Any, apply: Callable[..., Any]) -> Any:
-    """A transform that does everything but change the image."""
-    copied = shallow_copy(transform)
-    copied._key2func = {**transform._key2func, "image": apply}
-    return copied
+    if name == "Normalize":
+        return name if transform.normalization == "standard" else ""
+    return name if name == "ToTensorV2" else ""
 
 
 def _pass(reached: list[Any], image: Any, **_: Any) -> Any:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.memory.segment import PAGE_BYTES, Segment, populate, round_up, why_unsupported
+from fastload.memory.segment import PAGE_BYTES, allocated, populate, round_up, why_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,12 +108,8 @@ def shared_memory(nbytes: int) -> Memory:
     """
     if why_unsupported() is not None:
         return private_memory(nbytes)
-    segment = Segment.create(nbytes, name="fastload-slot")
-    try:
-        mapping = segment.map(writable=True)
-        populate(mapping)
-    finally:
-        segment.close()  # the mapping stays
+    segment, mapping = allocated(nbytes, "fastload-slot")
+    segment.close()  # the mapping stays
     return Memory(mapping, shared=True)
 
 

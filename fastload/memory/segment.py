@@ -256,6 +256,22 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
         os.close(found)
 
 
+def allocated(nbytes: int, name: str) -> tuple[Segment, mmap.mmap]:
+    """A new segment and its writable mapping, all pages allocated; the caller closes the segment.
+
+    Raises:
+        SegmentError: The memory is not available.
+    """
+    segment = Segment.create(nbytes, name=name)
+    try:
+        mapping = segment.map(writable=True)
+        populate(mapping)
+    except BaseException:
+        segment.close()  # frees the pages that were allocated
+        raise
+    return segment, mapping
+
+
 def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> None:
     """Allocate pages of a writable mapping now, in one call instead of one page fault each.
 

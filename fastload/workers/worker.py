@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.iterable_state import LOST
 from fastload.batch.packing import Packed, pack
 from fastload.memory.lease import Arena, Memory
-from fastload.memory.segment import Segment, populate
+from fastload.memory.segment import Segment, allocated
 from fastload.system.limits import too_many_files
 from fastload.system.linux import open_process
 from fastload.system.sent_error import SentError
@@ -185,13 +185,7 @@ class _Worker:
         self._arena.begin(memory)
 
     def _make_memory(self, nbytes: int) -> Memory:
-        segment = Segment.create(nbytes, name="fastload-slot")
-        try:
-            mapping = segment.map(writable=True)
-            populate(mapping)
-        except BaseException:
-            segment.close()  # frees the pages that were allocated
-            raise
+        segment, mapping = allocated(nbytes, "fastload-slot")
         if self._new_segment is not None:
             self._new_segment.close()
         self._new_segment = segment

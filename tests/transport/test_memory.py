@@ -20,6 +20,7 @@ import fastload
 from fastload import DataLoader
 from fastload.epochs import without_workers
 from fastload.memory import lease as memory_module
+from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
     MAX_BUFFERS,
     SLACK_BYTES,
@@ -31,7 +32,6 @@ from fastload.memory.lease import (
     private_memory,
 )
 from fastload.memory.segment import Segment
-from fastload.workers import worker
 from tests.kit import datasets
 
 
@@ -358,7 +358,7 @@ def _no_memory(mapping: Any) -> None:
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch that wants some fails on its own; the worker keeps none of the segments."""
-    monkeypatch.setattr(worker, "populate", _no_memory)
+    monkeypatch.setattr(segment_module, "populate", _no_memory)
     iterator = iter(fastload.DataLoader(datasets.Made(_array_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
