@@ -186,7 +186,7 @@ class DataLoader(LoaderSettings):
         options = Options(**{name: given.pop(name) for name in OPTION_NAMES})
         for name in ("self", "__class__"):
             del given[name]
-        # torch's constructor warns of more workers than this machine has CPUs; those of a cluster are elsewhere.
+        # torch's constructor warns if this machine has fewer CPUs than workers; Ray's are elsewhere.
         vars(self)["worker_type"] = worker_type
         super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
         options.check_with(self, is_auto=num_workers == "auto")
