@@ -51,6 +51,7 @@ def test_replacements_are_the_same_everywhere_and_reported(
     plain = make_loader(datasets.Made(zoo.some_bad, 20), num_workers=0)
     expected = [rows(plain) for _ in range(2)]
     loader = make_loader(kind(zoo.some_bad, 20), **MODES[mode] | options)
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "fastload"):
         flat = flat_of(loader)
     failed, bad = loader.failed_samples, sorted(zoo.BAD)

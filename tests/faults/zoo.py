@@ -26,6 +26,11 @@ def array(index: int) -> Any:
     return np.full(1000, index)
 
 
+def grows_at(first: int) -> Any:
+    """Samples that need more memory from one index on."""
+    return lambda index: np.full(1000 if index < first else 100_000, index)
+
+
 def long_text(index: int) -> str:
     """A batch of these is longer than a message of the pipe."""
     return f"{index:04d}" * 1000
