@@ -240,7 +240,8 @@ def test_no_worker_draws_what_one_worker_draws(kind: str) -> None:
 @pytest.mark.slow
 def test_workers_of_the_fork_server() -> None:
     """They seed the copy of the collate_fn that collates."""
-    assert read("attribute", 1, num_workers=1, multiprocessing_context="forkserver") == read("attribute", 1)
+    from_server = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    assert read("attribute", 1, **from_server) == read("attribute", 1, num_workers=1)
 
 
 @pytest.mark.parametrize(
