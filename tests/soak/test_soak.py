@@ -129,10 +129,10 @@ def test_a_case_that_hangs_ends_with_all_stacks() -> None:
     """The command shows the stacks of its process and of the worker, and ends both."""
     changes = ["mode=reads", "source=plain", "num_workers=1", "delay_ms=100000"]
 
-    done = _run("-m", "tests.soak", "--case", "3", "--limit", "2", "--with", *changes)
+    done = _run("-m", "tests.soak", "--case", "3", "--limit", "6", "--with", *changes)
 
     assert done.returncode == 1
-    assert "no end after 2 s" in done.stderr
+    assert "no end after 6 s" in done.stderr
     assert "in consume" in done.stderr
     assert "Fatal Python error: Aborted" in done.stderr  # the worker's stack
     assert "in __getitem__" in done.stderr
