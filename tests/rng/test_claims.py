@@ -211,15 +211,19 @@ def test_crops_and_flips_on_the_device_draw_the_same() -> None:
 
 
 def test_duplicates_differ() -> None:
-    """60 draws of 6 samples are 60 different ones, the same with workers."""
+    """60 draws of 6 samples are 60 different ones, the same with workers and in other batches."""
     sampler = list(WeightedRandomSampler([1.0] * 6, 60))
-    alone, in_workers = (
-        run(Dice(6), rng="sample", sampler=sampler, shuffle=False, num_workers=num_workers)
-        for num_workers in (0, 2)
+    alone, in_workers, single = (
+        [
+            tuple(row)
+            for (epoch,) in [run(Dice(6), rng="sample", sampler=sampler, **options)]
+            for row in sum(epoch, [])
+        ]
+        for options in ({"shuffle": False, **way} for way in ({}, {"num_workers": 2}, {"batch_size": 1}))
     )
 
-    assert alone == in_workers
-    assert len({tuple(row) for batch in alone[0] for row in batch}) == 60
+    assert alone == in_workers == single
+    assert len(set(alone)) == 60
 
 
 def test_epochs_differ() -> None:
