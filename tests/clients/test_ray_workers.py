@@ -263,7 +263,7 @@ def test_a_node_that_dies_is_an_error_or_its_batches_are_made_elsewhere(tmp_path
 
 @pytest.mark.parametrize("script", [DRIVER_DIES, LOCAL], ids=["a driver that dies", "its own cluster"])
 def test_a_script_leaves_nothing(script: str, tmp_path: Path) -> None:
-    """Ray ends the actors of a killed driver, in mid-sample; a script with its classes ends without close()."""
+    """Ray ends the actors of a killed driver, in mid-sample; an own cluster needs no close()."""
     run(script, tmp_path, "torch", limit_s=200).check_end()
 
 
