@@ -158,6 +158,10 @@ def growing(index: int) -> Any:
     return np.full((side, side, 3), index, np.uint8)
 
 
+def promoted(index: int) -> Any:
+    return torch.zeros(2, dtype=torch.float64 if index % 2 else torch.float32)
+
+
 def killed(index: int) -> Any:
     if index == 13:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -221,6 +225,11 @@ def third_sealed(index: int) -> Any:
 
 def ragged(samples: list[Any]) -> Any:
     return tuple(torch.full((label % 4, 2), label) for _, label in samples)
+
+
+def info_of_worker(index: int) -> Any:
+    info = get_worker_info()
+    return (-1, -1, 0) if info is None else (info.id, info.num_workers, info.seed)
 
 
 def init(worker_id: int) -> None:
