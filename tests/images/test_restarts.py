@@ -1,11 +1,11 @@
-"""Claims of adding restart markers: the same pixels, in files that can be cut."""
+"""Adding restart markers: the same pixels, in files that can be cut."""
 
 from __future__ import annotations
 
 import io
 import os
-import stat
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def saved(**options: Any) -> bytes:
+def saved(mode: str = "RGB", **options: Any) -> bytes:
     """A smooth picture, as Pillow saves it."""
     y, x = np.mgrid[:96, :128]
     waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
     file = io.BytesIO()
-    Image.fromarray((127 + 100 * waves).astype(np.uint8)).save(file, "jpeg", **options)
+    Image.fromarray((127 + 100 * waves).astype(np.uint8)).convert(mode).save(file, "jpeg", **options)
     return file.getvalue()
 
 
@@ -108,26 +108,30 @@ def test_a_damaged_file_is_a_value_error_or_keeps_its_size(edits: list[tuple[int
     assert decode(new, "new").shape == shape
 
 
-def test_a_table_with_too_many_codes_is_a_value_error() -> None:
-    """Codes of one, two and three bits that leave no bits for the last ones."""
+def too_many_codes() -> bytes:
+    """Codes of one, two and three bits leave no bits for the last ones."""
     content = bytearray(saved())
     lengths = content.index(b"\xff\xc4") + 5
     assert content[lengths : lengths + 3] == bytes([0, 1, 5])
     content[lengths] = 1
-
-    with pytest.raises(ValueError, match="damaged"):
-        add_restarts(bytes(content))
+    return bytes(content)
 
 
-@pytest.mark.parametrize("options", [{"progressive": True}, {"keep_rgb": False, "mode": "CMYK"}])
-def test_other_files_are_refused(options: dict[str, Any]) -> None:
-    """Progressive JPEGs and CMYK raise ValueError, and so does what is no JPEG."""
-    file = io.BytesIO()
-    Image.new(options.pop("mode", "RGB"), (40, 40)).save(file, "jpeg", **options)
-
-    for content in (file.getvalue(), b"", b"\xff\xd8", b"a text"):
-        with pytest.raises(ValueError, match="only non-progressive JPEGs"):
-            add_restarts(content)
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (saved(progressive=True), "only non-progressive JPEGs"),
+        (saved("CMYK"), "only non-progressive JPEGs"),
+        (b"", "only non-progressive JPEGs"),
+        (b"\xff\xd8", "only non-progressive JPEGs"),
+        (b"a text", "only non-progressive JPEGs"),
+        (too_many_codes(), "damaged"),
+    ],
+)
+def test_other_files_are_refused(content: bytes, why: str) -> None:
+    """With a ValueError that says why."""
+    with pytest.raises(ValueError, match=why):
+        add_restarts(content)
 
 
 @pytest.fixture
@@ -170,95 +174,57 @@ def test_a_folder_is_copied_with_tiles(photos: Path, tmp_path: Path, num_workers
 
 
 def test_a_second_run_writes_what_is_missing(photos: Path, tmp_path: Path) -> None:
-    """Files that are done are left alone; new, changed and unfinished ones are written."""
+    """Files that are done are left alone; changed and unfinished ones are written. Folders must be apart."""
     source, dest = str(photos), str(tmp_path / "new")
     list(tile_files(source, dest, files_to_tile(source, dest), 0))
     assert files_to_tile(source, dest) == []
-
     os.utime(photos / "notes.txt", ns=(0, 0))
     (tmp_path / "new" / "cat" / "a.jpg").unlink()
-
     assert files_to_tile(source, dest) == ["cat/a.jpg", "notes.txt"]
+    for inside in (photos, photos / "new", tmp_path):
+        with pytest.raises(ValueError, match="outside"):
+            files_to_tile(source, str(inside))
 
 
 def test_other_pixels_do_not_count(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rewritten file that decodes to other pixels is not kept."""
+    """A rewritten file that decodes to them is not kept; one that cannot be finished leaves no part."""
+    new = tmp_path / "new"
     monkeypatch.setattr(tiled_folder, "add_restarts", lambda _: saved(quality=10))
-
-    found = tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg")
-
-    assert "other pixels" in str(found.reason)
-    assert (tmp_path / "new" / "cat" / "a.jpg").read_bytes() == saved()
-
-
-def test_nothing_is_left_after_an_error(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file that cannot be finished leaves no part of it."""
-
-    def fail(*_: Any) -> None:
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(tiled_folder.shutil, "copystat", fail)
+    assert "other pixels" in str(tile_file(str(photos), str(new), "cat/a.jpg").reason)
+    assert (new / "cat" / "a.jpg").read_bytes() == saved()
+    monkeypatch.setattr(tiled_folder.shutil, "copystat", mock.Mock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="full"):
-        tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg")
-
-    assert list((tmp_path / "new" / "cat").iterdir()) == []
-
-
-@pytest.mark.parametrize("dest", ["photos", "photos/new", "."])
-def test_folders_must_be_apart(photos: Path, tmp_path: Path, dest: str) -> None:
-    """Neither folder may lie in the other."""
-    with pytest.raises(ValueError, match="outside"):
-        files_to_tile(str(photos), str(tmp_path / dest))
+        tile_file(str(photos), str(new), "cat/b.JPEG")
+    assert [path.name for path in (new / "cat").iterdir()] == ["a.jpg"]
 
 
-@pytest.fixture
-def jpegtran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Stands in for the program: gives the sequential file of the same picture, and notes its arguments."""
-    program = tmp_path / "jpegtran"
+def test_jpegtran_rewrites_files(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progressive ones too, but none that hold more, which it would drop; where it fails, Python does it.
+
+    Here a script gives the sequential file of the same picture, and notes its arguments.
+    """
+    program, words, new = tmp_path / "jpegtran", tmp_path / "words", tmp_path / "new"
     (tmp_path / "sequential.jpg").write_bytes(saved())
-    program.write_text(f"#!/bin/sh\necho $@ > {tmp_path}/words\nexec cat '{tmp_path}/sequential.jpg'\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    program.write_text(f"#!/bin/sh\necho $@ > {words}\nexec cat '{tmp_path}/sequential.jpg'\n")
+    program.chmod(0o700)
     monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: str(program))
-    return tmp_path / "words"
-
-
-@pytest.mark.parametrize("name", ["progressive.jpg", "cat/a.jpg"])
-def test_jpegtran_rewrites(name: str, photos: Path, jpegtran: Path, tmp_path: Path) -> None:
-    """Progressive JPEGs get tiles, too, where the program makes them sequential."""
-    assert tile_file(str(photos), str(tmp_path / "new"), name).is_tiled
-
-    assert jpegtran.read_text() == "-copy all -optimize -restart 4B\n"
-    assert cut_jpeg((tmp_path / "new" / name).read_bytes(), (0, 0, 8, 8)) is not None
-
-
-def test_jpegtran_rewrites_no_file_that_holds_more(jpegtran: Path) -> None:
-    """It would drop the bytes behind a picture; Python keeps them."""
-    more = saved() + b"of the camera\xff\xd9"
-
-    assert tile_jpeg(more, "x").endswith(b"of the camera\xff\xd9")
-    assert not jpegtran.exists()
-
-
-def test_jpegtran_that_fails_is_not_needed(
-    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Python then rewrites the file."""
+    assert tile_jpeg(saved() + b"of the camera\xff\xd9", "x").endswith(b"of the camera\xff\xd9")
+    assert not words.exists()
+    for name in ("progressive.jpg", "cat/a.jpg"):
+        assert tile_file(str(photos), str(new), name).is_tiled
+        assert words.read_text() == "-copy all -optimize -restart 4B\n"
+        assert cut_jpeg((new / name).read_bytes(), (0, 0, 8, 8)) is not None
+        words.unlink()
     monkeypatch.setattr(tiled_folder.shutil, "which", lambda _: "/bin/false")
+    assert tile_file(str(photos), str(new), "cat/a.jpg").is_tiled
 
-    assert tile_file(str(photos), str(tmp_path / "new"), "cat/a.jpg").is_tiled
 
-
-def test_the_command(photos: Path, tmp_path: Path) -> None:
-    """`fastload images tile` says how many files have tiles, and which JPEGs were copied and why."""
+def test_the_command_says_what_became_of_the_files(photos: Path, tmp_path: Path) -> None:
+    """`fastload images tile`: how many have tiles, and which JPEGs were copied and why."""
     words = ["images", "tile", str(photos), str(tmp_path / "new"), "--workers", "0"]
-
     done = CliRunner().invoke(main.app, words)
-
     assert done.exit_code == 0, done.output
     assert "2 JPEGs with tiles" in done.output
     assert "3 files copied" in done.output
     assert "progressive.jpg was copied: " in done.output
-    again = CliRunner().invoke(main.app, [*words, "--json"])
-    assert '"num_files": 0' in again.output
+    assert '"num_files": 0' in CliRunner().invoke(main.app, [*words, "--json"]).output
