@@ -71,11 +71,7 @@ from torch.multiprocessing import spawn
 from tests.distributed.rank_zoo import spawned
 spawn(spawned, (Path(sys.argv[1]),), nprocs=2)
 """
-AS_A_SCRIPT = """
-import runpy, sys
-sys.argv[:] = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+EXEC = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 LIGHTNING = """
 import json, sys
 from pathlib import Path
@@ -204,5 +200,5 @@ def test_ranks_of_lightning_share(when: str, launch: Any, tmp_path: Path) -> Non
     """Whether the script makes the cache before Lightning starts the other rank, or a hook makes it."""
     pytest.importorskip("lightning")
     (tmp_path / "script.py").write_text(LIGHTNING)
-    launch(AS_A_SCRIPT, str(tmp_path / "script.py"), str(tmp_path), when)
+    launch(EXEC, str(tmp_path / "script.py"), str(tmp_path), when)
     assert_shared(tmp_path)
