@@ -1,8 +1,10 @@
-"""The prefetcher's contract on a real CUDA device; skipped where there is none."""
+"""What only a real CUDA device shows: overlap, waits, contexts; skipped where there is none.
+
+With the fixture `place`, tests of other files run on it too.
+"""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import subprocess
 import sys
@@ -16,10 +18,10 @@ from fastload import DataLoader
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import DevicePrefetcher
 from fastload.memory.lease import Memory
-from fastload.memory.ring import Ring, SlotState
 from fastload.memory.segment import Segment, populate
 from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop
-from tests.device.loaders import Loader
+from tests.device.loaders import SHORT_CYCLES, Loader
+from tests.device.test_prefetch import numbered
 from tests.kit import datasets
 
 if TYPE_CHECKING:
@@ -31,12 +33,6 @@ pytestmark = [
 ]
 
 LONG_CYCLES = 500_000_000  # a quarter of a second or so of a busy device
-SHORT_CYCLES = 200_000
-
-
-def numbered(number: int) -> torch.Tensor:
-    """``(64, 257) int32``, different in every element and batch."""
-    return torch.arange(64 * 257, dtype=torch.int32).reshape(64, 257) + number * 1_000_003
 
 
 def pinned(number: int) -> torch.Tensor:
@@ -60,34 +56,6 @@ def finish() -> Iterator[None]:
     """Each test ends with an idle device."""
     yield
     torch.cuda.synchronize()
-
-
-def test_values_types_and_strides_arrive() -> None:
-    """Tensors of a nest are equal to the host's, on the device; everything else is as it was."""
-    image = torch.rand(2, 3, 5, 7).to(memory_format=torch.channels_last)
-    pair = collections.namedtuple("pair", "a b")
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    gaps, overlapping = torch.arange(12).reshape(3, 4)[:, ::2], torch.arange(3).expand(4, 3)
-    batch = {
-        "image": image,
-        "pair": pair(torch.tensor(3), "text"),
-        "list": [gaps, overlapping, torch.empty(0, 3), torch.arange(6).reshape(1, 2, 3).permute(0, 2, 1)],
-        "packed": packed,
-        "gradient": torch.ones(2, requires_grad=True),
-    }
-
-    (result,) = DevicePrefetcher([batch])
-
-    assert result["image"].stride() == image.stride()
-    assert torch.equal(result["image"].cpu(), image)
-    assert type(result["pair"]) is pair
-    assert result["pair"].b == "text"
-    for moved, source in zip(result["list"], batch["list"], strict=True):
-        assert moved.is_cuda
-        assert torch.equal(moved.cpu(), source)
-    assert result["packed"].data.is_cuda
-    assert result["gradient"].grad_fn is not None
-    assert not batch["image"].is_cuda
 
 
 def test_copies_run_while_the_consumer_computes() -> None:
@@ -119,36 +87,6 @@ def test_the_consumer_waits_for_a_late_copy() -> None:
     results = [batch.clone() for batch in iterator]
 
     assert [torch.equal(r.cpu(), numbered(n)) for n, r in enumerate(results, start=1)] == [True, True]
-
-
-def test_held_batches_and_aliases_stay_valid() -> None:
-    """Batches, and views of batches that are gone, keep their content through the rest of the epoch."""
-    held, aliases = [], []
-    for number, batch in enumerate(DevicePrefetcher(Loader(50, pinned))):
-        if number % 5 == 0:
-            held.append((number, batch))
-        aliases.append(batch[3:5])
-        torch.cuda._sleep(SHORT_CYCLES)
-
-    assert all(torch.equal(batch.cpu(), numbered(number)) for number, batch in held)
-    assert all(torch.equal(alias.cpu(), numbered(n)[3:5]) for n, alias in enumerate(aliases))
-
-
-def test_one_stream_and_flat_memory_over_epochs() -> None:
-    """Each epoch uses the same stream, and reserved memory stops growing after the first."""
-    prefetcher = DevicePrefetcher(Loader(20, pinned))
-    streams, reserved = set(), []
-    for _ in range(20):
-        for batch in prefetcher:
-            batch.sum()
-        del batch
-        torch.cuda.synchronize()
-        streams.add(prefetcher._stream.cuda_stream)
-        reserved.append(torch.cuda.memory_reserved())
-
-    assert len(streams) == 1
-    assert streams != {torch.cuda.current_stream().cuda_stream}
-    assert len(set(reserved[2:])) == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -196,55 +134,6 @@ def test_registered_shared_memory_is_pinned_until_it_is_unregistered() -> None:
     assert "cudaHostUnregister gave error" in backend.unregister(memory.address)
     assert not tensor.is_pinned()
     assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
-
-
-def test_a_loader_delivers_what_its_workers_wrote() -> None:
-    """With a slow consumer that holds some batches, over epochs; slots are read in place."""
-    dataset = datasets.Made(datasets.image, 400)
-    expected = [images for images, _ in DataLoader(dataset, 4)]
-    with DataLoader(dataset, 4, num_workers=2, persistent_workers=True, device="cuda") as loader:
-        for _ in range(3):
-            held = []
-            for number, (images, labels) in enumerate(loader):
-                assert images.is_cuda
-                torch.cuda._sleep(SHORT_CYCLES)
-                held.append((number, images[1:3] if number % 2 else images, labels))
-            assert len(held) == len(expected)
-            for number, images, labels in held:
-                whole = expected[number]
-                assert torch.equal(images.cpu(), whole[1:3] if number % 2 else whole)
-                assert int(labels[0]) == 4 * number
-
-
-def test_no_copy_reads_a_slot_that_came_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each slot is overwritten with a pattern at the moment at which its worker may have it again."""
-    reclaim, num_poisoned = Ring.reclaim, 0
-
-    def poison(ring: Ring, worker: int) -> None:
-        nonlocal num_poisoned
-        lent = [slot for slot in ring.slots if slot.state is SlotState.LENT]
-        reclaim(ring, worker)
-        for slot in lent:
-            if slot.state is not SlotState.LENT and slot.memory is not None:
-                slot.memory._mapping[:] = b"\xa5" * slot.memory.nbytes
-                num_poisoned += 1
-
-    monkeypatch.setattr(Ring, "reclaim", poison)
-    dataset = datasets.Made(datasets.image, 400)
-    with DataLoader(dataset, 4, num_workers=2, device="cuda") as loader:
-        arrived = [images for images, _ in loader]
-
-    assert num_poisoned > 50
-    for images, (expected, _) in zip(arrived, DataLoader(dataset, 4), strict=True):
-        assert torch.equal(images.cpu(), expected)
-
-
-def test_a_plain_loader_lends_nothing_that_is_pinned() -> None:
-    """After a prefetched epoch over persistent workers, plain batches are pageable memory again."""
-    with DataLoader(datasets.Made(datasets.image, 40), 4, num_workers=2, persistent_workers=True) as loader:
-        list(DevicePrefetcher(loader))
-
-        assert not any(images.is_pinned() for images, _ in loader)
 
 
 # --- crops and flips --------------------------------------------------------------------------------------
