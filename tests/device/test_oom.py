@@ -17,6 +17,7 @@ from torch import nn
 
 from fastload.training import oom
 from fastload.training.oom import find_batch_size, retry_on_oom, split_batch
+from tests.device.conftest import CUDA
 
 
 class OutOfMemoryAbove:
@@ -79,7 +80,6 @@ def test_the_batch_is_halved_and_the_error_tells_the_sizes() -> None:
     assert step.sizes == [8, 4, 2, 2, 2, 2] * 2
     with pytest.raises(torch.OutOfMemoryError, match="allocate for 2") as caught:
         retry_on_oom(OutOfMemoryAbove(1), numbered(8), model=None, min_size=2)
-
     assert "parts of 8, 4, 2 samples, and min_size=2" in caught.value.__notes__[0]
 
 
@@ -95,36 +95,12 @@ def test_other_errors_pass_through_at_once(error: BaseException) -> None:
 
     with pytest.raises(type(error)) as caught:
         retry_on_oom(step, numbered(8), model=[parameter])
-
     assert caught.value is error
     assert calls == [8]
     assert parameter.grad is not None
     assert parameter.grad.item() == 3
     with pytest.raises(type(error)):
         find_batch_size(step, numbered)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"min_size": 0}, ValueError, "min_size should be at least 1 sample, but got 0"),
-        ({"min_size": "2"}, TypeError, "min_size should be an int, a number of samples, but got '2'"),
-        ({"min_size": True}, TypeError, "but got True"),
-        ({"start": 0, "limit": 4}, ValueError, "start should be"),
-        ({"start": 5, "limit": 4}, ValueError, "start should be"),
-        ({"start": 1.5}, TypeError, "start should be an int, a number of samples, but got"),
-        ({"limit": True}, TypeError, "limit should be an int, a number of samples, but got"),
-    ],
-)
-def test_sizes_are_checked(arguments: Any, error: type[Exception], message: str) -> None:
-    """They are whole numbers of samples that exist; the step is not called with anything else."""
-    step = OutOfMemoryAbove(1)
-    way: Any = find_batch_size if "min_size" not in arguments else retry_on_oom
-    data = {"model": None, "batch": numbered(2)} if way is retry_on_oom else {"make_batch": numbered}
-    with pytest.raises(error, match=message):
-        way(step, **data, **arguments)
-
-    assert step.sizes == []
 
 
 # --- gradients --------------------------------------------------------------------------------------------
@@ -157,7 +133,6 @@ def test_gradients_are_those_of_the_whole_batch(fits: int, has_gradients: bool) 
         return loss.item() * weight
 
     losses = retry_on_oom(step, inputs, model=model)
-
     assert sum(losses) == pytest.approx(expected(inputs).square().mean().item())
     for ours, whole in zip(gradients(model), gradients(expected), strict=True):
         assert torch.allclose(ours, whole)
@@ -178,29 +153,9 @@ def test_gradients_are_put_back_as_they_were(give: Any) -> None:
 
     with pytest.raises(torch.OutOfMemoryError):
         retry_on_oom(step, numbered(4), model=give(model))
-
     assert [parameter.grad for parameter in model][2] is None
     assert all(p.grad is g for p, g in zip(model, at_entry, strict=True))
     assert [g.tolist() for g in at_entry[:2]] == [[5.0, 6.0], [7.0, 8.0]]
-
-
-@pytest.mark.parametrize(
-    ("give", "what"),
-    [
-        (lambda model: [model], "Sequential"),
-        (lambda model: torch.optim.SGD(model.parameters()), "SGD"),
-        (lambda model: dict(model.named_parameters()), "str"),
-        (lambda model: model.named_parameters(), "tuple"),
-        (lambda model: model[0].weight, "Parameter"),
-    ],
-)
-def test_what_has_no_gradients_is_refused_as_a_model(give: Any, what: str) -> None:
-    """Lists of modules, optimizers, dicts and single tensors are named; the step is not called."""
-    step = OutOfMemoryAbove(100)
-    with pytest.raises(TypeError, match=f"model should be a module, its parameters, or None.*got {what}"):
-        retry_on_oom(step, numbered(2), model=give(small_model()))
-
-    assert step.sizes == []
 
 
 # --- memory of the failed try -----------------------------------------------------------------------------
@@ -228,7 +183,6 @@ def test_the_failed_steps_tensors_are_dead_when_the_next_try_starts(has_cycle: b
         retry_on_oom(step, numbered(9), model=None, min_size=2)
     finally:
         gc.enable()
-
     assert len(alive) == 7  # 9; 4, 5; and the four parts that fit
     assert alive[1] == [False]
     assert alive[3] == [False, False, False]
@@ -248,18 +202,16 @@ def test_the_caches_are_emptied_where_cuda_is_used(in_use: bool, monkeypatch: py
     assert len(calls) == in_use * (2 + sum(size > 5 for size in step.sizes) + 1)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_a_real_lack_of_memory_is_survived() -> None:
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_real_lack_of_memory_is_survived(device: str) -> None:
     """Parts that would take twice the device's memory are halved until they take half of it."""
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
 
     def step(part: torch.Tensor, weight: float) -> int:
-        return torch.empty(len(part) * (total_bytes // 4), dtype=torch.uint8, device="cuda:0").numel()
+        return torch.empty(len(part) * (total_bytes // 4), dtype=torch.uint8, device=device).numel()
 
     results = retry_on_oom(step, numbered(8), model=None)
     torch.cuda.empty_cache()
-
     assert results == [2 * (total_bytes // 4)] * 4
 
 
@@ -287,7 +239,6 @@ def test_nests_are_split_along_the_first_dimension() -> None:
         "sample": Sample(torch.arange(4), ["e", "f", "g", "h"]),
     }
     (first, first_size), (last, last_size) = split_batch(batch, 2)
-
     assert (first_size, last_size) == (2, 2)
     assert first["image"].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert last["image"].data_ptr() == batch["image"][2].data_ptr()
@@ -303,27 +254,6 @@ def test_nests_are_split_along_the_first_dimension() -> None:
     assert len(batch["names"]) == 4
 
 
-@pytest.mark.parametrize(
-    ("batch", "error", "message"),
-    [
-        ({"names": ["a"]}, TypeError, "dict without any"),
-        (torch.tensor(1), TypeError, "without any"),
-        ((torch.zeros(4, 2), torch.zeros(3)), ValueError, r"\(4, 2\), \(3,\)"),
-        ((torch.zeros(2), nn.utils.rnn.pack_sequence([torch.zeros(2)] * 2)), TypeError, "PackedSequence"),
-    ],
-)
-def test_batches_that_cannot_be_split_are_refused_before_the_first_try(
-    batch: Any, error: type[Exception], message: str
-) -> None:
-    """The error says what was found and names split=."""
-    step = OutOfMemoryAbove(100)
-    with pytest.raises(error, match=message) as caught:
-        retry_on_oom(step, batch, model=None)
-
-    assert "split=" in str(caught.value)
-    assert step.sizes == []
-
-
 def test_a_split_of_ones_own() -> None:
     """Batches of any kind can be retried by a function that divides them."""
 
@@ -337,8 +267,47 @@ def test_a_split_of_ones_own() -> None:
         return part, weight
 
     results = retry_on_oom(step, "abcdefgh", model=None, split=split)
-
     assert results == [("ab", 0.25), ("cd", 0.25), ("ef", 0.25), ("gh", 0.25)]
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+TWO, FOUR = numbered(2), torch.full((4, 2), 77.0)
+NO_MODEL = "model should be a module, its parameters, or None.*got "
+PACKED = nn.utils.rnn.pack_sequence([torch.zeros(2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_size": 0}, ValueError, "min_size should be at least 1 sample, but got 0"),
+        ({"min_size": "2"}, TypeError, "min_size should be an int, a number of samples, but got '2'"),
+        ({"min_size": True}, TypeError, "but got True"),
+        ({"start": 0, "limit": 4}, ValueError, "start should be"),
+        ({"start": 5, "limit": 4}, ValueError, "start should be"),
+        ({"start": 1.5}, TypeError, "start should be an int, a number of samples, but got"),
+        ({"limit": True}, TypeError, "limit should be an int, a number of samples, but got"),
+        ({"model": lambda model: [model]}, TypeError, f"{NO_MODEL}Sequential"),
+        ({"model": lambda model: torch.optim.SGD(model.parameters())}, TypeError, f"{NO_MODEL}SGD"),
+        ({"model": lambda model: dict(model.named_parameters())}, TypeError, f"{NO_MODEL}str"),
+        ({"model": lambda model: model.named_parameters()}, TypeError, f"{NO_MODEL}tuple"),
+        ({"model": lambda model: model[0].weight}, TypeError, f"{NO_MODEL}Parameter"),
+        ({"batch": {"names": ["a"]}}, TypeError, "dict without any.*split="),
+        ({"batch": torch.tensor(1)}, TypeError, "without any.*split="),
+        ({"batch": (torch.zeros(4, 2), torch.zeros(3))}, ValueError, r"\(4, 2\), \(3,\).*split="),
+        ({"batch": (torch.zeros(2), PACKED)}, TypeError, "PackedSequence.*split="),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    """Before the step is called: the error says what was expected and what kind of thing came."""
+    step = OutOfMemoryAbove(100)
+    way: Any = find_batch_size if {"start", "limit"} & set(arguments) else retry_on_oom
+    data = {"model": None, "batch": TWO} if way is retry_on_oom else {"make_batch": numbered}
+    if "model" in arguments:
+        arguments = {"model": arguments["model"](small_model())}
+    with pytest.raises(error, match=f"(?s){message}"):
+        way(step, **data | arguments)
+    assert step.sizes == []
 
 
 @pytest.mark.parametrize(
@@ -355,10 +324,8 @@ def test_a_split_of_ones_own() -> None:
 )
 def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
     """The error says what a split should give and what kind of thing came, but no tensor's values."""
-    batch = torch.full((4, 2), 77.0)
     with pytest.raises(ValueError, match=f"split should return [12] parts, .*but got {what}") as caught:
-        retry_on_oom(OutOfMemoryAbove(1), batch, model=None, split=split)
-
+        retry_on_oom(OutOfMemoryAbove(1), FOUR, model=None, split=split)
     assert "77" not in str(caught.value)
 
 
@@ -374,7 +341,6 @@ def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) 
     assert "one sample does not fit" in caught.value.__notes__[0]
     step = OutOfMemoryAbove(fits)
     start = min(start, limit)
-
     assert find_batch_size(step, numbered, start=start, limit=limit) == min(fits, limit)
     while_made = find_batch_size(
         lambda size: None, lambda size: step(numbered(size)), start=start, limit=limit

@@ -52,7 +52,6 @@ def test_batches_come_pinned_in_order_from_another_thread(pinned_in: list[str], 
         break
     labels = [batch[1].tolist() for batch in loader]
     loader.close()
-
     assert labels == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert set(pinned_in) == {"fastload-pin"}
 
@@ -61,10 +60,8 @@ def test_an_error_while_pinning_is_raised_at_its_batch(pinned_in: list[str]) -> 
     """As torch has it, and the epoch goes on."""
     iterator = iter(fastload.DataLoader(datasets.Made(numbered, 18), 2, num_workers=1))
     seen = [next(iterator)[1].tolist() for _ in range(6)]
-
     with pytest.raises(ValueError, match="in pin memory thread for device"):
         next(iterator)
-
     assert seen[-1] == [10, 11]
     assert next(iterator)[1].tolist() == [14, 15]
 
@@ -79,7 +76,6 @@ def test_a_worker_that_dies_under_the_thread_is_reported(pinned_in: list[str]) -
 def test_without_workers_the_batch_is_pinned_where_it_is_made(pinned_in: list[str]) -> None:
     """As in torch: there is no thread then."""
     list(fastload.DataLoader(datasets.Made(numbered, 4), 2))
-
     assert pinned_in == ["MainThread"] * 2
 
 
@@ -96,7 +92,6 @@ def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: i
             batches = list(kind(datasets.Made(numbered, 4), 2, num_workers=num_workers, pin_memory=True))
         said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
         assert len(batches) == 2
-
     theirs, ours = said
     assert ours == theirs
     assert all("no accelerator is found" in message for message in ours)

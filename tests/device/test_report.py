@@ -12,11 +12,10 @@ import torch
 from fastload.memory.segment import Segment, populate
 from fastload.training import report
 from fastload.training.report import MemoryReport, memory_report
+from tests.device.conftest import CUDA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from tests.kit.processes import Interpreter
 
 MIB = 2**20
 
@@ -46,7 +45,6 @@ def test_segments_are_counted_by_the_pages_they_have(name: str) -> None:
         part.close()
     foreign.close()
     after = bytes_of(name, memory_report())
-
     assert grown == [0, 3 * MIB, 3 * MIB, 3 * MIB, 3 * MIB, 0]
     assert after == bytes_of(name, before)
 
@@ -57,7 +55,6 @@ def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(report, "resource", None)
     monkeypatch.setattr(os.path, "isdir", lambda path: False)
     found = memory_report()
-
     assert (found.process_pss_bytes, found.locked_bytes, found.locked_limit_bytes) == (None, None, None)
     assert found.prefetch_bytes == 0
     assert str(found).count("unknown") == 2
@@ -102,7 +99,6 @@ def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> Non
     found.reset_peak()
     assert resets == [1, 2]
     first = found.devices[0]
-
     assert [device.index for device in found.devices] == [1, 2]
     assert found.devices_note == ""
     assert (first.name, first.allocated_bytes, first.reserved_bytes) == ("GPU 1", 2 * MIB, 4 * MIB)
@@ -114,26 +110,16 @@ def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> Non
 def test_without_a_context_the_report_says_so(
     monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str
 ) -> None:
-    """No devices, and the reason."""
+    """No devices, and the reason. The driver is not asked: is_available can break a later fork."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("is_available", "device_count", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, None)
     found = memory_report()
-
+    found.reset_peak()
     assert found.devices == ()
     assert note in found.devices_note
     assert note in str(found)
-
-
-def test_before_the_first_cuda_call_the_driver_is_not_asked(interpreter: Interpreter) -> None:
-    """Neither is_available nor device_count is called: the first can break a later fork."""
-    code = (
-        "import torch; torch.backends.cuda.is_built = lambda: True; "
-        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.mem_get_info = None; "
-        "import fastload.training.report as r; found = r.memory_report(); found.reset_peak(); "
-        "import sys; sys.exit(torch.cuda.is_initialized() or found.devices != ())"
-    )
-
-    assert interpreter.run(code).returncode == 0
 
 
 # --- as text and as data ----------------------------------------------------------------------------------
@@ -145,29 +131,25 @@ def test_the_report_is_ready_for_json(cuda: Any) -> None:
     found = memory_report()
     plain = found.as_dict()
     words = [line.split() for line in str(found).splitlines()]
-
     assert ["name", "GPU", "0"] in words
     assert ["total", "58.59", "GiB"] in words
     assert 0 < found.host_available_bytes <= found.host_total_bytes
     assert 0 < found.process_rss_bytes < found.host_total_bytes
     assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
-
     assert json.loads(json.dumps(plain)) == plain
     assert plain["devices"][0]["total_bytes"] == 60_000 * MIB
     assert plain["host_total_bytes"] == found.host_total_bytes
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_the_figures_follow_the_allocator() -> None:
+@pytest.mark.parametrize("device", [CUDA])
+def test_the_figures_of_a_gpu_follow_the_allocator(device: str) -> None:
     """A tensor shows in allocated and peak; when it is gone the peak stays until it is reset."""
-    tensor = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda:0")
+    tensor = torch.zeros(8 * MIB, dtype=torch.uint8, device=device)
     with_tensor = memory_report()
     del tensor
     without = memory_report().devices[0]
     with_tensor.reset_peak()
     after_reset = memory_report().devices[0]
-
     assert with_tensor.devices[0].index == 0
     assert with_tensor.devices[0].allocated_bytes - without.allocated_bytes == 8 * MIB
     assert without.peak_allocated_bytes >= with_tensor.devices[0].allocated_bytes
