@@ -83,7 +83,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
     cuda: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without CUDA batches pass through, and the reason is logged once for all prefetchers; an index stays."""
+    """Without CUDA batches pass through, and the reason is logged once for all of them; an index stays."""
     cuda(num_devices=2)
     with caplog.at_level(logging.INFO, "fastload"):
         assert DevicePrefetcher([], device="auto").device == torch.device("cuda")

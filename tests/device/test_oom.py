@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,38 +49,34 @@ def free_nothing() -> None:
 
 @mock.patch.object(oom, "_free_cached_memory", free_nothing)
 @given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
+@example(num_samples=8, fits=1, min_size=2)
 def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
     num_samples: int, fits: int, min_size: int
 ) -> None:
-    """Parts are even, in order, no smaller than min_size, and their weights add up to 1."""
-    step = OutOfMemoryAbove(fits)
-    batch = numbered(num_samples)
+    """Parts are halved, even, in order, no smaller than min_size, and their weights add up to 1.
+
+    Each call starts from the whole batch; at min_size torch's own error comes out, with a note of the sizes.
+    """
+    step, batch = OutOfMemoryAbove(fits), numbered(num_samples)
     max_parts = max(num_samples // min_size, 1)
-    can_fit = -(-num_samples // max_parts) <= fits
-    if not can_fit:
-        with pytest.raises(torch.OutOfMemoryError):
+    if -(-num_samples // max_parts) > fits:
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate for") as caught:
             retry_on_oom(step, batch, model=None, min_size=min_size)
+        tried = sorted({min(2**doublings, max_parts) for doublings in range(8)})
+        sizes = ", ".join(str(-(-num_samples // parts)) for parts in tried)
+        assert f"parts of {sizes} samples, and min_size={min_size}" in caught.value.__notes__[0]
     else:
-        results = retry_on_oom(step, batch, model=None, min_size=min_size)
-        sizes = [len(result) for result in results]
-        weights = step.weights[-len(results) :]
-
-        assert [number for result in results for number in result] == list(range(num_samples))
-        assert max(sizes) - min(sizes) <= 1
-        assert weights == [size / num_samples for size in sizes]
-        assert sum(weights) == pytest.approx(1.0)
+        for _ in range(2):
+            step.sizes.clear(), step.weights.clear()
+            results = retry_on_oom(step, batch, model=None, min_size=min_size)
+            lengths = [len(result) for result in results]
+            weights = step.weights[-len(results) :]
+            assert [number for result in results for number in result] == list(range(num_samples))
+            assert max(lengths) - min(lengths) <= 1
+            assert weights == [length / num_samples for length in lengths]
+            assert sum(weights) == pytest.approx(1.0)
+            assert step.sizes[0] == num_samples
     assert min(step.sizes) >= min(min_size, num_samples)
-
-
-def test_the_batch_is_halved_and_the_error_tells_the_sizes() -> None:
-    """Each call starts from the whole batch; at min_size torch's own error comes out, with a note."""
-    step = OutOfMemoryAbove(2)
-    for _ in range(2):
-        retry_on_oom(step, numbered(8), model=None)
-    assert step.sizes == [8, 4, 2, 2, 2, 2] * 2
-    with pytest.raises(torch.OutOfMemoryError, match="allocate for 2") as caught:
-        retry_on_oom(OutOfMemoryAbove(1), numbered(8), model=None, min_size=2)
-    assert "parts of 8, 4, 2 samples, and min_size=2" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
