@@ -184,7 +184,7 @@ class Quantity:
 
 
 def test_objects_with_torchs_to_are_leaves() -> None:
-    """Ones that take a device alone are moved without `non_blocking`; a ``to`` of other meaning is left alone."""
+    """Ones that take a device alone are moved by it alone; a ``to`` of other meaning is left alone."""
     there = torch.device("meta")
     packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
     moved = map_movable([packed, Graph(), Boxes()], lambda leaf: move_leaf(leaf, there))
