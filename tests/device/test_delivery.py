@@ -6,14 +6,16 @@ import contextlib
 import logging
 import multiprocessing
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.utils.data as tud
 
 from fastload import DataLoader
 from fastload.device import cuda
-from fastload.epochs import on_device, with_workers
+from fastload.epochs import on_device, with_workers, without_workers
 from fastload.errors import DeviceUnavailableError, LoaderClosedError
 from fastload.system import logs
 from tests.device.loaders import Loader, Place, on
@@ -109,7 +111,6 @@ def test_a_batch_that_moves_late_is_transformed_where_it_is(fake: FakeBackend) -
     loader = DataLoader(
         [0], batch_size=None, collate_fn=lambda _: packed, device=0, device_transform=transform
     )
-
     assert [int(total) for total in loader] == [5]
     assert at == ["<stream main>"]
 
@@ -217,7 +218,6 @@ def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[st
             states.append(loader.state_dict())
             assert states[-1] == plain.state_dict()
         del iterator, plain_iterator
-
     assert states[-1]["_iterator_finished"] is False
     with make(device="cuda", **way) as again:
         next(iter(again))  # an epoch that is left
@@ -259,7 +259,6 @@ def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> N
     iter(fleeting)
     with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True, device="cuda") as lasting:
         first = iter(lasting)
-
         assert fleeting._iterator is None
         assert lasting._iterator is first
         assert iter(lasting) is first
@@ -332,7 +331,6 @@ def test_a_transform_runs_in_no_mode_of_the_caller(device: str, mode: Any) -> No
     with mode():
         first = next(iterator)
     later = list(iterator)
-
     assert seen == [(False, False, torch.float32)] * 6
     assert not any(batch.is_inference() for batch in [first, *later])
 
@@ -342,7 +340,6 @@ def test_batches_ahead_can_be_trained_on_after_a_look_in_inference_mode(fake: Fa
     iterator = iter(on(fake, Loader(4)))
     with torch.inference_mode():
         next(iterator)
-
     assert [batch.is_inference() for batch in iterator] == [False] * 3
 
 
@@ -361,3 +358,63 @@ def test_an_error_of_a_transform_comes_at_its_batch(device: str) -> None:
     (note,) = caught.value.__notes__
     assert note.startswith("raised by device_transform, which gets whole batches on cpu")
     assert numbers(before + list(iterator)) == [0, 4, 12, 16, 20]
+
+
+# --- pin_memory=True without a device ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned_in(pretend_accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that there is an accelerator: "pinning" copies, and notes the thread that did it."""
+    threads: list[str] = []
+
+    def pin(batch: Any, device: str | None = None) -> Any:
+        threads.append(threading.current_thread().name)
+        if 13 in batch[1].tolist():
+            raise ValueError("cannot pin 13")
+        return [part.clone() for part in batch]
+
+    pretend_accelerator()
+    for module in (without_workers, with_workers):
+        monkeypatch.setattr(module, "pin_batch", pin)
+    return threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_batches_come_pinned_in_order_from_a_thread(pinned_in: list[str], persistent: bool) -> None:
+    """Two epochs, the first of them left early; an error of pinning is raised at its batch, as in torch."""
+    with DataLoader(IMAGES, 2, num_workers=2, persistent_workers=persistent) as loader:
+        for _ in loader:
+            break
+        iterator = iter(loader)
+        seen = numbers([next(iterator) for _ in range(6)])
+        with pytest.raises(ValueError, match="in pin memory thread for device"):
+            next(iterator)
+        assert seen + numbers(iterator) == [0, 2, 4, 6, 8, 10, 14, 16, 18, 20]
+        del iterator
+    assert set(pinned_in) == {"fastload-pin"}
+
+
+def test_without_workers_the_batch_is_pinned_where_it_is_made(pinned_in: list[str]) -> None:
+    """As in torch: there is no thread then."""
+    list(DataLoader(datasets.Made(datasets.image, 4), 2))
+    assert pinned_in == ["MainThread"] * 2
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="the warning is for machines without an accelerator"
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: int) -> None:
+    """Torch's own warning, which torch 2.6 lacks; the batches come all the same."""
+    said = []
+    for kind in (tud.DataLoader, DataLoader):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            batches = list(kind(IMAGES, 4, num_workers=num_workers, pin_memory=True))
+        said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
+        assert len(batches) == 6
+    theirs, ours = said
+    assert ours == theirs
+    assert all("no accelerator is found" in message for message in ours)

@@ -6,6 +6,9 @@ import collections
 import contextlib
 import gc
 import random
+import subprocess
+import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +17,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastload import DataLoader
 from fastload.device import copies
+from fastload.device.cuda import choose_backend
+from fastload.device.prefetch import DevicePrefetcher
 from fastload.errors import LoaderClosedError
+from fastload.memory.lease import Memory
+from fastload.memory.segment import Segment, populate
+from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop
+from tests.device.conftest import CUDA
 from tests.device.fake import FakeBackend
-from tests.device.loaders import Consumer, Loader, Place, Stumbles, batch, on
+from tests.device.loaders import SHORT_CYCLES, Consumer, Loader, Place, Stumbles, batch, on
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -364,41 +375,157 @@ def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Ra
     fake.check()
 
 
-class NoWait(FakeBackend):
-    def wait_event(self, stream: Any, event: Any) -> None: ...
-
-
-class NoRecord(FakeBackend):
-    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None: ...
-
-
-class NoHostWait(FakeBackend):
-    def is_done(self, event: Any) -> bool:
-        return True
-
-    def synchronize(self, event: Any) -> None: ...
-
-
-class NoPin(FakeBackend):
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
 @pytest.mark.parametrize(
-    ("broken", "found"),
+    ("names", "replacement", "found"),
     [
-        (NoWait, "did not read what the batch held"),
-        (NoRecord, "died that main has to read"),
-        (NoHostWait, "pinned memory died"),
-        (NoPin, "not pinned"),
+        (["wait_event"], lambda stream, event: None, "did not read what the batch held"),
+        (["record_stream"], lambda tensor, stream: None, "died that main has to read"),
+        (["is_done", "synchronize"], lambda event: True, "pinned memory died"),
+        (["pin"], lambda tensor: tensor, "not pinned"),
     ],
 )
-def test_each_rule_taken_away_is_noticed(broken: type[FakeBackend], found: str) -> None:
+def test_each_rule_taken_away_is_noticed(names: list[str], replacement: Any, found: str) -> None:
     """The fake finds what it is there to find: without any one step, consumers find unordered use."""
     noticed = 0
     for seed in range(40):
-        fake = broken()
+        fake: Any = FakeBackend()
+        for name in names:
+            setattr(fake, name, replacement)
         consume(fake, 2, random.Random(seed).randrange)
         fake.drain()
         noticed += any(found in violation for violation in fake.violations)
     assert noticed > 10
+
+
+# --- what only a real device shows ------------------------------------------------------------------------
+
+on_cuda = pytest.mark.parametrize("place", [CUDA], indirect=True)
+LONG_CYCLES = 500_000_000  # a quarter of a second or so of a busy device
+
+
+def pinned(number: int) -> torch.Tensor:
+    return numbered(number).pin_memory()
+
+
+@contextlib.contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Within it any operation of torch that makes the host wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_cuda
+def test_copies_run_while_the_consumer_computes(place: Place) -> None:
+    """The copy of the last batch that was pulled ends while the consumer's stream is busy with this one."""
+    batches = [pinned(number) for number in range(8)]
+    prefetcher = DevicePrefetcher(batches, depth=2)
+    list(prefetcher)  # allocations, which may wait for the device, are made here
+    torch.cuda.synchronize()
+
+    iterator = iter(prefetcher)
+    next(iterator)
+    torch.cuda._sleep(SHORT_CYCLES)
+    next(iterator)
+    torch.cuda._sleep(LONG_CYCLES)
+    busy = torch.cuda.Event()
+    busy.record()
+    prefetcher._stream.synchronize()
+    assert not busy.query()
+
+
+@on_cuda
+def test_the_consumer_waits_for_a_late_copy(place: Place) -> None:
+    """A kernel launched right after next() reads the whole batch, even if the side stream is held up."""
+    prefetcher = DevicePrefetcher(Loader(3, pinned), depth=1)
+    iterator = iter(prefetcher)
+    next(iterator)
+    with torch.cuda.stream(prefetcher._stream):
+        torch.cuda._sleep(LONG_CYCLES)
+    results = [batch.clone() for batch in iterator]
+    assert [torch.equal(r.cpu(), numbered(n)) for n, r in enumerate(results, start=1)] == [True, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_cuda
+def test_the_other_devices_get_no_context(place: Place) -> None:
+    """A process that loads to device 1, as rank 1 does, takes no memory on device 0."""
+    code = """
+import torch
+from fastload import DataLoader
+
+if __name__ == "__main__":
+    pixels = torch.arange(4000, dtype=torch.uint8).reshape(40, 100)
+    with DataLoader(pixels, 4, num_workers=1, device="cuda:1") as loader:
+        arrived = torch.cat([batch.cpu() for batch in loader])
+    print(torch.equal(arrived, pixels), [torch._C._cuda_hasPrimaryContext(index) for index in (0, 1)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["True", "[False, True]\n"]
+
+
+# --- slots ------------------------------------------------------------------------------------------------
+
+
+@on_cuda
+def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Place) -> None:
+    """Torch takes it for pinned, a copy from its inside is right, and failures leave no error behind."""
+    backend = choose_backend("cuda", "this test")
+    assert backend is not None
+    stream = backend.make_stream()
+    segment = Segment.create(1 << 20, name="fastload-slot")
+    memory = Memory(segment.map(writable=True), shared=True)
+    segment.close()
+    populate(memory._mapping)
+    tensor = torch.frombuffer(memory.lease(), dtype=torch.uint8)
+    tensor.copy_(torch.arange(1 << 20) % 251)
+    assert not tensor.is_pinned()
+    assert backend.register(memory.address, memory.nbytes) == ""
+    assert tensor[4097:].is_pinned()
+    assert backend.pin(tensor[4097:]).data_ptr() == tensor[4097:].data_ptr()
+    assert "cudaHostRegister gave error" in backend.register(memory.address, memory.nbytes)
+    copied = backend.copy(tensor[4097:], stream)
+    backend.synchronize(backend.record_event(stream))
+    assert torch.equal(copied.cpu(), tensor[4097:])
+    assert backend.unregister(memory.address) == ""
+    assert "cudaHostUnregister gave error" in backend.unregister(memory.address)
+    assert not tensor.is_pinned()
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
+
+
+# --- crops and flips --------------------------------------------------------------------------------------
+
+
+def augmented(**options: Any) -> DataLoader:
+    """A loader of cropped, flipped and normalised images."""
+    transforms = [RandomResizedCrop(9), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
+    dataset = datasets.Made(datasets.image, 40)
+    return DataLoader(dataset, 4, rng="sample", device_transform=transforms, **options)
+
+
+@on_cuda
+def test_a_loader_with_crops_and_flips_never_synchronises(place: Place) -> None:
+    """In the first epoch, where slots are registered, and the later ones; on the copy stream and by hand."""
+    images = datasets.Made(datasets.image, 4)
+    by_hand = torch.stack([torch.as_tensor(images[number][0]) for number in range(4)]).cuda()
+    with augmented(num_workers=2, persistent_workers=True, device="cuda") as loader, no_synchronization():
+        num_batches = sum(1 for _ in range(2) for _ in loader)
+        flipped = RandomHorizontalFlip(1.0)(by_hand)
+    assert num_batches == 20
+    assert torch.equal(flipped.cpu(), by_hand.cpu().flip(2))
+
+
+@on_cuda
+def test_crops_and_flips_are_those_of_the_cpu(place: Place) -> None:
+    """The same draws on both devices, and values within one grey level, while the loop keeps the GPU busy."""
+    step = 1 / 255 / 0.25
+    with augmented(num_workers=2, device="cuda") as there, augmented(device="cpu") as here:
+        there.set_epoch(3), here.set_epoch(3)
+        for (images, labels), (expected, expected_labels) in zip(there, here, strict=True):
+            torch.cuda._sleep(SHORT_CYCLES)
+            assert torch.equal(labels.cpu(), expected_labels)
+            assert (images.cpu() - expected).abs().max() < 1.01 * step

@@ -179,7 +179,6 @@ def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> 
     fake.refuses = "no more"
     slots.add(memories[1], memories)
     slots.add(memories[2], memories)
-
     assert fake.num_refused == 1
     assert list(fake.registered) == [memories[0].address]
     slots.close()
@@ -265,7 +264,6 @@ def test_memory_is_unregistered_before_it_is_unmapped(fake: FakeBackend, by_clos
         other = shared_memory()
         slots.add(other, [other])
         slots.close()
-
     assert fake.log.index("unregister") < fake.log.index("unmapped")
 
 
@@ -278,7 +276,6 @@ def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
     next(copies)
     assert fake.num_waiting_copies > 0
     loader.close()
-
     assert fake.num_waiting_copies == 0
     assert fake.registered == {}
     del copies
@@ -319,7 +316,6 @@ def test_a_lost_device_does_not_keep_a_pool_from_closing(
     slots.add(memory, [memory])
     with caplog.at_level(logging.WARNING, "fastload"):
         slots.close()
-
     assert "device-side assert" in caplog.text
 
 

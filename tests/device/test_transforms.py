@@ -357,20 +357,6 @@ def count_resamples(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_a_flip_after_a_crop_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a list both are one pass, with the draws and the values of two calls."""
-    calls = count_resamples(monkeypatch)
-    transforms = [RandomResizedCrop(7), RandomHorizontalFlip()]
-    images = some_images(32, 20, 30, 3)
-    with same_draws():
-        fused = chained(transforms)(images)
-    with same_draws():
-        apart = transforms[1](transforms[0](images))
-    assert 0 < calls[0].sum() < 32
-    assert not calls[1].any()
-    assert torch.equal(fused, apart)
-
-
 @pytest.mark.parametrize(
     "flip", [RandomHorizontalFlip(1.0, key=1), RandomHorizontalFlip(1.0, key=0, layout="CHW")]
 )
@@ -536,12 +522,17 @@ def test_copies_and_pickles_draw_the_same(clone: Any) -> None:
 BASE_SEED = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1)).item())
 
 
-def test_a_list_is_applied_in_its_order() -> None:
-    """Crops, flips and Normalize: one batch of floats, with the values of the calls one after another."""
-    images = some_images(8, 20, 30, 3)
+def test_a_list_is_applied_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crops, flips and Normalize: one batch of floats, with the values of the calls one after another.
+
+    A flip after a crop is a part of it: both are one pass.
+    """
+    calls, images = count_resamples(monkeypatch), some_images(32, 20, 30, 3)
     with same_draws(BASE_SEED):
         expected = normalize(flip(crop(images)))
     generator = torch.Generator().manual_seed(1)
     transforms = [crop, flip, normalize]
-    loader = DataLoader(images, 8, device="cpu", device_transform=transforms, generator=generator)
+    loader = DataLoader(images, 32, device="cpu", device_transform=transforms, generator=generator)
     assert torch.equal(next(iter(loader)), expected)
+    assert [flipped.any() for flipped in calls] == [False, True]
+    assert not calls[1].all()

@@ -197,7 +197,6 @@ def test_a_store_that_fails_means_no_check(
     """Training goes on; the reason is logged at level DEBUG."""
     with caplog.at_level(logging.DEBUG, "fastload"):
         run(Ranks(monkeypatch, None), lambda rank: [make(40 - rank, rank)])
-
     assert "the store cannot be used" in caplog.text
 
 
@@ -211,7 +210,6 @@ class SetsUpLate(DistributedSampler[int]):
 def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
     """The loader of torch takes it too."""
     loader = DataLoader(Numbers(40), 4, sampler=SetsUpLate())
-
     assert isinstance(loader.sampler, SetsUpLate)
 
 
@@ -229,7 +227,6 @@ def test_a_loader_is_compared_once_when_there_is_a_group(
         monkeypatch.setattr(dist, "is_initialized", lambda is_initialized=is_initialized: is_initialized)
         iter(loader)
         numbers.append(len(asked))
-
     assert numbers[0] == 0 < numbers[1] == numbers[2]
 
 
@@ -242,5 +239,4 @@ def test_a_forked_process_leaves_the_connection_of_its_rank_alone(ranks: Ranks) 
         dist.distributed_c10d._get_default_store = lambda: os._exit(1)
         iter(loader)
         os._exit(0)
-
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

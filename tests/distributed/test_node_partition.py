@@ -142,7 +142,6 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
         sampler.set_epoch(epoch)
         parts.append(set(sampler.part.tolist()))
         orders.append(list(sampler))
-
     assert parts[0] == parts[1] == parts[2] != parts[3]
     assert len({tuple(order) for order in orders}) == 4
     assert sampler.partition == 2
@@ -156,7 +155,6 @@ def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
         for sampler in samplers:
             sampler.set_epoch(epoch)
         left_out.append(set(range(23)) - set(itertools.chain(*samplers)))
-
     assert {len(some) for some in left_out} == {3}
     assert not set.intersection(*left_out)
 
@@ -223,7 +221,6 @@ def test_every_rank_resumes_in_mid_epoch_from_the_state_of_one(
         whole, resumed = (loader_of(num_nodes, per_node, rank) for _ in range(2))
         whole.set_epoch(epoch)
         resumed.load_state_dict(state)
-
         assert numbers(resumed) == numbers(whole)[num_batches * 3 :]
         for loader in (whole, resumed):
             loader.set_epoch(epoch + 1)

@@ -1,11 +1,15 @@
-"""Out of memory: parts, weights, gradients and frames of a step that is tried again; the batch that fits."""
+"""Helpers for training: out of memory, the memory report, and the speed switches."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import json
+import os
 import weakref
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
@@ -15,9 +19,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from fastload.training import oom
+from fastload.memory.segment import Segment, populate
+from fastload.training import backends, oom, report
+from fastload.training.backends import tune_backends
 from fastload.training.oom import find_batch_size, retry_on_oom, split_batch
+from fastload.training.report import MemoryReport, memory_report
 from tests.device.conftest import CUDA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 2**20
 
 
 class OutOfMemoryAbove:
@@ -345,3 +357,307 @@ def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) 
     tried = step.sizes[: len(step.sizes) // 2]
     assert len(tried) <= 2 * limit.bit_length() + 1
     assert len(set(tried)) == len(tried)
+
+
+# --- the memory report ------------------------------------------------------------------------------------
+
+
+def bytes_of(kind: str, found: MemoryReport) -> int:
+    return {
+        "fastload-cache": found.cache_bytes,
+        "fastload-slot": found.prefetch_bytes,
+        "fastload-message": found.other_segment_bytes,
+        "fastload": found.other_segment_bytes,
+    }[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fastload-cache", "fastload-slot", "fastload-message"])
+def test_segments_are_counted_by_the_pages_they_have(name: str) -> None:
+    """Each kind grows by its taken pages, once, while a descriptor or a mapping is there."""
+    before = memory_report()
+    segment, foreign = Segment.create(3 * MIB, name=name), Segment.create(MIB, name="somebody-else")
+    second = Segment.attach(os.dup(segment.fd))
+    mappings = [each.map(writable=True) for each in (segment, second, foreign)]
+    grown = [bytes_of(name, memory_report()) - bytes_of(name, before)]
+    for mapping in mappings[1:]:
+        populate(mapping)
+    for part in (second, segment, *mappings):
+        grown.append(bytes_of(name, memory_report()) - bytes_of(name, before))
+        part.close()
+    foreign.close()
+    after = bytes_of(name, memory_report())
+    assert grown == [0, 3 * MIB, 3 * MIB, 3 * MIB, 3 * MIB, 0]
+    assert after == bytes_of(name, before)
+
+
+def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system tells less, the report has None and its table says unknown."""
+    monkeypatch.setattr(report, "read_text", lambda path: "")
+    monkeypatch.setattr(report, "resource", None)
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    found = memory_report()
+    assert (found.process_pss_bytes, found.locked_bytes, found.locked_limit_bytes) == (None, None, None)
+    assert found.prefetch_bytes == 0
+    assert str(found).count("unknown") == 2
+
+
+# --- devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bool]], list[int]]:
+    """Make torch.cuda say that these devices exist, with or without a context; gives the list of resets."""
+
+    def pretend(has_context: list[bool]) -> list[int]:
+        resets: list[int] = []
+
+        def of_device_with_context(number: int) -> Callable[[int], int]:
+            def read(index: int) -> int:
+                assert has_context[index], "reading would make a context"
+                return (index + 1) * number * MIB
+
+            return read
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(has_context))
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context.__getitem__, raising=False)
+        names = ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"]
+        for number, name in enumerate(names, start=1):
+            monkeypatch.setattr(torch.cuda, name, of_device_with_context(number))
+        free, total = of_device_with_context(5), of_device_with_context(60_000)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free(index), total(index)))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+        return resets
+
+    return pretend
+
+
+def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> None:
+    """Only where this process has a context already is anything asked, or reset."""
+    resets = cuda([False, True, True])
+    found = memory_report()
+    found.reset_peak()
+    assert resets == [1, 2]
+    first = found.devices[0]
+    assert [device.index for device in found.devices] == [1, 2]
+    assert found.devices_note == ""
+    assert (first.name, first.allocated_bytes, first.reserved_bytes) == ("GPU 1", 2 * MIB, 4 * MIB)
+    assert (first.peak_allocated_bytes, first.peak_reserved_bytes) == (6 * MIB, 8 * MIB)
+    assert (first.free_bytes, first.total_bytes) == (10 * MIB, 120_000 * MIB)
+
+
+@pytest.mark.parametrize(("is_built", "note"), [(False, "built without"), (True, "no context yet")])
+def test_without_a_context_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str
+) -> None:
+    """No devices, and the reason. The driver is not asked: is_available can break a later fork."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("is_available", "device_count", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    found = memory_report()
+    found.reset_peak()
+    assert found.devices == ()
+    assert note in found.devices_note
+    assert note in str(found)
+
+
+# --- as text and as data ----------------------------------------------------------------------------------
+
+
+def test_the_report_is_ready_for_json(cuda: Any) -> None:
+    """as_dict() has every field and survives a round trip; so does the text."""
+    cuda([True])
+    found = memory_report()
+    plain = found.as_dict()
+    words = [line.split() for line in str(found).splitlines()]
+    assert ["name", "GPU", "0"] in words
+    assert ["total", "58.59", "GiB"] in words
+    assert 0 < found.host_available_bytes <= found.host_total_bytes
+    assert 0 < found.process_rss_bytes < found.host_total_bytes
+    assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["devices"][0]["total_bytes"] == 60_000 * MIB
+    assert plain["host_total_bytes"] == found.host_total_bytes
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_the_figures_of_a_gpu_follow_the_allocator(device: str) -> None:
+    """A tensor shows in allocated and peak; when it is gone the peak stays until it is reset."""
+    tensor = torch.zeros(8 * MIB, dtype=torch.uint8, device=device)
+    with_tensor = memory_report()
+    del tensor
+    without = memory_report().devices[0]
+    with_tensor.reset_peak()
+    after_reset = memory_report().devices[0]
+    assert with_tensor.devices[0].index == 0
+    assert with_tensor.devices[0].allocated_bytes - without.allocated_bytes == 8 * MIB
+    assert without.peak_allocated_bytes >= with_tensor.devices[0].allocated_bytes
+    assert after_reset.peak_allocated_bytes == after_reset.allocated_bytes
+    assert 0 < after_reset.free_bytes <= after_reset.total_bytes
+
+
+# --- the speed switches -----------------------------------------------------------------------------------
+
+BACKENDS: Any = torch.backends
+HAS_FIELDS = hasattr(torch.backends, "fp32_precision")
+
+needs_fields = pytest.mark.skipif(not HAS_FIELDS, reason="this torch has the older switches only")
+
+
+def read(function: Any) -> Any:
+    try:
+        return function()
+    except RuntimeError:
+        return "torch refuses: older switch and newer field disagree"
+
+
+def state() -> dict[str, Any]:
+    """All that can be read of the switches."""
+    found = {
+        "benchmark": BACKENDS.cudnn.benchmark,
+        "matmul allow": read(lambda: BACKENDS.cuda.matmul.allow_tf32),
+        "cudnn allow": read(lambda: BACKENDS.cudnn.allow_tf32),
+        "matmul precision": read(torch.get_float32_matmul_precision),
+    }
+    if HAS_FIELDS:
+        found |= {
+            "generic": BACKENDS.fp32_precision,
+            "cudnn": BACKENDS.cudnn.fp32_precision,
+            "matmul": BACKENDS.cuda.matmul.fp32_precision,
+            "conv": BACKENDS.cudnn.conv.fp32_precision,
+            "rnn": BACKENDS.cudnn.rnn.fp32_precision,
+            "cpu matmul": BACKENDS.mkldnn.matmul.fp32_precision,
+        }
+    return found
+
+
+def reset() -> None:
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+    BACKENDS.cudnn.benchmark = False
+    if HAS_FIELDS:
+        BACKENDS.fp32_precision = "none"
+        BACKENDS.cudnn.fp32_precision = "none"
+        BACKENDS.cuda.matmul.fp32_precision = "none"
+        BACKENDS.mkldnn.matmul.fp32_precision = "none"
+        BACKENDS.cudnn.conv.fp32_precision = "tf32"
+        BACKENDS.cudnn.rnn.fp32_precision = "tf32"
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """The test starts and ends with torch's defaults."""
+    reset()
+    yield
+    reset()
+
+
+STEPS: dict[str, Any] = {
+    "older matmul on": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
+    "older matmul off": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", False),
+    "older cudnn off": lambda: setattr(BACKENDS.cudnn, "allow_tf32", False),
+    "older medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "older high": lambda: torch.set_float32_matmul_precision("high"),
+    "benchmark": lambda: setattr(BACKENDS.cudnn, "benchmark", True),
+}
+if HAS_FIELDS:
+    STEPS |= {
+        "matmul tf32": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+        "matmul ieee": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "ieee"),
+        "conv ieee": lambda: setattr(BACKENDS.cudnn.conv, "fp32_precision", "ieee"),
+        "rnn ieee": lambda: setattr(BACKENDS.cudnn.rnn, "fp32_precision", "ieee"),
+        "all tf32": lambda: setattr(BACKENDS, "fp32_precision", "tf32"),
+        "all ieee": lambda: setattr(BACKENDS, "fp32_precision", "ieee"),
+    }
+
+SWITCHES = st.sampled_from([None, True, False])
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.slow
+@given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
+def test_everything_reads_the_same_afterwards(
+    steps: list[str], tf32: bool | None, benchmark: bool | None
+) -> None:
+    """Whatever was set before is there again after the block, which may raise; None leaves a switch alone.
+
+    Inside, products and convolutions use TF32, or do not. Where torch's function for precisions was used, the
+    older switches, which torch's own compiler reads, say the same.
+    """
+    reset()
+    for step in steps:
+        STEPS[step]()
+    before = state()
+    block = tune_backends(tf32=tf32, cudnn_benchmark=benchmark)
+    assert state() == before
+    with contextlib.suppress(KeyError), block:
+        inside = state()
+        raise KeyError
+    assert state() == before
+    if HAS_FIELDS and tf32 is not None:
+        assert {inside[name] for name in ("matmul", "conv", "rnn")} == {"tf32" if tf32 else "ieee"}
+    if tf32 is not None and set(steps) <= {"older medium", "older high", "benchmark"}:
+        assert (inside["matmul allow"], inside["cudnn allow"]) == (tf32, tf32)
+        assert inside["matmul precision"] == ("high" if tf32 else "highest")
+    if tf32 is None:
+        assert inside == before | ({} if benchmark is None else {"benchmark": benchmark})
+
+
+@pytest.mark.usefixtures("defaults")
+def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.9 there is nothing else to set, and what is set is put back."""
+    older_torch = SimpleNamespace(
+        backends=SimpleNamespace(cudnn=torch.backends.cudnn),  # no fp32_precision, and nothing that has one
+        get_float32_matmul_precision=torch.get_float32_matmul_precision,
+        set_float32_matmul_precision=torch.set_float32_matmul_precision,
+    )
+    monkeypatch.setattr(backends, "torch", older_torch)
+    older = ("matmul allow", "cudnn allow", "matmul precision")
+    before = state()
+    with tune_backends(tf32=True):
+        inside = state()
+    after = state()
+    assert [inside[name] for name in older] == [True, True, "high"]
+    assert [after[name] for name in older] == [before[name] for name in older]
+
+
+@pytest.mark.usefixtures("defaults")
+def test_it_decorates_a_function_for_each_of_its_calls() -> None:
+    """A decorated function runs with the switches set, every time."""
+
+    @tune_backends(cudnn_benchmark=True)
+    def train() -> bool:
+        return bool(BACKENDS.cudnn.benchmark)
+
+    assert [train(), BACKENDS.cudnn.benchmark, train()] == [True, False, True]
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
+def test_what_is_no_switch_is_refused(name: str) -> None:
+    """A value that is neither a bool nor None is named at the call, before any `with`."""
+    before = state()
+    with pytest.raises(TypeError, match=f"{name} should be True, False or None"):
+        tune_backends(**{name: 1})  # type: ignore[arg-type]
+    assert state() == before
+
+
+@pytest.mark.usefixtures("defaults")
+@needs_fields
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32", "bf16"])
+def test_products_on_the_cpu_keep_their_precision(before: str, tf32: bool) -> None:
+    """But where torch could not read its older switch then: those go by it, to the more exact side."""
+    torch.set_float32_matmul_precision("medium" if before == "bf16" else "high")
+    BACKENDS.mkldnn.matmul.fp32_precision = before
+    with tune_backends(tf32=tf32):
+        inside = state()
+    expected = before
+    if before in ("tf32", "bf16"):
+        expected = "tf32" if tf32 else "ieee"
+    assert inside["cpu matmul"] == expected
+    assert inside["matmul precision"] == ("high" if tf32 else "highest")
+    assert state()["cpu matmul"] == before
