@@ -36,7 +36,7 @@ from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.cache.zoo import Files, Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -642,32 +642,19 @@ def test_samples_that_are_not_in_ram_come_from_where_they_are(
     assert sum(dataset.reads) - before == (20 if num_cached == 0 else 0)
 
 
-class Files(torch.utils.data.Dataset[Any]):
-    """Undecoded images."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return fastload.EncodedImage(self.paths[index])
-
-
 def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
     """Samples that are not retained take room in neither; a full first cache is tried again later."""
-    paths = [tmp_path / f"{index:02}.png" for index in range(40)]
-    for index, path in enumerate(paths):
-        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
-    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], max_memory=240_000)
+    for index in range(40):
+        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(tmp_path / f"{index:02}.png")
+    decoded = Files(tmp_path, is_decoded=True)
+    ds = CachedDataset(Files(tmp_path), cache=["ram", "ram-encoded"], max_memory=240_000)
     fast, slow = ds.cache.stores  # type: ignore[union-attr]
     for index in range(40):
         _ = ds[index]
     for part in (range(20), range(20, 40)):
         ds.retain(part)
         for index in range(40):
-            assert np.array_equal(ds[index], fastload.read_image(paths[index]))
+            assert_same_samples(ds[index], decoded[index])
 
         assert 10 < len(cached(fast)) < 20
         assert sorted([*cached(fast), *cached(slow)]) == list(part)
