@@ -83,8 +83,8 @@ def test_what_cannot_be_cached_is_refused_at_construction(
         CachedDataset(dataset)
 
 
-def test_random_state_is_put_back() -> None:
-    """Construction, or a refusal, leaves every generator as it was, also those of a pipeline."""
+def test_random_state_is_put_back(registry: Path) -> None:
+    """Making a cache, attaching to it, or a refusal leaves all generators as they were, a pipeline's too."""
     pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
     dataset = Augmented(pipeline)
     generators = [pipeline, *pipeline.transforms]
@@ -94,7 +94,8 @@ def test_random_state_is_put_back() -> None:
         return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 
     before = states()
-    CachedDataset(dataset)
+    first, second = (CachedDataset(dataset, cache_key="flipped") for _ in range(2))
+    assert first.cache.origin == second.cache.origin
     with pytest.raises(RandomDatasetError):
         CachedDataset(RandomImages("random"))
 
@@ -308,18 +309,24 @@ def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any
     assert known(dataset, key="halves", **options).key == "halves"
 
 
-@pytest.mark.parametrize(("given_key", "error"), [(3, TypeError), (b"a", TypeError), ("", ValueError)])
-def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
-    """A key is a text that says something; a mistake does not wait for the day on which a cache is used."""
-    with pytest.raises(error, match=r"^cache_key (should be a str, but got|is empty: pass)"):
-        CachedDataset(Images(8), cache=None, cache_key=given_key)
-
-
-@pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
-def test_odd_fingerprints_are_refused(said: Any) -> None:
-    """A fingerprint() that gives no text is an error that names the class and what it gave."""
-    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should return"):
-        fingerprint_of(KnownImages(8, version=said))
+@pytest.mark.parametrize(
+    ("version", "key", "error", "said"),
+    [
+        ("1", 3, TypeError, "^cache_key should be a str, but got"),
+        ("1", b"a", TypeError, "^cache_key should be a str, but got"),
+        ("1", "", ValueError, "^cache_key is empty: pass"),
+        *(
+            (said, None, TypeError, r"KnownImages\.fingerprint\(\) should return")
+            for said in (3, b"x", {"a": 1}, {1: "a"})
+        ),
+    ],
+)
+def test_odd_keys_and_fingerprints_are_refused(version: Any, key: Any, error: Any, said: str) -> None:
+    """A name is a text that says something; a mistake does not wait for the day on which a cache is used."""
+    with pytest.raises(error, match=said):
+        CachedDataset(
+            KnownImages(8, version=version), cache=None if key is not None else "ram", cache_key=key
+        )
 
 
 @given(TEXTS, TEXTS)
@@ -362,8 +369,18 @@ def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
     assert len(asked) == times
 
 
-def test_explain_names_the_key_that_jobs_share_or_what_lacks_one() -> None:
-    """The key, not the parts, is what other jobs find the cache by."""
-    nameless = CachedDataset(KnownImages(8, version=None))
-    assert "the fingerprint() of KnownImages is None" in nameless.cache.explain()
-    assert "cache_key: explained-v1" in CachedDataset(KnownImages(), cache_key="explained-v1").explain()
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
+        (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
+        (Images(8), {}, "because Images has neither"),
+        (Images(8), {"prepare": halve}, "because Images with prepare=halve has neither"),
+        (KnownImages(8), {"prepare": halve}, "because KnownImages with prepare=halve has neither"),
+    ],
+)
+def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(
+    dataset: Any, options: Any, said: str, registry: Path
+) -> None:
+    """The key, not the parts; else the user learns what needs a fingerprint()."""
+    assert said in CachedDataset(dataset, **options).cache.explain()

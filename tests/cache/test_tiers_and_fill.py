@@ -182,7 +182,7 @@ def tiered(dataset: Images, path: Path, **options: Any) -> CachedDataset:
 def test_what_ram_lacks_is_read_from_the_file(tmp_path: Path) -> None:
     """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
     dataset = RaggedImages(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=16_384)
+    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=20_000)
     for _ in range(2):
         for index in range(40):
             assert_same_samples(ds._view(index), dataset.sample(index))
