@@ -42,45 +42,32 @@ LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
 
-class Lines(logging.Handler):
-    """Keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def join(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def open_in_turn(rank: int, store: Path, cases: Any) -> tuple[Any, Any]:
-    """Open caches, rank 0 first; gives of each who made it, why, the warnings, and wrong samples."""
-    lines = Lines()
-    logging.getLogger("fastload").addHandler(lines)
-    join(rank, store)
-    opened, found = [], []
-    for make in cases:
-        dataset, options = make(rank)
-        for turn in range(2):
-            if turn == rank:
-                ds = CachedDataset(dataset, **options)
-                ds.fill(num_workers=0)
-            dist.barrier()
-        wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
-        opened.append(ds)
-        found.append((ds.cache.origin.pid, ds.explain(), lines.texts[:], wrong))
-        lines.texts.clear()
-        logs.say_once.cache_clear()
-    return opened, found
-
-
-def run_ranks(start: Callable[..., Job], folder: Path, cases: Any) -> list[Any]:
+def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) -> list[Any]:
     """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
-    ranks = [start(open_in_turn, rank, folder / "store", cases) for rank in range(2)]
+
+    def open_in_turn(rank: int) -> tuple[Any, Any]:
+        join(rank, folder / "store")
+        opened, found = [], []
+        for make in cases:
+            dataset, options = make(rank)
+            caplog.clear()
+            logs.say_once.cache_clear()
+            for turn in range(2):  # rank 0 first
+                if turn == rank:
+                    ds = CachedDataset(dataset, **options)
+                    ds.fill(num_workers=0)
+                dist.barrier()
+            texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
+            opened.append(ds)
+            found.append((ds.cache.origin.pid, ds.explain(), texts, wrong))
+        return opened, found
+
+    ranks = [start(open_in_turn, rank) for rank in range(2)]
     pids = [rank.pid for rank in ranks]
     answers = [rank.answer() for rank in ranks]
     assert [wrong for answer in answers for *_, wrong in answer] == [[]] * 2 * len(cases)
@@ -122,20 +109,6 @@ def endless() -> list[Any]:
     held: list[Any] = []
     held.append(held)
     return held
-
-
-@pytest.mark.slow
-def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Nobody need name the samples; the n-th caches belong together; ranks say so, and warn of nothing."""
-    cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make in EQUAL.values()),
-        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part})) for part in PREPARED.values()),
-    ]
-    for name, found in zip([*EQUAL, *PREPARED], run_ranks(start, tmp_path, cases), strict=True):
-        for maker, why, warnings in found:
-            assert (name, maker, warnings) == (name, 0, [])
-            assert "shared as cache" in why
-            assert "of the ranks of process group" in why
 
 
 class Broken(Images):
@@ -217,19 +190,30 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Job], tmp_path: Path) -> None:
-    """All samples of both are right, and one warning of the second rank names the part that differs."""
+def test_ranks_share_a_cache_if_their_datasets_are_equal(
+    start: Callable[..., Job], tmp_path: Path, caplog: Any
+) -> None:
+    """Nobody need name the samples; others keep their own, and a warning names the part that differs."""
     cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make, _ in DIFFERENT.values()),
-        lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}),
+        *((lambda rank, make=make: (make(rank), {}), "") for make in EQUAL.values()),
+        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part}), "") for part in PREPARED.values()),
+        *((lambda rank, make=make: (make(rank), {}), said) for make, said in DIFFERENT.values()),
+        (lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}), "prepare"),
     ]
-    texts = [*(text for _, text in DIFFERENT.values()), "prepare"]
-    for text, (first, second) in zip(texts, run_ranks(start, tmp_path, cases), strict=True):
-        assert (first[0], second[0]) == (0, 1)
-        (warning,) = second[2]
-        assert "private to this process and its workers" in warning
-        assert text in warning
-        assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+    names = [*EQUAL, *PREPARED, *DIFFERENT, "prepare"]
+    found = run_ranks(start, tmp_path, [make for make, _ in cases], caplog)
+    for name, (_, said), (first, second) in zip(names, cases, found, strict=True):
+        assert (name, first[0], second[0]) == (name, 0, 1 if said else 0)
+        if said:
+            (warning,) = second[2]
+            assert "private to this process and its workers" in warning
+            assert said in warning
+            assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+            continue
+        for _, why, warnings in (first, second):
+            assert (name, warnings) == (name, [])
+            assert "shared as cache" in why
+            assert "of the ranks of process group" in why
 
 
 @pytest.mark.slow
