@@ -28,7 +28,7 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import CacheError, SegmentError
-from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
@@ -90,12 +90,10 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
     monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
 
-    class Growing(Images):
-        def sample(self, index: int) -> Any:
-            small = index in (0, 10, 19)
-            return np.full(8 + index if small else 5000, index, np.uint8), index
+    def growing(index: int) -> Any:
+        return np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8), index
 
-    dataset = Growing(20)
+    dataset = Made(growing)
     ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)

@@ -16,7 +16,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.encoded import decode_images, encoded_source
 from fastload.files.read_ahead import ReadAhead
 from fastload.images.folder import ImageFolder
-from tests.cache.zoo import Everything, Files, Images, MixedImages, Pair, RaggedImages, Triple
+from tests.cache.zoo import Everything, Files, Images, Made, MixedImages, Pair, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, register, upload
 
@@ -189,17 +189,6 @@ def test_epochs_read_a_sample_once(opened: Callable[[], Case]) -> None:
 
 
 # --- batches in one go ---------------------------------------------------------------------------------
-
-
-class Made(Images):
-    """Samples made by a function of the index."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__(20)
-        self.make = make
-
-    def sample(self, index: int) -> Any:
-        return self.make(index)
 
 
 def warmed(dataset: Images) -> CachedDataset:

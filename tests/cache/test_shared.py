@@ -36,7 +36,7 @@ from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Files, Images, KnownImages, MixedImages, RaggedImages
+from tests.cache.zoo import Files, Images, KnownImages, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -107,25 +107,14 @@ class TestPrivateCache(CacheContract):
 # --- the budget -------------------------------------------------------------------------------------------
 
 
-class Numbers(Images):
-    """Samples that are numbers."""
-
-    def sample(self, index: int) -> Any:
-        return index
-
-
-class Tiny(Images):
+def tiny(index: int) -> Any:
     """Pairs of numbers, some of which are of another kind, and too large for their row."""
-
-    def sample(self, index: int) -> Any:
-        return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
+    return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
 
 
-class Large(Images):
+def large(index: int) -> Any:
     """Rows of more than two pages; some samples are a little smaller."""
-
-    def sample(self, index: int) -> Any:
-        return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
+    return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +124,7 @@ class Large(Images):
         # A smaller odd sample takes the place that its row leaves.
         (MixedImages(30, shape=(64, 64, 3)), OVERHEAD + 30 * (64 * 64 * 3 + 8), 30),
         # Rows fill whole pages, wherever the samples lie in the dataset.
-        (Numbers(20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
+        (Made(int, 20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
     ],
     ids=["rows", "odd samples in place of rows", "small rows"],
 )
@@ -151,15 +140,16 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Images, max_memory: int, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Tiny, Large, MixedImages])
+@pytest.mark.parametrize(
+    "dataset", [Made(tiny, 1000), Made(large, 30), MixedImages(60)], ids=["tiny", "large", "mixed"]
+)
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_odd_samples_and_rows_together_stay_within_the_budget(
-    kind: type[Images], share: float, seed: int
+    dataset: Images, share: float, seed: int
 ) -> None:
     """Pages that both kinds touch in part count, and a page of a row counts while another row lies in it."""
-    size = {Tiny: 1000, Large: 30, MixedImages: 60}[kind]
-    dataset = kind(size)
+    size = len(dataset)
     samples = [dataset.sample(index) for index in range(size)]
     needed = OVERHEAD + sum(len(encode(sample)) for sample in samples)
     cache = SharedMemoryCache(size, samples[:1], max_memory=8192 + int(share * needed))

@@ -182,6 +182,17 @@ class Triples(Images):
         return Triple(image, label, index)
 
 
+class Made(Images):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Any, num_samples: int = 20) -> None:
+        super().__init__(num_samples)
+        self.make = make
+
+    def sample(self, index: int) -> Any:
+        return self.make(index)
+
+
 FORMS: dict[str, Any] = {
     "alone": lambda image, label: image,
     "pair": lambda image, label: (image, label),
