@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fastload import CachedDataset
 from fastload.cache import rate_limit
 from fastload.cache.rate_limit import RateLimit
+from fastload.cache.stack import Stack
 
 NUM_SAMPLES = 40
 CHEAP_S = 0.0001
@@ -43,6 +44,20 @@ class SlowCache:
         CLOCK.now_s += self.store_s[index % len(self.store_s)]
         self.stored.add(index)
         return True
+
+    def get(self, index: int) -> Any:
+        return index if index in self.stored else None
+
+    def gather(self, indices: Any, allocate: Any) -> Any:
+        return indices
+
+
+class SlowFile:
+    """Reading a sample takes as long as storing it."""
+
+    def get(self, index: int) -> Any:
+        CLOCK.now_s += 0.05
+        return index
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +104,18 @@ def test_few_epochs_store_everything(read_s: float, store_s: float, epochs: int)
     for _ in range(epochs):
         run_epoch(keeper, cache, read_s)
     assert len(cache.stored) == NUM_SAMPLES
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_hits_of_a_tier_pay_for_samples_of_the_next_one(in_batches: bool) -> None:
+    """One by one and in batches: without them, few of the samples of a slow file would be in RAM by now."""
+    store: Any = SlowCache([0.05])
+    stack = Stack(NUM_SAMPLES, [store], behind=SlowFile())  # type: ignore[arg-type]
+    for _ in range(3):
+        stored = set(store.stored) if in_batches else set()
+        stack.gather(np.array(sorted(stored), np.intp), np.empty)
+        assert [stack.get(index) for index in range(NUM_SAMPLES) if index not in stored]
+    assert len(store.stored) == NUM_SAMPLES
 
 
 def test_the_log_says_once_why_a_cache_is_not_full(caplog: pytest.LogCaptureFixture) -> None:

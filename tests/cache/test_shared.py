@@ -177,15 +177,16 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -
 
 
 def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
-    """A text longer than its column and an int beyond 64 bits are cached all the same."""
-    samples = [("a", 1), ("b" * 500, 1), ("c", 1 << 80), ("", -(1 << 63))]
-    cache = SharedMemoryCache(4, samples[:1], max_memory=MB)
+    """A text over twice as long as the longest example, or an int beyond 64 bits, is cached all the same."""
+    examples = [("a" * 50, 1)]
+    samples = [*examples, ("b" * 100, 1), ("c" * 101, 1), ("d", 1 << 80), ("", -(1 << 63))]
+    cache = SharedMemoryCache(5, examples, max_memory=MB)
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
 
-    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(4)]
-    assert are_rows == [True, False, False, True]
-    assert [cache.get(index) for index in range(4)] == samples
+    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(5)]
+    assert are_rows == [True, True, False, False, True]
+    assert [cache.get(index) for index in range(5)] == samples
 
 
 def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
