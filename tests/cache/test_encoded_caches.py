@@ -25,7 +25,7 @@ from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
 from fastload.images.jpeg import parse_jpeg
 from fastload.images.restarts import has_restarts
-from tests.cache.zoo import Files
+from tests.cache.zoo import Files, Made
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 
@@ -217,18 +217,8 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     assert info.nbytes <= info.max_bytes <= SMALL_BUDGET
 
 
-class OfPIL:
-    """Samples that no cache stores."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return Image.new("RGB", (8, 6), (index, 0, 0)), random.random(), float(np.random.rand())
-
-
 def test_without_a_cache(tmp_path: Path) -> None:
-    """cache=None stores nothing: a changed file is read again; samples are of any type, or random."""
+    """Nothing is stored: files are read again, any type is taken, and held arrays stay as they are."""
     (tmp_path / "a").mkdir()
     Image.new("L", (7, 5), 10).save(tmp_path / "a" / "0.png")
     ds = CachedDataset(ImageFolder(tmp_path), cache=None)
@@ -239,23 +229,19 @@ def test_without_a_cache(tmp_path: Path) -> None:
     assert ds.fill(progress=False) == CacheInfo(1, 0, 0, None, "none")
     assert "every access reads the dataset" in ds.explain()
 
-    odd = CachedDataset(OfPIL(), lambda sample: (np.asarray(sample[0]), *sample[1:]), cache=None)
+    source = Made(lambda i: (Image.new("RGB", (8, 6), (i, 0, 0)), random.random(), float(np.random.rand())))
+    odd = CachedDataset(source, lambda sample: (np.asarray(sample[0]), *sample[1:]), cache=None)
     numbers = []
-    for source in (OfPIL(), odd):  # draws from the generators as without fastload
+    for dataset in (source, odd):  # draws from the generators as without fastload
         random.seed(1), np.random.seed(1)
-        numbers.append([source[index][1:] for index in (0, 0, 1)])
-
+        numbers.append([dataset[index][1:] for index in (0, 0, 1)])
     assert odd[1][0][0, 0, 0] == 1
     assert numbers[0] == numbers[1]
     assert numbers[0][0] != numbers[0][1]
 
-
-def test_without_a_cache_the_dataset_s_own_arrays_are_safe() -> None:
-    """A transform that writes to its input does not change what the dataset holds."""
     held = [np.zeros((4, 4, 3), np.uint8)]
-    dataset = CachedDataset(held, lambda image: np.add(image, 1, out=image), cache=None)
-
-    assert dataset[0].max() == dataset[0].max() == 1
+    adding = CachedDataset(held, lambda image: np.add(image, 1, out=image), cache=None)
+    assert adding[0].max() == adding[0].max() == 1
     assert held[0].max() == 0
 
 
@@ -359,23 +345,15 @@ def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) ->
         assert is_kept == (index in (0, 1, 5))
 
 
-class Large(tud.Dataset[Any]):
-    """Pictures that are worth decoding in part."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return np.roll(noise(260, 300), 9 * index, axis=1), index
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path: Path) -> None:
     """The batches are those of decoded images; a cache in RAM before the file holds decoded ones."""
     path = tmp_path / "jpegs.lmdb"
-    build_lmdb(Large(), path, codec="jpeg", num_workers=0).close()
+    # Pictures that are worth decoding in part.
+    dataset = Made(lambda i: (np.roll(noise(260, 300), 9 * i, axis=1), i), 6)
+    build_lmdb(dataset, path, codec="jpeg", num_workers=0).close()
     ds, in_ram = (CachedDataset.from_cache(path, pipeline(), ram=ram) for ram in (False, True))
-    beside = CachedDataset(Large(), pipeline(), cache=f"lmdb:{path}")
+    beside = CachedDataset(dataset, pipeline(), cache=f"lmdb:{path}")
 
     assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
     assert type(in_ram._view(2)[0]) is np.ndarray
@@ -401,8 +379,7 @@ def test_a_file_of_sources_knows_its_samples_in_another_place(photos: Path, tmp_
 
 def test_a_file_of_sources_needs_undecoded_images(tmp_path: Path) -> None:
     """Decoded arrays would be stored as they are, under a name that promises files."""
-    arrays = tud.StackDataset(list(np.zeros((3, 8, 8, 3), np.uint8)), range(3))
-
+    arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
     with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
         build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
 

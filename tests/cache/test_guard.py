@@ -257,6 +257,7 @@ def test_equal_parts_have_one_name() -> None:
     assert known(subset(KNOWN, [1, 2])).name == known(subset(KNOWN, np.array([1, 2]))).name
     assert one.name == other.name
     assert one.differences(other) == ['num_samples is "8" here and "9" there']
+    assert known(KNOWN, prepare=halve, key="halves").parts["prepare"].endswith("test_guard.halve")
 
 
 @pytest.mark.parametrize(

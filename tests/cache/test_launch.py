@@ -121,9 +121,12 @@ class Broken(Images):
 
 
 def test_each_sample_is_read_once_but_those_that_are_compared(
-    start: Callable[..., Job], tmp_path: Path
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second rank reads what it compares; one that cannot be read is no error before it is asked for."""
+    """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
+
+    A fork or a worker of a rank is none: it has inherited the connection to the store.
+    """
     images = [kind(LENGTH, log=tmp_path / kind.__name__) for kind in (Images, Broken)]
 
     def fill(rank: int, store: Path) -> tuple[Any, Any]:
@@ -133,13 +136,18 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
         if rank == 0:
             opened[0].fill(num_workers=0)
         dist.barrier()
-        return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid)
+        is_rank = launch.names() != []
+        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+        helpers = is_rank, codes, launch.names()
+        return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid, helpers)
 
     ranks = [start(fill, rank, tmp_path / "store") for rank in range(2)]
-    counts, makers = zip(*(rank.answer() for rank in ranks), strict=True)
+    counts, makers, helpers = zip(*(rank.answer() for rank in ranks), strict=True)
 
     assert counts == (LENGTH, LENGTH)
     assert makers[0] == makers[1]
+    assert helpers == ((True, [7], []),) * 2
     probed = probed_indices(LENGTH)
     assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
     assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
@@ -285,23 +293,6 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     assert second.answer() == (first.pid if is_one else second.pid)
 
 
-def test_a_process_that_works_for_a_rank_is_no_rank(
-    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fork or a worker has inherited the connection to the store, which two processes must not use."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        is_rank = launch.names() != []
-        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
-        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-        return None, (is_rank, codes, launch.names())
-
-    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
-
-    assert [rank.answer() for rank in ranks] == [(True, [7], [])] * 2
-
-
 def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks then share nothing."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -356,14 +347,3 @@ def test_attributes_are_compared(
         one, other = one(), other()
 
     assert (likeness(Holding(one), None, samples) == likeness(Holding(other), None, samples)) == are_equal
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 10**9])
-def test_first_middle_last_and_other_samples_are_compared(length: int) -> None:
-    """The choice depends on the length alone."""
-    probed = probed_indices(length)
-
-    assert {0, length // 2, length - 1} <= set(probed)
-    assert all(0 <= index < length for index in probed)
-    assert len(probed) >= min(length, 5)
-    assert probed == probed_indices(length)

@@ -205,11 +205,8 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pyte
         for index in range(first, 800, 4):
             cache.put(index, index)
 
-    threads = [threading.Thread(target=fill, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(4)))
 
     assert cache.num_cached == 800
     assert cache.nbytes == sum(len(encode(index)) for index in range(800))

@@ -38,16 +38,19 @@ BAD = 3, 7, 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Images, MixedImages])
-def test_fill_with_workers_reads_each_sample_once(kind: type[Images], tmp_path: Path) -> None:
-    """After fill() every sample is cached and right, read once but for the guard's two.
+@pytest.mark.parametrize(("kind", "is_shared"), [(Images, True), (MixedImages, True), (Images, False)])
+def test_fill_with_workers_reads_each_sample_once(
+    kind: type[Images], is_shared: bool, tmp_path: Path
+) -> None:
+    """Every sample is then cached and right; a cache that workers cannot share is filled in this process.
 
     A worker that finds the lock on ragged space held for long, on a busy machine, leaves its sample to
     another round, which reads it again.
     """
     max_again = 10 if kind is not Images else 0
     dataset = kind(200, log=tmp_path / "reads")
-    ds = CachedDataset(dataset, max_memory=64 << 20)
+    cache: Any = "ram" if is_shared else PrivateCache(200, max_memory=1 << 20)
+    ds = CachedDataset(dataset, cache=cache, max_memory=64 << 20)
     info = ds.fill(2, progress=False)
     reads = sum(dataset.reads)
     for index in range(200):
@@ -56,6 +59,7 @@ def test_fill_with_workers_reads_each_sample_once(kind: type[Images], tmp_path: 
     assert info.num_cached == 200
     assert 202 <= reads <= 202 + max_again
     assert sum(dataset.reads) == reads
+    assert (sum(dataset._own_reads) > 5) != is_shared
 
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +161,6 @@ def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
         assert sum(dataset.reads) == before
         assert f"takes no more samples: {info.num_cached:,} of 2,000 samples" in caplog.text
     assert_same_samples(ds._view(1999), dataset.sample(1999))
-
-
-@pytest.mark.slow
-def test_fill_of_a_private_cache_stays_here() -> None:
-    """Workers fill a cache that they share; one that they could not share is filled in this process."""
-    images = Images(100)
-    private = CachedDataset(images, cache=PrivateCache(100, max_memory=1 << 20))
-    shared_reads = Images(100)
-    CachedDataset(shared_reads, max_memory=1 << 20).fill(2, progress=False)
-
-    assert private.fill(2, progress=False).num_cached == 100
-    assert sum(map(bool, images.reads)) == 100
-    assert sum(map(bool, shared_reads.reads)) == 3
 
 
 # --- two tiers -------------------------------------------------------------------------------------------
