@@ -39,7 +39,7 @@ from fastload.errors import (
 )
 from fastload.files import attempts
 from fastload.system.locks import held
-from tests.cache.build_zoo import Stopping, building, exit_codes
+from tests.cache.build_zoo import BrokenImages, building, exit_codes
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
@@ -467,7 +467,7 @@ def test_a_url_without_a_finished_cache_is_an_error_with_the_command(state: str)
     """Nothing is built or uploaded that nobody asked for."""
     if state == "unfinished":
         with pytest.raises(KeyboardInterrupt):
-            build(Stopping(20, 15))
+            build(BrokenImages(20, stop=15))
     before = names()
 
     with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
