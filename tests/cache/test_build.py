@@ -96,7 +96,15 @@ def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None
 @pytest.mark.parametrize(
     "argument",
     [
-        *({"codec": "gif"}, {"quality": 0}, {"quality": 9.5}, {"shards": 0}, {"on_error": "ignore"}),
+        *(
+            {"codec": "gif"},
+            {"quality": 0},
+            {"quality": 101},
+            {"quality": True},
+            {"quality": 9.5},
+            {"shards": 0},
+            {"on_error": "ignore"},
+        ),
         *({"max_errors": 0.0}, {"num_workers": -1}),
     ],
 )
