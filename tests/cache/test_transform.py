@@ -141,6 +141,7 @@ def image_only(image: Any) -> Any:
 
 
 A_TENSOR = r"\(H, W, C\) uint8 or float32; the dataset returned .*ToTensorV2"
+A_TUPLE = "is a tuple of (array (32, 24, 3) uint8, int)"
 NAMED = "a dict of {'image': array (32, 24, 3) uint8, 'label': int}"
 NO_TARGET = r"takes the keys \['bboxes', 'image'.*returned a dict with \['img', 'label'\]: use those keys"
 IMG = "is a dict of {'img': array (32, 24, 3) uint8, "
@@ -154,11 +155,11 @@ IMG = "is a dict of {'img': array (32, 24, 3) uint8, "
         (lambda i, n: (), FLIP, "the dataset returned a", ""),
         *((lambda i, n, put=put: put(torch.from_numpy(i)), A.HorizontalFlip(p=1), A_TENSOR, "")
           for put in (lambda x: x, lambda x: (x, 1), lambda x: [x], lambda x: {"image": x})),
-        (lambda *s: s, image_only, "list|tuple", "sample; sample 1 is a tuple of (array (32, 24, 3) uint8, int)"),
+        (lambda *s: s, image_only, "list|tuple", f"sample; sample 1 {A_TUPLE}"),
         (as_dict("image", "label"), take, "mask", NAMED),
         *((as_dict("img", "label"), A.Compose([A.HorizontalFlip(p=p)]), NO_TARGET, f"{IMG}'label': int")
           for p in (0, 1)),
-        (as_dict("img", "mask"), A.HorizontalFlip(p=1), "images", f"named targets of a sample; sample 1 {IMG}"),
+        (as_dict("img", "mask"), A.HorizontalFlip(p=1), "images", f"targets of a sample; sample 1 {IMG}"),
         (lambda i, n: i.transpose(2, 0, 1), A.RandomCrop(100, 100), "exceeds", "(H, W, C): transpose them"),
         (lambda i, n: i, A.RandomCrop(100, 100), "exceeds image", ""),
     ],
@@ -233,7 +234,7 @@ def test_the_note_comes_from_workers(method: Any) -> None:
         next(iter(loader))
 
     found = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert "sample 0 is a tuple of (array (32, 24, 3) uint8, int)" in found
+    assert f"sample 0 {A_TUPLE}" in found
 
 
 # --- threads -------------------------------------------------------------------------------------------
