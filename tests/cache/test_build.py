@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# --- what is read and written ----------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "method", "shards", "num_samples"),
@@ -117,9 +114,6 @@ def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# --- finished caches -------------------------------------------------------------------------------------
-
-
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
     """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     for shape in (Images(20, shape=(3, 3, 3)), BareImages(20)):
@@ -139,9 +133,6 @@ def test_cache_of_another_dataset_is_refused(path: Path) -> None:
         build_lmdb(Images(6), jpegs, codec="jpeg", quality=50)
 
 
-# --- two builders ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("needs_lmdb")
 def test_while_one_builds_others_are_told_who(tmp_path: Path) -> None:
     """An unfinished build is no cache; its builder may be gone, and the next one goes on."""
@@ -154,9 +145,6 @@ def test_while_one_builds_others_are_told_who(tmp_path: Path) -> None:
         LMDBCache(path)
 
     assert build_lmdb(Images(10), path, num_workers=0).num_shards == 4
-
-
-# --- samples that cannot be read -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_workers", "shards"), [(0, 2), (2, 1)])
@@ -235,9 +223,6 @@ def test_an_error_names_its_sample_and_leaves_nothing(
     assert os.listdir(tmp_path) == []
 
 
-# --- a system that refuses -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -267,9 +252,6 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
 
     assert said in str(caught.value)
     assert "Errno" not in str(caught.value)
-
-
-# --- shapes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_workers", "shards", "looked_at"), [(0, 3, 1000), (2, 1, 1000), (0, 1, 5)])

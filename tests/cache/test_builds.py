@@ -68,8 +68,8 @@ URL = "faulty://bucket/cache"
 class Builder:
     """One way to build, and its place."""
 
-    def __init__(self, way: str, folder: Path) -> None:
-        self.way, self.folder = way, folder
+    def __init__(self, way: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.way, self.folder, self.patch = way, folder, patch
         self.place = URL if way == "at_url" else str(folder / "cache")
         self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
 
@@ -112,7 +112,7 @@ def builder_in(folder: Path, way: str) -> Iterator[Builder]:
         patch.setattr(attempts, "_sleep", lambda _: None)
         register()
         FaultyFileSystem.reset()
-        yield Builder(way, folder)
+        yield Builder(way, folder, patch)
         FaultyFileSystem.reset()
 
 
@@ -125,6 +125,8 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 @pytest.mark.slow
 @given(
     st.sampled_from([*WAYS]),
+    st.sampled_from(["raw", "png"]),
+    st.integers(1, 9000),
     st.integers(0, 13),
     st.integers(1, 6),
     st.sets(st.integers(1, 12), max_size=3),
@@ -133,12 +135,20 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 )
 @settings(max_examples=50)
 def test_any_stops_and_faults_give_the_readable_samples(
-    way: str, num_samples: int, shards: int, stops: set[int], bad: set[int], faults: list[Any]
+    way: str,
+    codec: str,
+    commit_bytes: int,
+    num_samples: int,
+    shards: int,
+    stops: set[int],
+    bad: set[int],
+    faults: list[Any],
 ) -> None:
     """Builds that end early and are run again, in any order of shards, give every readable sample."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards}
+    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards, "codec": codec}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
+        build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
         FaultyFileSystem.faults[".lmdb"] = faults
         for stop in sorted(stops - bad):
             if stop < num_samples:
@@ -305,7 +315,7 @@ def test_a_finished_shard_that_is_damaged_is_built_again(
         shard.write_bytes(shard.read_bytes()[:-5])
     else:
         (tmp_path / "other").mkdir()
-        other = Builder("here", tmp_path / "other")
+        other = Builder("here", tmp_path / "other", builder.patch)
         other.stopped(bad=[3])
         shard.write_bytes(Path(other.files, shard.name).read_bytes())
     again = BrokenImages(bad=[3])

@@ -41,44 +41,21 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("registry")
 
 
-# --- decode once -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "method"),
-    [(Everything, "fork"), pytest.param(MixedImages, "forkserver", marks=pytest.mark.slow)],
+    ("kind", "method", "is_refused"),
+    [
+        (Everything, "fork", False),
+        (MixedImages, "forkserver", False),
+        (Images, "fork", True),
+        (MixedImages, "fork", True),
+    ],
 )
-def test_each_sample_is_decoded_once(kind: type[Images], method: str, tmp_path: Any) -> None:
-    """Over shuffled epochs with two workers of torch's loader, 200 samples cost 202 reads."""
-    dataset = kind(200, log=tmp_path / "log")
-    ds = CachedDataset(dataset)
-    loader = DataLoader(
-        OneAtATime(ds, method),
-        batch_size=8,
-        shuffle=True,
-        num_workers=2,
-        collate_fn=as_array,
-        multiprocessing_context=method,
-    )
-    for _ in range(2):
-        batches = list(loader)
-        assert sum(map(len, batches)) == 200
-    stop_workers(loader._iterator)
-
-    assert min(dataset.reads) == 1
-    assert sum(dataset.reads) == 202  # the constructor looks at some samples
-    assert ds.cache_info().num_cached == 200
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [Images, MixedImages])
-def test_workers_that_meet_at_the_lock_cost_a_read_each(
-    kind: type[Images], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+def test_each_sample_is_decoded_once(
+    kind: type[Images], method: str, is_refused: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sample whose worker does not get the lock is read again in the next epoch, and no other sample is."""
-    real, calls = locks.try_lock, itertools.count()
-    refusals = tmp_path / "refusals"
+    """In shuffled epochs of two workers; one whose worker does not get the lock, again in the next epoch."""
+    real, calls, refusals = locks.try_lock, itertools.count(), tmp_path / "refusals"
     refusals.touch()
 
     def try_lock(fd: int, *, wait_s: float) -> bool:
@@ -90,21 +67,22 @@ def test_workers_that_meet_at_the_lock_cost_a_read_each(
 
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
-    monkeypatch.setattr(locks, "try_lock", try_lock)
-    loader = DataLoader(
-        ds, batch_size=8, shuffle=True, num_workers=2, collate_fn=as_array, multiprocessing_context="fork"
-    )
-    list(loader)
-    first = refusals.stat().st_size
-    assert ds.cache_info().num_cached == 200 - first
-    list(loader)
+    if is_refused:
+        monkeypatch.setattr(locks, "try_lock", try_lock)
+    options: Any = {"collate_fn": as_array, "multiprocessing_context": method}
+    source = ds if is_refused else OneAtATime(ds, method)
+    loader = DataLoader(source, batch_size=8, shuffle=True, num_workers=2, **options)
+    first = 0
+    for epoch in range(2):
+        assert sum(map(len, loader)) == 200
+        stop_workers(loader._iterator)
+        second = refusals.stat().st_size - first
+        assert ds.cache_info().num_cached == 200 - second
+        first += second * (epoch == 0)
 
-    assert sum(dataset.reads) == 202 + first
-    assert ds.cache_info().num_cached == 200 - (refusals.stat().st_size - first)
-    assert (first == 0) == (kind is Images)  # rows of one size need no lock
-
-
-# --- private memory --------------------------------------------------------------------------------------
+    assert min(dataset.reads) == 1
+    assert sum(dataset.reads) == 202 + first  # the constructor looks at some samples
+    assert (first > 0) == (is_refused and kind is MixedImages)  # rows of one size need no lock
 
 
 @pytest.mark.parametrize("max_memory", ["auto", 1])
@@ -125,9 +103,6 @@ def test_caller_may_write(max_memory: Any) -> None:
         sample["number"][...] = 9
 
 
-# --- indices ---------------------------------------------------------------------------------------------
-
-
 def test_indices_as_lists_take_them() -> None:
     """Negative indices count from the end, integers of any kind are taken, and others raise as of a list."""
     ds = CachedDataset(Images(20))
@@ -141,9 +116,6 @@ def test_indices_as_lists_take_them() -> None:
     assert [label for _, label in ds] == list(range(20))
     described = repr(CachedDataset(Images(), transform=as_array, cache=None))
     assert described == "CachedDataset(Images of 20 samples, no cache, transform=as_array)"
-
-
-# --- what is accepted --------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[int]):
@@ -226,9 +198,6 @@ def test_late_unsupported_sample_is_named() -> None:
         ds[8]
 
 
-# --- copies and handles ------------------------------------------------------------------------------------
-
-
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Where there is no anonymous memory the cache is private, one warning says so, and samples are right."""
     monkeypatch.setattr(segment, "why_unsupported", lambda: "this platform has no memory")
@@ -248,18 +217,13 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> 
     assert_same_samples(pickle.loads(pickle.dumps(ds))[3], dataset.sample(3))
 
 
-# --- attributes of the dataset inside ----------------------------------------------------------------------
-
-
 class Labelled(Images):
     """A dataset as torchvision's are, and with all that frameworks look for."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(num_samples)
-        self.classes = ["cat", "dog"]
-        self.class_to_idx = {"cat": 0, "dog": 1}
-        self._private = 1
-        self.epoch = 0
+        self.classes, self.class_to_idx = ["cat", "dog"], {"cat": 0, "dog": 1}
+        self._private, self.epoch = 1, 0
 
     @property
     def targets(self) -> list[int]:
@@ -269,29 +233,20 @@ class Labelled(Images):
     def broken(self) -> int:
         return self.no_such_thing
 
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        raise AssertionError("the cache was passed by")
-
     def fingerprint(self) -> str:
         return "labelled"
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": 3}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("a state of the dataset inside")
-
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def set_format(self, kind: str) -> None:
-        raise AssertionError("the format of the dataset inside")
+    def refuse(self, *_: Any) -> Any:
+        raise AssertionError("the cache was passed by")
 
-    set_transform = set_format
-
-    # Names that this class has too: its own count.
-    def fill(self) -> None:
-        raise AssertionError("the fill of the dataset inside")
+    # `fill` is a name that CachedDataset has too.
+    __getitems__ = load_state_dict = set_format = set_transform = fill = refuse
 
 
 def test_attributes_of_the_dataset_inside() -> None:
@@ -361,9 +316,6 @@ def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: pytest.
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4
-
-
-# --- what is said ------------------------------------------------------------------------------------------
 
 
 def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

@@ -47,9 +47,6 @@ def to_arrays(sample: Any) -> Any:
     return np.asarray(image.convert("RGB")), label
 
 
-# --- torchvision -----------------------------------------------------------------------------------------
-
-
 def _coco(index: int) -> dict[str, Any]:
     """As torchvision's CocoDetection gives it: a list of annotations, each with polygons or a run length."""
     objects: list[Any] = [
@@ -122,9 +119,6 @@ def test_pil_images_are_converted_by_prepare(
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
     with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*prepare=function'):
         fastload.CachedDataset(source)
-
-
-# --- Hugging Face datasets -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import shutil
-import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -17,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from torch.utils.data import default_collate
 
 import fastload
@@ -40,6 +36,7 @@ from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 class TestOneFile(CacheContract):
@@ -61,22 +58,6 @@ def directory(tmp_path: Path) -> Path:
     """A finished cache of 20 images in 3 shards."""
     build_lmdb(Images(20), tmp_path / "shards", num_workers=0, shards=3).close()
     return tmp_path / "shards"
-
-
-# --- opening ---------------------------------------------------------------------------------------------
-
-
-def test_unpickled_cache_opens_late(path: Path) -> None:
-    """A handle opens nothing until it is read, and notices that the file was replaced."""
-    text = pickle.dumps(LMDBCache(path))
-    path.unlink()
-    handle = pickle.loads(text)
-    with pytest.raises(FileNotFoundError):
-        handle.get(0)
-    build_lmdb(Images(4), path, num_workers=0).close()
-
-    with pytest.raises(CacheMismatchError, match="was replaced by a different cache while it was in use"):
-        handle.get(0)
 
 
 def foreign(path: Path) -> None:
@@ -108,9 +89,6 @@ def test_what_is_no_cache(make: Any, kind: type[Exception], said: str, tmp_path:
         CachedDataset.from_cache(tmp_path / "cache", storage_options={"anon": True})
 
 
-# --- what it says of itself ------------------------------------------------------------------------------
-
-
 def test_attributes(tmp_path: Path) -> None:
     """A cache knows its codec, parts, classes, shards and size, why it is in use and what it was made of."""
     dataset, path = Images(20), tmp_path / "cache"
@@ -128,9 +106,6 @@ def test_attributes(tmp_path: Path) -> None:
     assert "opened by its path" in LMDBCache(path).explain()
     assert "20 of 20 samples" in LMDBCache(path).explain()
     assert "sample 0 match the dataset" in build_lmdb(Images(20), path).explain()
-
-
-# --- shards ----------------------------------------------------------------------------------------------
 
 
 def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> None:
@@ -153,9 +128,6 @@ def test_shards_that_do_not_belong_together(directory: Path, tmp_path: Path) -> 
 
     os.replace(tmp_path / "kept", directory / names[1])
     assert_same_samples(LMDBCache(directory).get(8), Images(20).sample(8))
-
-
-# --- batches ---------------------------------------------------------------------------------------------
 
 
 def test_gather_of_shards_is_default_collate(tmp_path: Path) -> None:
@@ -319,20 +291,6 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
     assert_same_samples(cache.get(4), Images(20).sample(4))
 
 
-def test_cut_short_in_the_middle_of_a_first_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record whose file is truncated while it is read for the first time raises and says so."""
-    cache = LMDBCache(path)
-    real = os.pread
-
-    def cut_and_read(fd: int, nbytes: int, at: int) -> bytes:
-        os.truncate(path, 8192)
-        return real(fd, nbytes, at)
-
-    monkeypatch.setattr(os, "pread", cut_and_read)
-    with pytest.raises(CacheMismatchError, match=CHANGED):
-        cache.get(3)
-
-
 def test_one_shard_of_several(tmp_path: Path) -> None:
     """Only reads of the shard that was changed raise."""
     path, other = (built(tmp_path / str(i), data, shards=2) for i, data in enumerate((Images(20), OTHER)))
@@ -361,10 +319,15 @@ def test_workers_notice_too(method: str, path: Path, tmp_path: Path) -> None:
     """A batch from a file that was overwritten is an error in the parent; a fork has what is open."""
     dataset = fastload.CachedDataset.from_cache(path)
     loader = fastload.DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context=method)
+    handle = pickle.loads(pickle.dumps(LMDBCache(path)))  # it opens nothing until it is read
     if method == "fork":
         os.replace(path, tmp_path / "kept")
+        with pytest.raises(FileNotFoundError):
+            handle.get(0)
         built(path, OTHER)
         assert_same_samples(next(iter(loader))[0][3].numpy(), Images(20).sample(3)[0])
+        with pytest.raises(CacheMismatchError, match="was replaced by a different cache while it was in use"):
+            handle.get(0)
         os.replace(tmp_path / "kept", path)
     assert len(list(loader)) == 5
     overwrite(path)
@@ -470,13 +433,20 @@ def test_stored_indices(data: st.DataObject) -> None:
 
 
 def test_long_records_come_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record of which the system gives only a part at once is read to its end."""
-    build_lmdb(Texts([9_000] * 3), tmp_path / "cache", num_workers=0).close()
-    cache = LMDBCache(tmp_path / "cache")
-    real = os.pread
+    """A record of which the system gives only a part at once is read to its end, or to that of a cut file."""
+    path, real = tmp_path / "cache", os.pread
+    build_lmdb(Texts([9_000] * 3), path, num_workers=0).close()
+    cache = LMDBCache(path)
     monkeypatch.setattr(os, "pread", lambda fd, nbytes, at: real(fd, min(nbytes, 1000), at))
+    assert [cache.get(index) for index in range(2)] == [Texts([9_000] * 3)[index] for index in range(2)]
 
-    assert [cache.get(index) for index in range(3)] == [Texts([9_000] * 3)[index] for index in range(3)]
+    def cut_and_read(fd: int, nbytes: int, at: int) -> bytes:
+        os.truncate(path, 8192)
+        return real(fd, nbytes, at)
+
+    monkeypatch.setattr(os, "pread", cut_and_read)
+    with pytest.raises(CacheMismatchError, match=CHANGED):
+        cache.get(2)
 
 
 def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
@@ -494,178 +464,3 @@ def test_files_give_their_descriptors_back(tmp_path: Path) -> None:
             LMDBCache(tmp_path / name)
         assert caught.value.__traceback__ is not None
         assert len(os.listdir("/proc/self/fd")) == before
-
-
-# --- a state machine -----------------------------------------------------------------------------------
-
-
-_IMAGES = st.builds(
-    lambda seed, height, width: np.random.RandomState(seed).randint(0, 256, (height, width, 3), np.uint8),
-    st.integers(0, 1000),
-    st.integers(1, 40),
-    st.integers(1, 40),
-)
-_SAMPLES = st.one_of(
-    st.tuples(_IMAGES, st.integers()),
-    st.fixed_dictionaries({"image": _IMAGES, "name": st.text(max_size=5), "box": st.none() | st.floats()}),
-    st.binary(max_size=6000),
-)
-
-
-class Killed(BaseException):
-    """What a kill looks like to the code under test, which has no time to clean up."""
-
-
-class Source:
-    """Samples from the model; index -> sample, or None for what cannot be read."""
-
-    def __init__(self, model: dict[int, Any], killed_at: int | None = None) -> None:
-        self.model = model
-        self.killed_at = killed_at
-        self.reads: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.model)
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self.killed_at:
-            raise Killed
-        self.reads.append(index)
-        if self.model[index] is None:
-            raise OSError(f"no sample {index}")
-        return self.model[index]
-
-
-class LMDBStates(RuleBasedStateMachine):
-    """One destination, of which at any time there is nothing, a part, or all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.directory = tempfile.mkdtemp()
-        self.path = Path(self.directory, "cache")
-        self.cache: LMDBCache | None = None
-        self.is_damaged = False
-
-    @initialize(
-        samples=st.lists(st.none() | _SAMPLES, max_size=12),
-        codec=st.sampled_from(["raw", "png"]),
-        shards=st.integers(1, 4),
-        commit_bytes=st.integers(1, 9000),
-    )
-    def begin(self, samples: list[Any], codec: str, shards: int, commit_bytes: int) -> None:
-        self.model = dict(enumerate(samples))
-        self.settings = {
-            "codec": codec,
-            "shards": shards,
-            "on_error": "skip",
-            "max_errors": 1.0,
-            "num_workers": 0,
-        }
-        self.commit_bytes = commit_bytes
-
-    def build(self, source: Source) -> LMDBCache:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lmdb_writer, "_COMMIT_BYTES", self.commit_bytes)
-            patch.setattr("time.time", lambda: 1e9)  # the same bytes at every run: damage hits the same
-            patch.setattr("os.urandom", bytes)
-            return build_lmdb(source, self.path, progress=False, **self.settings)
-
-    @precondition(lambda self: self.cache is None and len(self.model) > 1)
-    @rule(data=st.data())
-    def build_is_killed(self, data: st.DataObject) -> None:
-        """Dies at a sample that was not written yet."""
-        at = data.draw(st.integers(1, len(self.model) - 1))
-        source = Source(self.model, killed_at=at)
-        with contextlib.suppress(Killed):
-            self.cache = self.build(source)  # it may be beyond that sample already
-        assert os.path.exists(self.path) == (self.cache is not None)
-        if self.cache is None:
-            later = source.reads[1:]  # sample 0 comes first, to be compared
-            assert later == list(range(at))[at - len(later) :]
-
-    @precondition(lambda self: self.cache is None)
-    @rule()
-    def build_finishes(self) -> None:
-        """Goes on with whatever lies there."""
-        self.cache = self.build(Source(self.model))
-
-    @precondition(lambda self: self.cache is not None and not self.is_damaged)
-    @rule()
-    def build_again_opens(self) -> None:
-        """A second build reads no more than sample 0."""
-        source = Source(self.model)
-        self.cache = self.build(source)
-        assert source.reads in ([], [0])
-
-    @precondition(lambda self: self.cache is not None and not self.is_damaged and bool(self.model))
-    @rule()
-    def another_source_is_refused(self) -> None:
-        """A source with one more sample is another."""
-        with pytest.raises(CacheMismatchError):
-            self.build(Source({**self.model, len(self.model): (1, 2)}))
-
-    @precondition(lambda self: self.cache is not None and not self.is_damaged)
-    @rule()
-    def reopen(self) -> None:
-        """As another process would, after this one has let go."""
-        assert self.cache is not None
-        self.cache.close()
-        self.cache = LMDBCache(self.path)
-
-    @precondition(lambda self: self.cache is not None and not self.is_damaged)
-    @rule(data=st.data())
-    def damage(self, data: st.DataObject) -> None:
-        """One bit of one file, copied so that nobody has it open."""
-        assert self.cache is not None
-        self.cache.close()
-        files = [self.path] if self.path.is_file() else sorted(self.path.iterdir())
-        file = data.draw(st.sampled_from(files))
-        content = bytearray(file.read_bytes())
-        content[int(data.draw(st.floats(0, 0.9999)) * len(content))] ^= 1 << data.draw(st.integers(0, 7))
-        file.unlink()
-        file.write_bytes(content)
-        self.is_damaged = True
-        try:
-            self.cache = LMDBCache(self.path)
-        except (CacheCorruptError, CacheMismatchError):
-            self.cache = None
-            if self.path.is_dir():
-                shutil.rmtree(self.path)
-            else:
-                self.path.unlink()
-            self.is_damaged = False
-
-    @precondition(lambda self: self.cache is not None and self.is_damaged)
-    @rule()
-    def delete(self) -> None:
-        """What the error says to do."""
-        assert self.cache is not None
-        self.cache.close()
-        self.cache = None
-        shutil.rmtree(self.path) if self.path.is_dir() else self.path.unlink()
-        self.is_damaged = False
-
-    @invariant()
-    def holds_what_the_model_holds(self) -> None:
-        """Every sample as in the model; one record at most is lost to one flipped bit, with an error."""
-        if self.cache is None:
-            return
-        lost = 0
-        for index, sample in self.model.items():
-            try:
-                assert_same_samples(self.cache.get(index), sample)
-            except CacheCorruptError:
-                lost += 1
-        assert lost <= self.is_damaged
-        assert self.cache.num_cached == sum(sample is not None for sample in self.model.values())
-
-    def teardown(self) -> None:
-        if self.cache is not None:
-            self.cache.close()
-        shutil.rmtree(self.directory)
-
-
-TestLMDBStates = pytest.mark.slow(LMDBStates.TestCase)
-TestLMDBStates.settings = settings(
-    max_examples=40, stateful_step_count=10, suppress_health_check=list(HealthCheck)
-)

@@ -62,9 +62,6 @@ def path(caches: dict[str, tuple[Path, list[Any]]], tmp_path: Path) -> Path:
     return Path(shutil.copy(caches["big"][0], tmp_path / "cache"))
 
 
-# --- records -------------------------------------------------------------------------------------------
-
-
 def rewrite(path: Path, change: Any) -> None:
     """Change the environment in place, as only a test may."""
     description = open_file(str(path)).description

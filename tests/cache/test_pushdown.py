@@ -132,8 +132,8 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str | None]] = {
     "nothing": (lambda: A.Compose([]), "the pipeline is empty"),
     "sequential": (lambda: A.Sequential([A.RandomCrop(60, 70)], p=1), "the first transform is Sequential"),
     **{
-        f"resize, {name}": (lambda crop=crop: A.Compose([A.SmallestMaxSize(64), copy.deepcopy(crop)]), NEEDS_ALL)
-        for name, crop in {
+        f"resize, {name}": (lambda it=it: A.Compose([A.SmallestMaxSize(64), copy.deepcopy(it)]), NEEDS_ALL)
+        for name, it in {
             "crop with p": A.CenterCrop(40, 40, p=0.5),
             "padded crop": A.CenterCrop(40, 40, pad_if_needed=True),
             "random crop": A.RandomCrop(40, 40),

@@ -116,9 +116,6 @@ def reads() -> list[str]:
     return sorted(path.rpartition("/")[2] for path in FaultyFileSystem.reads.elements())
 
 
-# --- both ways -------------------------------------------------------------------------------------------
-
-
 def test_a_cache_at_a_url_gives_the_samples(cache_dir: Path) -> None:
     """Nothing of the build stays on the disk; the copy is whole, and for this user alone."""
     manifest, was_built = build()
@@ -274,9 +271,6 @@ def test_a_copy_of_root_is_used_and_one_of_another_user_is_not(owner: int) -> No
     assert reads() == ([] if owner == 0 else SHARDS) + ["cache.json"]
 
 
-# --- building --------------------------------------------------------------------------------------------
-
-
 def test_a_shard_has_about_the_bytes_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the size of the first sample: 20 images of a bit more than 2304 bytes; it is one shard at least."""
     monkeypatch.setattr(plan, "SHARD_BYTES", 5 * 2500)
@@ -386,9 +380,6 @@ def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) ->
         pytest.raises(CacheBusyError, match=rf"{URL} is being built by process {pid}"),
     ):
         build()
-
-
-# --- a local cache that is uploaded too ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["nothing", "finished", "unfinished"])

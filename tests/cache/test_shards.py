@@ -68,9 +68,6 @@ def own_files(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(f"{path}.partial") if name.startswith("."))
 
 
-# --- the result ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "num_shards", "options"),
     [
@@ -113,9 +110,6 @@ def test_building_and_joining_twice_is_harmless(tmp_path: Path) -> None:
     assert (files_at(path), os.listdir(tmp_path)) == (before, ["cache"])
     with pytest.raises(CacheMismatchError, match="number of samples"):
         shard_of(Images(21), path, 2, 3)
-
-
-# --- what is missing -------------------------------------------------------------------------------------
 
 
 def test_join_and_lists_name_what_is_missing(tmp_path: Path) -> None:
@@ -168,9 +162,6 @@ def test_numbers_that_are_not_valid(shard: Any, num_shards: Any, said: str, tmp_
     """The error states the range."""
     with pytest.raises(ValueError, match=said):
         build_shard(Images(4), tmp_path / "cache", shard, num_shards)
-
-
-# --- several processes -----------------------------------------------------------------------------------
 
 
 def test_a_shard_that_is_being_built_is_neither_built_nor_removed(tmp_path: Path) -> None:

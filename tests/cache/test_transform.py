@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,6 @@ def test_a_transform_gives_what_it_gives_on_a_private_copy(way: str) -> None:
         assert_same_samples(ds._view(index), dataset.sample(index))
     if isinstance(transform, Kept):
         assert [int(array.min()) for array in transform] == [*range(1, len(transform) + 1)]
-
-
-# --- conventions -----------------------------------------------------------------------------------------
 
 
 class Shaped(Images):
@@ -197,9 +194,6 @@ def test_an_error_of_the_user_passes_through(make: Any) -> None:
     assert len(calls) == 1
 
 
-# --- what cannot be used, or raises ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("role", ["transform", "prepare"])
 @pytest.mark.parametrize(
     ("value", "text"),
@@ -237,63 +231,9 @@ def test_the_note_comes_from_workers(method: Any) -> None:
     assert f"sample 0 {A_TUPLE}" in found
 
 
-# --- threads -------------------------------------------------------------------------------------------
-
-
-def run_threads(*functions: Any) -> None:
-    """Run functions at the same time, the first in a thread called "first", and raise what one raised."""
-    errors: list[BaseException] = []
-
-    def run(function: Any) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001  # raised again below
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, args=(function,), name="other" if number else "first")
-        for number, function in enumerate(functions)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
-
-
-def test_threads_leave_the_warning_filters_alone() -> None:
-    """Two threads that leave the transform in the order in which they entered it change no filter."""
-    entered, second_entered, left = threading.Event(), threading.Event(), threading.Event()
-    filters = list(warnings.filters)
-
-    def overlap(image: Any) -> Any:
-        if threading.current_thread().name == "first":
-            entered.set()
-            assert second_entered.wait(30)
-        else:
-            second_entered.set()
-            assert left.wait(30)
-        return image
-
-    ds = CachedDataset(BareImages(2), overlap)
-
-    def first() -> None:
-        ds[0]
-        left.set()
-
-    def second() -> None:
-        assert entered.wait(30)
-        ds[1]
-
-    run_threads(first, second)
-
-    assert warnings.filters == filters
-
-
 def test_threads_share_a_cached_dataset() -> None:
     """Threads that are in the first call of a writing transform at once each get what they asked for."""
-    barrier = threading.Barrier(8)
+    barrier, dataset = threading.Barrier(8), BareImages(8)
 
     def write(image: Any) -> Any:
         barrier.wait(30)
@@ -301,19 +241,12 @@ def test_threads_share_a_cached_dataset() -> None:
         barrier.wait(30)
         return image
 
-    dataset = BareImages(8)
     ds = CachedDataset(dataset, write)
-    found: dict[int, Any] = {}
-
-    def get(index: int) -> None:
-        found[index] = [ds[index] for _ in range(3)]
-
-    run_threads(*(functools.partial(get, index) for index in range(8)))
-
-    for index in range(8):
-        for output in found[index]:
-            assert_same_samples(output, dataset.sample(index) + 1)
-        assert_same_samples(ds._view(index), dataset.sample(index))
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(3):
+            for index, output in enumerate(pool.map(ds.__getitem__, range(8))):
+                assert_same_samples(output, dataset.sample(index) + 1)
+                assert_same_samples(ds._view(index), dataset.sample(index))
 
 
 def test_the_transform_may_be_replaced_while_threads_read() -> None:
@@ -326,18 +259,14 @@ def test_the_transform_may_be_replaced_while_threads_read() -> None:
         return "old"
 
     ds = CachedDataset(BareImages(2), wait)
-    found: list[Any] = []
-
-    def replace() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        old = pool.submit(ds.__getitem__, 1)
         assert inside.wait(30)
         ds.transform = lambda image: "new"
-        found.append(ds[0])
+        assert ds[0] == "new"
         ds.transform = None
         replaced.set()
-
-    run_threads(lambda: found.append(ds[1]), replace)
-
-    assert found == ["new", "old"]
+        assert old.result() == "old"
     assert_same_samples(ds[1], BareImages(2).sample(1))
 
 
