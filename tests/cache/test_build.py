@@ -77,7 +77,6 @@ def test_equal_plans_give_equal_files(
         memory = [np.full(size, used, np.uint8) for size in (4096, 8192, 100_000, 1 << 20) for _ in range(9)]
         del memory  # freed memory of this process holds other bytes in each of the two builds
         build_lmdb(Images(80, shape=shape), tmp_path / name, num_workers=0).close()
-
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
@@ -85,7 +84,6 @@ def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None
     """Where standard error is no terminal a build logs its rate and draws nothing."""
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-
     assert "samples/s" in caplog.text
     assert capfd.readouterr().err == ""
 
@@ -110,7 +108,6 @@ def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
     ((name, _),) = argument.items()
     with pytest.raises(ValueError, match=rf"^{name} (option )?should be "):
         build_lmdb(Images(3), tmp_path / "cache", **argument)
-
     assert os.listdir(tmp_path) == []
 
 
@@ -143,7 +140,6 @@ def test_while_one_builds_others_are_told_who(tmp_path: Path) -> None:
         build_lmdb(Images(10), path)
     with pytest.raises(FileNotFoundError, match="unfinished build"):
         LMDBCache(path)
-
     assert build_lmdb(Images(10), path, num_workers=0).num_shards == 4
 
 
@@ -216,7 +212,6 @@ def test_an_error_names_its_sample_and_leaves_nothing(
     with pytest.raises(kind, match=said) as caught:
         build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error=on_error)
     found = "\n".join(caught.value.__notes__)
-
     assert [note for note in notes if note not in found] == []
     assert "/tasks.py" not in found
     assert kind is UnsupportedSampleError or "\n" not in str(caught.value)
@@ -249,7 +244,6 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
     """Errors of Python's own calls and of LMDB are told alike, without numbers."""
     with pytest.raises(CacheError) as caught, writing("/a/b/cache"):
         raise error
-
     assert said in str(caught.value)
     assert "Errno" not in str(caught.value)
 
@@ -262,7 +256,6 @@ def test_mixed_shapes_are_told_with_an_example_and_the_fix(
     monkeypatch.setattr("fastload.cache.build.build._MAX_LOOKED_AT", looked_at)
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb(RaggedImages(40), tmp_path / "x", num_workers=num_workers, shards=shards)
-
     number = 35 if looked_at > 40 else looked_at
     assert f"have at least {number} different shapes at $[0], such as (8, 8, 3) and (" in caplog.text
     assert "--size 256x256" in caplog.text
@@ -274,7 +267,6 @@ def test_equal_shapes_are_not_mentioned(dataset: Any, tmp_path: Path, caplog: An
     """There is nothing to say where default_collate works, nor of samples that are left out."""
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb(dataset, tmp_path / "x", num_workers=0, on_error="skip", max_errors=1.0).close()
-
     if not isinstance(dataset, BrokenImages):
         default_collate([dataset[index] for index in range(len(dataset))])
     assert "different shapes" not in caplog.text
@@ -392,7 +384,6 @@ def test_a_lock_of_a_killed_builder_is_taken_over(content: str, tmp_path: Path) 
     with building(tmp_path / "cache") as pid:
         assert lock.read_text() == str(pid)
         assert inventory.is_being_built(str(tmp_path / "cache"))
-
     assert not inventory.is_being_built(str(tmp_path / "cache"))
     assert os.listdir(tmp_path) == []
 
@@ -413,7 +404,6 @@ def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     """It has no wheels for free-threaded Python, which can read files that a different Python built."""
     build_lmdb(Images(4), tmp_path / "built", num_workers=0).close()
     monkeypatch.setitem(sys.modules, "lmdb", None)
-
     with pytest.raises(CacheError, match=r'lmdb, which is not installed.*cache="ram".*reading it'):
         build_lmdb(Images(4), tmp_path / "cache", num_workers=0)
     cached = CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'built'}")

@@ -170,7 +170,6 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
     builder(BrokenImages(version=version))
     before, again = builder.content(), BrokenImages(version=version)
-
     assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
     assert builder.content() == before
     if builder.way in ("here", "by_shards"):
@@ -188,7 +187,6 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
     with builder_in(tmp_path, first) as one, builder_in(tmp_path, second) as other:
         assert f"Finished shards are kept at {one.files.rstrip('/')}: build again to resume" in one.stopped()
         again = BrokenImages()
-
         assert other(again).verify() == []
         assert again.reads[1:9] + again.reads[10:13] == [0] * 11
         assert min(again.reads[13:]) == 1
@@ -245,7 +243,6 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
         builder(BrokenImages(bad=[14]))
     said = "\n".join([str(caught.value), *caught.value.__notes__])
     again = BrokenImages(bad=[14])
-
     assert "in sample 14 of the dataset" in said
     assert 'on_error="skip"' in said
     assert f"Finished shards are kept at {builder.files.rstrip('/')}" in said
@@ -267,7 +264,6 @@ def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
         builder(BrokenImages(bad=[1, 8, 19]), max_errors=2, **options)
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
-
     assert builder(BrokenImages(bad=[1, 8, 19]), max_errors=0.15, **options).num_cached == 17
 
 

@@ -153,7 +153,6 @@ def test_what_is_no_dataset_and_no_cache_is_refused(
 def test_empty_dataset(cache: str, tmp_path: Any) -> None:
     """A dataset of nothing is taken, and holds nothing."""
     ds = CachedDataset([], cache="ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}")
-
     assert (len(ds), ds.cache_info().num_cached) == (0, 0)
     with pytest.raises(IndexError):
         ds[0]
@@ -192,7 +191,6 @@ def test_late_unsupported_sample_is_named() -> None:
     ds = CachedDataset(OddOne(20))
     with pytest.raises(UnsupportedSampleError) as caught:
         ds[7]
-
     assert caught.value.__notes__ == ["in sample 7 of the dataset"]
     with pytest.raises(KeyError, match="mine"):
         ds[8]
@@ -253,7 +251,6 @@ def test_attributes_of_the_dataset_inside() -> None:
     """Those like `classes` are found, also two caches below; not what is true of its samples alone."""
     inner = CachedDataset(Labelled(20), max_memory="1MB")
     ds = CachedDataset(inner, max_memory="1MB")
-
     assert (ds.classes, ds.class_to_idx, ds.targets) == (["cat", "dog"], {"cat": 0, "dog": 1}, [0, 1] * 10)
     own = ["fingerprint", "state_dict", "load_state_dict", "set_epoch", "set_format", "set_transform"]
     for name in (*own, "_private", "__getitems__"):
@@ -268,7 +265,6 @@ def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None
     inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner")
     outer = CachedDataset(inner, max_memory="1MB")
     plain = CachedDataset(Labelled(20), max_memory="1MB")
-
     assert fingerprint_of(inner) is None
     assert fingerprint_of(Subset(inner, [1, 2])) is None
     assert "private to this process" in outer.cache.explain()
@@ -286,7 +282,6 @@ def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
         labels = [label for _, batch in loader for label in batch.tolist()]
     other = fastload.DataLoader(ds, batch_size=5)
     other.load_state_dict(loader.state_dict())
-
     assert labels == list(range(20))
     assert source.epoch == 0
 
@@ -312,7 +307,6 @@ def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: pytest.
     """By the argument of `cache`, with its prefix, or by a name; it has the names of its source's classes."""
     monkeypatch.chdir(tmp_path)
     CachedDataset(Labelled(4), prepare=prepare, cache="lmdb:cache", num_workers=0).cache.close()
-
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4

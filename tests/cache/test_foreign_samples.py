@@ -99,7 +99,6 @@ def test_annotations_are_cached_as_they_are(
 ) -> None:
     """Boxes in any number, also none, and nested annotations come back with their types and values."""
     dataset = cached(Made(make))
-
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], make(index))
     assert dataset.classes == ("even", "odd")
@@ -114,7 +113,6 @@ def test_pil_images_are_converted_by_prepare(
     pairs = Made(lambda index: (picture(index), index))
     source = request.getfixturevalue("rows") if library == "Hugging Face" else pairs
     dataset = cached(source, prepare=to_arrays)
-
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
     with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*prepare=function'):
@@ -146,7 +144,6 @@ def test_rows_with_a_format_are_cached_as_they_are(
 ) -> None:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
-
     assert_same_samples(cached(formatted)[3], formatted[3])
     with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
         fastload.CachedDataset(rows.with_transform(_draw))
@@ -168,7 +165,6 @@ def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
         generator = torch.Generator().manual_seed(1)
         loader = fastload.DataLoader(dataset, 2, num_workers=num_workers, rng="sample", generator=generator)
         found.append(torch.cat(list(loader)))
-
     assert torch.equal(*found)
 
 

@@ -159,7 +159,6 @@ def test_checksum_is_checked_once(is_batch: bool, path: Path, monkeypatch: pytes
     for _ in range(3):
         assert (cache.gather(np.array([4, 5, 6]), np.empty) if is_batch else cache.get(5)) is not None
     cache.get(5)
-
     assert len(counted) == (3 if is_batch else 1)
 
 
@@ -168,7 +167,6 @@ def test_a_closed_cache_that_is_its_own_source_says_so(tmp_path: Path) -> None:
     build_lmdb(Images(3), tmp_path / "cache", num_workers=0, progress=False)
     dataset = CachedDataset.from_cache(tmp_path / "cache")
     dataset.cache.close()
-
     with pytest.raises(CacheError, match=r"sample 1 was requested from the cache .* after close"):
         dataset[1]
 
@@ -178,9 +176,7 @@ def test_a_worker_of_the_fork_server_knows_the_namedtuples_of_its_parent(tmp_pat
     """Nothing else takes the module of their class to a process that has no source."""
     build_lmdb(Triples(8), tmp_path / "cache", num_workers=0, progress=False)
     dataset = CachedDataset.from_cache(tmp_path / "cache", ram=True)
-
     batches = list(DataLoader(dataset, 4, num_workers=1, multiprocessing_context="forkserver"))
-
     assert [type(batch).__name__ for batch in batches] == ["Triple"] * 2
     assert [batch.c.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -296,7 +292,6 @@ def test_one_shard_of_several(tmp_path: Path) -> None:
     path, other = (built(tmp_path / str(i), data, shards=2) for i, data in enumerate((Images(20), OTHER)))
     cache = LMDBCache(path)
     shutil.copyfile(other / "00001-of-00002.lmdb", path / "00001-of-00002.lmdb")
-
     assert_same_samples(cache.get(9), Images(20).sample(9))
     for read in (lambda: cache.get(10), lambda: gather(cache)):
         with pytest.raises(CacheMismatchError, match=r"00001-of-00002\.lmdb was changed"):
@@ -387,7 +382,6 @@ def test_records_lie_where_lmdb_finds_them(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
         build_lmdb(Texts(sizes), path, num_workers=0, on_error="skip", max_errors=1.0).close()
-
     check_as_lmdb(path, len(sizes))
 
 
@@ -398,7 +392,6 @@ def test_trees_of_many_levels(num_samples: int, size: int, tmp_path: Path) -> No
     build_lmdb(
         Texts([size] * num_samples), tmp_path / "cache", num_workers=0, on_error="skip", max_errors=1.0
     ).close()
-
     check_as_lmdb(tmp_path / "cache", num_samples)
 
 

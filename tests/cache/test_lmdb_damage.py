@@ -381,7 +381,6 @@ def test_a_false_tree_is_refused(
     """A tree with the right checksum that leads anywhere but to its samples raises with the path."""
     path = Path(shutil.copy(caches[name][0], tmp_path / name))
     forge(path, {**TREES, **OVERFLOWS}[lie], tree=True)
-
     assert readers[name].read(path) == "refused"
 
 

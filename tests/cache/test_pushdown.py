@@ -177,7 +177,6 @@ def test_replay_and_the_error_of_a_large_crop() -> None:
     output = Pushdown(pipeline, reduces=False)(image=image)
     again = A.ReplayCompose.replay(output["replay"], image=image.decode())
     np.testing.assert_array_equal(output["image"], again["image"])
-
     with pytest.raises(CropSizeError) as theirs:
         A.Compose([A.RandomCrop(300, 300)])(image=image.decode())
     with pytest.raises(CropSizeError) as ours:
@@ -381,10 +380,8 @@ def test_fast_validation_of_tiles_is_that_of_the_whole_file(
     crop = A.CenterCrop(112, 100)
     whole = Pushdown(A.Compose([make()]), reduces=True)(image=EncodedImage(content))
     expected = crop(image=whole["image"])["image"]
-
     tiled = tile_jpeg(content, "x")
     found = Pushdown(A.Compose([make(), crop]), reduces=True)(image=EncodedImage(tiled))["image"]
-
     assert psnr_db(found, expected) > (30 if interpolation == cv2.INTER_NEAREST else 48)
 
 

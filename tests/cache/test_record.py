@@ -206,7 +206,6 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
     """What cannot be cached raises, naming where it is and what to return instead."""
     with pytest.raises(UnsupportedSampleError) as caught:
         encode(sample)
-
     assert str(caught.value).startswith((f"{path}:", "the sample is nested"))
     assert advice in str(caught.value)
     assert str(caught.value).endswith("CachedDataset(prepare=function)")
@@ -249,7 +248,6 @@ def test_a_namedtuple_that_was_defined_again_is_the_new_class(monkeypatch: pytes
         kind = namedtuple("Again", ["image", "label"])
         monkeypatch.setattr(module, "Again", kind, raising=False)
         monkeypatch.setattr(kind, "__module__", __name__)
-
         assert type(decode(encode(kind(np.zeros(3, np.uint8), 1)))) is kind
 
 
@@ -275,7 +273,6 @@ def test_exact_codecs_are_exact(shape: tuple[int, ...], way: tuple[str, int]) ->
     """raw, png, and webp of quality 100 give back every pixel, C-contiguous and read-only."""
     image = noise(shape)
     back = decode(record({"image": image, "label": 3}, *way))
-
     assert_same_samples(back, {"image": image, "label": 3})
     assert back["image"].flags.c_contiguous
     assert not back["image"].flags.writeable
@@ -287,7 +284,6 @@ def test_lossy_codecs_are_close(codec: str) -> None:
     image = np.ascontiguousarray(photographs.astronaut())
     text = record(image, codec)
     back = decode(text)
-
     assert (back.shape, back.dtype) == (image.shape, image.dtype)
     assert 0 < np.abs(back.astype(int) - image).mean() < 3
     assert len(record(image, codec, 30)) < len(text) < image.nbytes / 3
@@ -299,7 +295,6 @@ def test_jpegs_have_tiles() -> None:
     plain = io.BytesIO()
     Image.fromarray(image).save(plain, "JPEG", quality=95)
     file = encode_image("jpeg", image, 95)
-
     np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
     assert len(file) < 1.015 * len(plain.getvalue())
     cut = cut_jpeg(file, (0, 0, 64, 64))
@@ -332,7 +327,6 @@ def test_masks_and_what_is_no_image_are_exact_in_every_codec(codec: str) -> None
     mask = noise((33, 21)) % 5
     sample["arrays"] = [noise((2, 3, 4)), noise((5,)), noise((0, 3, 3)), noise((4, 4, 3)).astype(np.int16)]
     sample["masks"] = (mask, mask[:, :, None])
-
     assert_same_samples(decode(record(sample, codec, 50)), sample)
 
 

@@ -116,20 +116,29 @@ def reads() -> list[str]:
     return sorted(path.rpartition("/")[2] for path in FaultyFileSystem.reads.elements())
 
 
-def test_a_cache_at_a_url_gives_the_samples(cache_dir: Path) -> None:
-    """Nothing of the build stays on the disk; the copy is whole, and for this user alone."""
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_a_cache_at_a_url_gives_the_samples(
+    mask: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of the build stays on the disk; the copy is whole, and this user's alone."""
     manifest, was_built = build()
-    copy = copy_of()
-
+    before = os.umask(mask)
+    try:
+        copy = copy_of()
+    finally:
+        os.umask(before)
     assert was_built
     assert names() == sorted([*SHARDS, "cache.json", "plan.json"])
     assert kept_builds(cache_dir) == []
     assert sorted(os.listdir(copy)) == [*SHARDS, "cache.json"]
     assert manifest.nbytes == sum((copy / name).stat().st_size for name in SHARDS)
     assert {path.name: path.stat().st_mode & 0o777 for path in cache_dir.iterdir()} == {
-        f"builds-{os.getuid()}": 0o700,
-        f"copies-{os.getuid()}": 0o700,
+        f"{kind}-{os.getuid()}": 0o700 for kind in ("builds", "copies")
     }
+    FaultyFileSystem.reads.clear()
+    copy_of()
+    assert reads() == ["cache.json"]
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def make_foreign(path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,64 +226,9 @@ def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
         assert warning.endswith("the copy is downloaded again")
 
 
-def test_a_copy_that_is_exchanged_while_it_is_opened_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write in the directory of several users can rename the directories in it."""
-    build()
-    copy = copy_of()
-    inner, opened = copies.open_cache, []
-
-    def exchanged(path: str) -> Any:
-        opened.append(path)
-        (copy / SHARDS[0]).chmod(0o666 if len(opened) == 1 else 0o644)
-        try:
-            return inner(path)
-        finally:
-            if len(opened) == 1:  # the file that is open has another mode than the one that is there now
-                good = copy.with_name("good")
-                shutil.copy(copy / SHARDS[0], good)
-                good.chmod(0o644)
-                good.rename(copy / SHARDS[0])
-
-    monkeypatch.setattr(copies, "open_cache", exchanged)
-    copy_of()
-
-    assert opened == [str(copy)] * 2
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
-def test_a_complete_copy_costs_the_manifest(mask: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Copies are written by this user alone, also where new files are by default a group's."""
-    build()
-    before = os.umask(mask)
-    try:
-        copy_of()
-    finally:
-        os.umask(before)
-    FaultyFileSystem.reads.clear()
-    copy_of()
-
-    assert reads() == ["cache.json"]
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("owner", [0, 4321])
-def test_a_copy_of_root_is_used_and_one_of_another_user_is_not(owner: int) -> None:
-    """Nothing is downloaded but the manifest if an administrator has placed the copy."""
-    build()
-    copy = copy_of()
-    for path in (copy, *copy.iterdir()):
-        os.chown(path, owner, owner)
-    FaultyFileSystem.reads.clear()
-    copy_of()
-
-    assert reads() == ([] if owner == 0 else SHARDS) + ["cache.json"]
-
-
 def test_a_shard_has_about_the_bytes_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the size of the first sample: 20 images of a bit more than 2304 bytes; it is one shard at least."""
     monkeypatch.setattr(plan, "SHARD_BYTES", 5 * 2500)
-
     assert build(shards=None)[0].plan.num_shards == 4
     assert [one.name for one in build(Images(2), f"{URL}2", shards=None)[0].shards] == ["00000-of-00001.lmdb"]
 
@@ -405,7 +359,6 @@ def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
     """The local cache has another id than the one at the URL."""
     build()
     build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
-
     with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
         build(path=str(tmp_path / "x"))
 
@@ -435,9 +388,7 @@ def test_a_cache_that_was_built_again_gets_another_copy() -> None:
     old = LMDBCache(URL)
     FaultyFileSystem.reset()
     build(Images(10))
-
     new = LMDBCache(URL)
-
     assert (old.num_samples, new.num_samples) == (20, 10)
     assert len(copied()) == 2
     old.close()
@@ -546,7 +497,6 @@ def test_a_manifest_with_any_damage_is_refused_or_names_its_shards(position: int
         build()
     data = content("cache.json")
     position %= len(data)
-
     try:
         found = parse_manifest(data[:position] + noise + data[position + 1 :])
     except ValueError:
@@ -580,7 +530,6 @@ def open_it(url: str, log: Path) -> None:
 def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
     """One downloads, and the others wait for it."""
     build(url=store)
-
     assert exit_codes(*[functools.partial(open_it, store, tmp_path / "log")] * 4) == [0] * 4
     assert len((tmp_path / "log").read_text().splitlines()) == 3
     assert len(copied()) == 1
@@ -608,27 +557,32 @@ def test_a_process_that_waits_for_a_download_says_so(
     assert f"cache: waiting: another process downloads {URL} to {path}" in caplog.text
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_copy_that_is_removed_at_its_opening_is_downloaded_again(
+@pytest.mark.parametrize("moment", ["removed before", "removed after", "exchanged"])
+def test_a_copy_that_changes_at_its_opening_is_downloaded_again(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just before its files are opened, or just after."""
+    """Whoever may write in the directory of several users can also rename the directories in it."""
     build()
-    copy_of()
-    open_cache, left = copies.open_cache, [moment]
+    copy, inner, opened = copy_of(), copies.open_cache, []
 
-    def removing(path: str) -> Any:
-        now = left.pop() if left else ""
-        if now == "before":
+    def open_cache(path: str) -> Any:
+        opened.append(path)
+        is_first, shard = len(opened) == 1, copy / SHARDS[0]
+        if is_first and moment == "removed before":
             shutil.rmtree(path)
-        opened = open_cache(path)
-        if now == "after":
+        if is_first and moment == "exchanged":  # what is open has another mode than what is there later
+            good = Path(shutil.copy(shard, f"{copy}.good"))
+            shard.chmod(0o666)
+        found = inner(path)
+        if is_first and moment == "exchanged":
+            good.replace(shard)
+        if is_first and moment == "removed after":
             shutil.rmtree(path)
-        return opened
+        return found
 
-    monkeypatch.setattr(copies, "open_cache", removing)
-
-    assert copy_of().exists()
+    monkeypatch.setattr(copies, "open_cache", open_cache)
+    assert copy_of() == copy
+    assert opened == [str(copy)] * 2
 
 
 def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None:

@@ -87,9 +87,7 @@ def test_a_joined_cache_is_that_of_a_local_build(
         num_workers = 2 if shard == 3 and kind is Images else 0
         build_shard(dataset, tmp_path / "cache", shard, num_shards, num_workers=num_workers, **options)
     twin = local_twin(dataset, tmp_path / "cache", tmp_path / "twin", **options)
-
     cache = join(tmp_path / "cache")
-
     assert files_at(tmp_path / "cache") == files_at(twin)
     assert (cache.num_shards, cache.parts, cache.verify()) == (num_shards, {"files": "a"}, [])
     assert {"cache", "twin", "cache.errors.jsonl", "twin.errors.jsonl"} >= set(os.listdir(tmp_path))
@@ -147,7 +145,6 @@ def test_a_shard_above_max_errors_ends_early(tmp_path: Path) -> None:
     dataset = BrokenImages(40, bad=[21, 23, 25])
     with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
         shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=1, on_error="skip")
-
     assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, on_error="skip").num_left_out == 3
 
 
@@ -257,7 +254,6 @@ def test_foreign_files_stay(name: str, tmp_path: Path) -> None:
     for attempt in refused:
         with pytest.raises(CacheError, match=r"cache\.partial"):
             attempt()
-
     assert files_at(tmp_path / "cache.partial") == before
 
 
@@ -334,7 +330,6 @@ def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_pat
     """A few for each CPU, and one where an autoscaled cluster has none yet; the executor is not ended."""
     executor = executors()
     cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2, progress=False)
-
     assert executor.ran == list(range(8))
     assert not executor.is_ended.is_set()
     assert "from 8 shards" in cache.explain()
@@ -348,7 +343,6 @@ def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
     """The build needs no cluster."""
     with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as executor:
         cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2)
-
     assert (cache.num_shards, cache.verify()) == (8, [])
 
 
@@ -437,7 +431,6 @@ def test_a_build_above_max_errors_ends_at_once(
     for runner, shards in ((executor, 8), (executors(), None)):
         with pytest.raises(TooManyFailuresError, match=r"3 samples could not be read, .* allows 2 of 40"):
             build_on(runner, images(40, bad=bad), path, shards=shards, max_errors=2, **options)
-
     assert executor.is_ended.is_set()
     assert executor.ran[6:] in ([], [6])  # the rest was cancelled
     assert build_on(executors(), images(40, bad=bad), path, max_errors=3, **options).num_cached == 37
@@ -469,5 +462,4 @@ def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_pat
     """Before a plan is made."""
     with pytest.raises(RandomDatasetError):
         build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
-
     assert os.listdir(tmp_path) == []

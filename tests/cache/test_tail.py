@@ -108,7 +108,6 @@ def test_targets_beside_the_image_stay() -> None:
     through = tail_of(twin).through(Pushdown(twin, reduces=False).run)
     for _ in range(5):
         theirs, ours = crop(**targets(encoded.decode())), through(**targets(encoded))
-
         assert type(ours["image"]) is PendingImage
         assert_same_samples(theirs, {name: computed(value) for name, value in ours.items()})
     assert states(crop) == states(twin)

@@ -118,7 +118,6 @@ class Invert(A.ImageOnlyTransform):
 def test_albumentations_conventions(make: Any, expected: Any, pipeline: Any) -> None:
     """An array, a sequence that starts with one and a dict of targets are transformed as documented."""
     ds = CachedDataset(Shaped(make), pipeline)
-
     assert_same_samples(ds[1], expected(*Images(4).sample(1)))
 
 
@@ -167,7 +166,6 @@ def test_what_fails_says_what_was_given(role: str, make: Any, function: Any, sai
     with pytest.raises(Exception, match=said) as caught:
         CachedDataset(Shaped(make), **{role: function})[1]
     found = "\n".join(getattr(caught.value, "__notes__", []))
-
     assert note.replace("sample 1", "sample 0" if role == "prepare" else "sample 1") in found
     assert ("transpose them" in found) == ("transpose them" in note)
 
@@ -226,7 +224,6 @@ def test_the_note_comes_from_workers(method: Any) -> None:
     loader = DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1, worker_type=method)
     with pytest.raises(AttributeError) as caught:
         next(iter(loader))
-
     found = "\n".join([str(caught.value), *caught.value.__notes__])
     assert f"sample 0 {A_TUPLE}" in found
 
@@ -371,7 +368,6 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     seen: list[Any] = []
     caller._call = lambda sample, given, index, tail: seen.append(given)
     caller(lambda _: image, 1)
-
     assert seen[0] is image
 
 
@@ -384,7 +380,6 @@ def test_known_transforms_do_no_harm_on_sealed_memory(request: pytest.FixtureReq
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, f"ended with {done.returncode} in the last of\n{done.stderr[-2000:]}"
     results = json.loads(done.stdout)
-
     assert {name: found["differences"] for name, found in results.items() if found["differences"]} == {}
     assert len(results) > 100
     never = {"AutoContrast", "Equalize", "ToTensor3D", "ToTensorV2"}  # are given none

@@ -55,9 +55,7 @@ def opened() -> Iterator[Callable[..., ReadAhead]]:
 def test_announced_files_are_read_at_the_same_time(opened: Callable[..., ReadAhead]) -> None:
     """No read ends before eight have begun."""
     reader = opened(Store(meet(8, alone=0)).read)
-
     reader.announce(range(8))
-
     assert [reader.take(number) for number in range(8)] == [content(number) for number in range(8)]
 
 
@@ -67,10 +65,8 @@ def test_an_announced_file_is_read_once(opened: Callable[..., ReadAhead]) -> Non
     reader = opened(store.read, num_threads=1)
     reader.announce([1, 2, 1])
     reader.announce([2, 1])
-
     found = [reader.take(number) for number in (1, 2)]
     _until(reader._for_threads.empty)  # the thread would have read them again
-
     assert found == [content(1), content(2)]
     assert sorted(store.reads) == [1, 2]
 
@@ -138,13 +134,11 @@ def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> No
     """The child has a copy of a lock that a thread of its parent holds, and no such thread."""
     reader = opened(Store().read)
     reader.announce(range(20))
-
     with reader._lock:
         pid = os.fork()
         if pid == 0:
             reader.close()
             os._exit(7)
-
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 

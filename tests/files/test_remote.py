@@ -128,7 +128,6 @@ def test_a_store_that_does_not_answer_for_long_is_a_warning(
 def test_the_list_has_folders_and_files_with_lengths_and_versions(folder: RemoteFolder) -> None:
     """Files beside the folders are left out."""
     classes, files = folder.list_files()
-
     assert classes == ["cat", "dog"]
     assert sorted((file.name, file.nbytes) for file in files) == [
         ("cat/1.jpg", 3),
@@ -191,7 +190,6 @@ def test_copies_and_forked_processes_make_their_own_file_system(folder: RemoteFo
     if pid == 0:
         own, _ = folder.file_system()
         os._exit(5 if own is not parents and folder.read("cat/1.jpg", 3) == b"one" else 1)
-
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
 
 
@@ -240,7 +238,6 @@ class Arrivals:
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for the other extras."""
     monkeypatch.setitem(sys.modules, "fsspec", None)
-
     with pytest.raises(ImportError, match=r"pip install \"fastload-torch\[remote\]\""):
         fastload.ImageFolder(URL)
 
@@ -374,6 +371,5 @@ def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str,
         if number < len(classes) and ".." not in text and "%2" not in text
         for name in [f"{classes[number]}/{text}"]
     }
-
     assert from_bytes(to_bytes(classes, files.values()))[1:] == (classes, sorted(files.values()))
     assert arrange(classes, list(files.values()), ("",)).digest is not None

@@ -200,7 +200,6 @@ def test_the_files_of_a_batch_are_read_at_the_same_time(
     folder = fastload.ImageFolder(url)
     dataset = DATASETS[kind](folder)
     faulty.gate = staticmethod(meet(6))
-
     assert values(loader_of(dataset, 12)) == np.arange(SIZE).reshape(-1, 12).tolist()
     faulty.reads.clear()
     if kind in ("cached", "prepared", "encoded"):
@@ -230,7 +229,6 @@ def test_filling_a_cache_reads_the_files_of_many_tasks_at_the_same_time(
     dataset = fastload.CachedDataset(fastload.ImageFolder(url), cache=place, num_workers=num_workers)
     if (cache, num_workers) == ("lmdb", 0):
         assert faulty.reads.total() == SIZE + 2 + 1  # two are tried twice; the list of files is looked for
-
     assert dataset.fill(num_workers=num_workers, progress=False).num_cached == SIZE
     assert values(fastload.DataLoader(dataset, SIZE)) == [list(range(SIZE))]
 
@@ -244,7 +242,6 @@ def test_a_file_that_is_gone_is_an_error_at_its_batch(
     folder = fastload.ImageFolder(url)
     faulty.faults["class0/05.png"] = [raising(FileNotFoundError("gone"))]
     iterator = iter(fastload.DataLoader(folder, 4, num_workers=num_workers))
-
     assert values([next(iterator)]) == [[0, 1, 2, 3]]
     # As torch's, a worker's error whose class takes two arguments is raised as a RuntimeError.
     kinds = (fastload.errors.ImageReadError, RuntimeError)
@@ -272,7 +269,6 @@ def test_read_ahead_ignores_indices_without_a_sample(url: str) -> None:
     folder = fastload.ImageFolder(url)
     folder.read_ahead([SIZE, "x", None, *range(SIZE)])  # type: ignore[list-item]
     copy = pickle.loads(pickle.dumps(folder))
-
     assert not copy._ahead
     assert copy[3][1] == folder[0][1] == 0
     with pytest.raises(IndexError, match="sample 24 is out of range"):
@@ -313,7 +309,6 @@ def test_the_fingerprint_changes_with_any_file(url: str) -> None:
     ):
         change()
         found.add(str(fastload.ImageFolder(url).fingerprint()))
-
     assert len(found - {"None"}) == 4
 
 
@@ -372,7 +367,6 @@ def test_a_file_url_is_a_path(local: Path) -> None:
     """It is read without fsspec, and a folder on disk has no bulk reads at all."""
     folder = fastload.ImageFolder(f"file://{local}")
     folder.read_ahead([0])
-
     assert folder[4][0][0, 0, 0] == 4
     assert (folder._remote, folder.__getitems__, folder._reads_ahead, folder._ahead) == (
         None,

@@ -145,7 +145,6 @@ def test_workers_read_it(store: str, loader_of: Any, method: str, web: str, endp
     found = folder_of(store, web if store == "web" else endpoint)
     assert found[3][0][0, 0, 0] == 3
     loader = loader_of(found, 4, num_workers=1, multiprocessing_context=method)
-
     if (store, method) == ("obstore", "fork"):
         with pytest.raises(RuntimeError, match=r"whose threads do not survive a fork.*forkserver"):
             next(iter(loader))
@@ -158,7 +157,6 @@ def test_a_cache_is_shared_by_versions_or_by_a_key(web: str, endpoint: str) -> N
     one, other = (fastload.CachedDataset(folder_of("s3", endpoint)) for _ in range(2))
     served = folder_of("web", web)
     keyed = fastload.CachedDataset(served, cache_key=f"photos of {web}")
-
     assert values(fastload.DataLoader(one, 4)) == list(range(SIZE))
     assert other.cache_info().num_cached == SIZE
     assert "its samples have no versions; pass cache_key" in fastload.CachedDataset(served).cache.explain()
@@ -173,7 +171,6 @@ def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pyt
     shards, _ = remote_files("s3://photos/caches").file_system()
     images, _ = folder._remote.file_system()  # type: ignore[union-attr]
     by_default = fsspec.filesystem("s3", skip_instance_cache=True)
-
     assert folder[3][0][0, 0, 0] == 3
     assert (shards.max_concurrency, images.max_concurrency) == (by_default.max_concurrency, 1)
 
@@ -188,7 +185,6 @@ def test_without_credentials_the_error_says_how_to_read_a_public_bucket(
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     options: dict[str, Any] = {"endpoint_url": endpoint}
-
     with pytest.raises(fastload.errors.RemoteFolderError, match=r"storage_options={'anon': True}"):
         fastload.ImageFolder("s3://photos/train", storage_options=options)
     assert pauses == []
@@ -281,7 +277,6 @@ def test_a_cache_is_read_by_workers_through_its_local_copy(
 def test_wrong_usage_of_a_url_says_what_to_do(host: Path, words: str, code: int, message: str) -> None:
     """In one line; no bucket is made."""
     result = CliRunner().invoke(app, ["cache", *words.split()])
-
     assert result.exit_code == code, result.output
     assert message in result.output.replace("\n", "")
     assert "Traceback" not in result.output
@@ -372,9 +367,7 @@ def test_links_that_lead_out_of_the_folder_are_not_followed(link: str, pages: Pa
     link = link.replace("{url}", pages.url).replace("{https}", pages.url.replace("http:", "https:"))
     for page in ("/pub", "/pub/a"):
         pages.links[page].append(link)
-
     classes, files = RemoteFolder(f"{pages.url}/pub").list_files()
-
     assert [name for name in classes if name not in ("gone", "x")] == ["a"]
     assert [file.name for file in files if file.name.endswith(".png")] == ["a/0.png"]
     assert from_bytes(to_bytes(classes, files))[1:] == (classes, sorted(files))
@@ -395,7 +388,6 @@ def test_only_links_below_a_page_are_followed(
     """Not those to another host, which look like paths; `./name` is the name, as some servers write it."""
     pages.links = links
     classes, files = RemoteFolder(f"{pages.url}{place}").list_files()
-
     assert (classes, [file.name for file in files]) == (["a"], names)
     assert {normpath(path) for path in pages.asked} == {normpath(f"{page}/") for page in links}
 
@@ -439,7 +431,6 @@ def test_a_request_that_fails_is_tried_again(
     """The content is complete, and came with the second request."""
     server, open_folder = faulty
     server.faults, server.faulty = [fault], "a.bin"
-
     assert open_folder().read("a.bin", len(CONTENT)) == CONTENT
     assert not server.faults
     assert len([path for path, _ in server.requests if path.endswith("a.bin")]) == 2
@@ -449,7 +440,6 @@ def test_a_store_that_always_stalls_is_an_error(server: Stalling, monkeypatch: p
     """It names the file and how often it was tried."""
     monkeypatch.setenv(attempts.READ_VARIABLE, "0.2")
     server.faults = ["never answers"] * 40
-
     with pytest.raises(fastload.errors.ImageReadError, match=r"/a\.bin.*tried \d times in"):
         RemoteFolder(server.url).read("a.bin", len(CONTENT))
 
@@ -463,7 +453,6 @@ def test_a_slow_request_is_a_warning(
     server.faults = ["never answers"]
     caplog.set_level("INFO", "fastload")
     RemoteFolder(server.url).read("a.bin", len(CONTENT))
-
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"{server.url}/a.bin: no complete answer")
     assert attempts.READ_VARIABLE in warning
@@ -490,7 +479,6 @@ def test_a_forked_reader_that_ends_leaves_the_connections_of_its_parent(server: 
         folder._opened = None  # what a worker's exit does: the last reference goes
         os._exit(0 if folder.read("a.bin", len(CONTENT)) == CONTENT else 1)
     _, status = os.waitpid(pid, 0)
-
     assert os.waitstatus_to_exitcode(status) == 0
     assert folder.read("a.bin", len(CONTENT)) == CONTENT
     assert len(server.requests) == 3  # none stalled
