@@ -284,6 +284,7 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
         cache.get(5)
     with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
         gather(cache)
+    assert cache.verify() == [5]
     assert_same_samples(cache.get(4), Images(20).sample(4))
 
 

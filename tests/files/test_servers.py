@@ -18,7 +18,6 @@ from obstore.fsspec import FsspecStore
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cache.build import upload
 from fastload.cache.lmdb.manifest import remote_files
 from fastload.cli.main import app
 from fastload.files import attempts
@@ -281,22 +280,6 @@ def test_wrong_usage_of_a_url_says_what_to_do(host: Path, words: str, code: int,
     assert message in result.output.replace("\n", "")
     assert "Traceback" not in result.output
     assert not fsspec.filesystem("s3", skip_instance_cache=True).exists("nowhere")
-
-
-def test_ctrl_c_says_that_uploaded_shards_are_kept(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same command goes on."""
-    command = ("build", "s3://photos/train", "s3://photos/caches/stopped", "--shards", "2")
-
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(upload.Build, "write", interrupted)
-        result = CliRunner().invoke(app, ["cache", *command])
-
-    assert result.exit_code == 130
-    assert "Finished shards are kept at s3://photos/caches/stopped" in result.output
-    assert run(*command)["was_built"]
 
 
 # --- links that lead elsewhere ---------------------------------------------------------------------------
