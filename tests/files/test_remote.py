@@ -141,12 +141,17 @@ def test_a_folder_that_may_not_be_listed_is_an_error_that_names_it(
     folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not an empty folder; an error that may pass is tried again."""
-    errors = [ConnectionError("reset"), PermissionError("forbidden")]
-    with monkeypatch.context() as patch:
-        patch.setattr(faulty, "find", Mock(side_effect=errors))
-        said = r"cannot list faulty://bucket/train: PermissionError"
-        with pytest.raises(fastload.errors.RemoteFolderError, match=said):
-            folder.list_files()
+    original, errors = faulty.find, [PermissionError("forbidden"), ConnectionError("reset")]
+
+    def find(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(faulty, "find", find)
+    said = r"cannot list faulty://bucket/train: PermissionError"
+    with pytest.raises(fastload.errors.RemoteFolderError, match=said):
+        folder.list_files()
     assert len(pauses) == 1
     assert len(folder.list_files()[1]) == 3
 
