@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import http.server
 import logging
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
+from posixpath import normpath
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 import fsspec
 import numpy as np
@@ -19,12 +22,13 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
 
 import fastload
-from fastload.files.listing import SAVED_NAME
+from fastload.files.listing import SAVED_NAME, from_bytes, to_bytes
+from fastload.files.remote import RemoteFolder
 from tests.files.conftest import png
 from tests.kit.remote import meet, raising, until_set, upload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.kit.remote import FaultyFileSystem
@@ -374,3 +378,96 @@ def test_a_file_url_is_a_path(local: Path) -> None:
         False,
         {},
     )
+
+
+# --- links that lead elsewhere ---------------------------------------------------------------------------
+
+
+class Pages(http.server.ThreadingHTTPServer):
+    """A web server of pages of links; every other path is an image.
+
+    Attributes:
+        links: By the path of a page.
+        asked: The paths that were asked for, as they came.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Page)
+        self.links: dict[str, list[str]] = {}
+        self.asked: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Page(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        server: Any = self.server
+        server.asked.append(self.path)
+        links = server.links.get(self.path.rstrip("/"))
+        if links is None:
+            self.send_error(404)
+            return
+        body = "".join(f'<a href="{link}">x</a>\n' for link in links).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    """A server of a folder `pub` with the class `a`, beside the folder `private`."""
+    with Pages() as server:
+        server.links = {"/pub": ["a/"], "/pub/a": ["0.png"], "/private": ["secret.png"]}
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        *("../", "../../private/", "../../private/secret.png", "..", "x/../../../private/"),
+        *("/private/", "/private/secret.png", "//127.0.0.2/private/", "//127.0.0.2/pub/a/1.png"),
+        *("http://127.0.0.2/pub/a/1.png", "{url}/private/secret.png", "{url}/pub/a/../../private/"),
+        *("{url}/pub/a/%2e%2e/%2E%2E/private/", "{https}/pub/a/1.png"),
+        *("%2e%2e/%2e%2e/private/", "%2e%2e/%2E./private/secret.png", ".%2e/", "..%2f..%2fprivate/"),
+        *("..\\..\\private/", "%2e%2e%5c%2e%2e%5cprivate/secret.png", ".\t./.\t./private/secret.png"),
+        *("./", "%2e/", "", "/pub/a/", "gone/"),
+    ],
+)
+def test_links_that_lead_out_of_the_folder_are_not_followed(link: str, pages: Pages) -> None:
+    """Neither while the folder is listed, nor as a sample; the list of files can be saved and read."""
+    link = link.replace("{url}", pages.url).replace("{https}", pages.url.replace("http:", "https:"))
+    for page in ("/pub", "/pub/a"):
+        pages.links[page].append(link)
+    classes, files = RemoteFolder(f"{pages.url}/pub").list_files()
+    assert [name for name in classes if name not in ("gone", "x")] == ["a"]
+    assert [file.name for file in files if file.name.endswith(".png")] == ["a/0.png"]
+    assert from_bytes(to_bytes(classes, files))[1:] == (classes, sorted(files))
+    assert [path for path in pages.asked if not path.startswith("/pub")] == []
+    assert [path for path in pages.asked if ".." in unquote(path)] == []
+
+
+@pytest.mark.parametrize(
+    ("place", "links", "names"),
+    [
+        ("", {"": ["a/", "//127.0.0.2/1.png"], "/a": ["0.png", "//127.0.0.2/b/"]}, ["a/0.png"]),
+        ("/pub", {"/pub": ["./", "./a/"], "/pub/a": ["./", "./0.png"]}, ["a/0.png"]),
+    ],
+)
+def test_only_links_below_a_page_are_followed(
+    place: str, links: dict[str, list[str]], names: list[str], pages: Pages
+) -> None:
+    """Not those to another host, which look like paths; `./name` is the name, as some servers write it."""
+    pages.links = links
+    classes, files = RemoteFolder(f"{pages.url}{place}").list_files()
+    assert (classes, [file.name for file in files]) == (["a"], names)
+    assert {normpath(path) for path in pages.asked} == {normpath(f"{page}/") for page in links}
