@@ -39,7 +39,7 @@ from fastload.errors import (
 )
 from fastload.files import attempts
 from fastload.system.locks import held
-from tests.cache.build_zoo import BrokenImages, building, exit_codes
+from tests.cache.build_zoo import BrokenImages, Calling, exit_codes
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
@@ -296,33 +296,24 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
     assert found == [2]
 
 
-def test_a_build_whose_plan_is_replaced_writes_no_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine has begun a build of its own meanwhile."""
-    inner = upload._Upload.put
+def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
+    """One of this host is told; one of another machine replaces the plan; a local one has its own id."""
 
-    def replacing(*args: Any) -> None:
+    def meanwhile() -> None:
+        with pytest.raises(CacheBusyError, match=rf"{URL} is being built by"):
+            build()
         fields = json.loads(content("plan.json"))
         fields["plan"]["build_id"] = "abc"
         change("plan.json", json.dumps(fields).encode())
-        inner(*args)
-
-    monkeypatch.setattr(upload._Upload, "put", replacing)
 
     with pytest.raises(CacheError, match=r"plan.json was removed or replaced"):
-        build()
+        build(Calling(20, 14, meanwhile))
     assert "cache.json" not in names()
-
-
-@pytest.mark.usefixtures("needs_lmdb")
-def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) -> None:
-    """The error names the URL and the other builder."""
-    scratch = cache_dir / f"builds-{os.getuid()}" / copies.digest_of_url(URL)
-    scratch.parent.mkdir(parents=True, mode=0o700)
-    with (
-        building(scratch) as pid,
-        pytest.raises(CacheBusyError, match=rf"{URL} is being built by process {pid}"),
-    ):
-        build()
+    FaultyFileSystem.reset()
+    build()
+    build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
+    with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
+        build(path=str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("state", ["nothing", "finished", "unfinished"])
@@ -342,14 +333,6 @@ def test_a_cache_is_kept_and_uploaded(state: str, tmp_path: Path) -> None:
         assert (path / name).read_bytes() == Path(cache.path, name).read_bytes() == content(name)
     assert sorted(os.listdir(path)) == SHARDS
     cache.close()
-
-
-def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
-    """The local cache has another id than the one at the URL."""
-    build()
-    build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
-    with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
-        build(path=str(tmp_path / "x"))
 
 
 # --- opening ---------------------------------------------------------------------------------------------
