@@ -98,7 +98,8 @@ def test_occurrences_are_counted_over_batches(indices: list[int], batch_size: in
     draws = StreamCounter(1, 2, 10, auto_collation=True)
     found = []
     for start in range(0, len(indices), batch_size):
-        batch, draw = draws.count([kinds[i % 3](i) for i in indices[start : start + batch_size]])
+        given: Any = [kinds[i % 3](i) for i in indices[start : start + batch_size]]
+        batch, draw = draws.count(iter(given) if start % 2 else given)  # some can be read only once
         found += draw.occurrences or [0] * len(batch)
 
     assert found == [indices[:position].count(index) for position, index in enumerate(indices)]

@@ -72,8 +72,7 @@ class Round:
         self._first = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
         self._num_cases = 0
         self._failed: list[Case] = []
-        self._counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        self._mode_seconds: dict[str, float] = collections.defaultdict(float)
+        self._counts: collections.Counter[str] = collections.Counter()
         self._warm_bytes = 0
 
     def run(self) -> int:
@@ -98,17 +97,12 @@ class Round:
         self._num_cases += 1
         if self._num_cases == WARM_CASES:
             self._warm_bytes = _resident_bytes()
-        self._mode_seconds[case.mode] += seconds
-        method = case.method if case.num_workers else "no workers"
-        for name in ("mode", "kind", "source"):
-            self._counts[name][getattr(case, name)] += 1
-        self._counts["workers"][method] += 1
+        self._counts.update(
+            [case.mode, case.kind, case.source, case.method if case.num_workers else "no workers"]
+        )
 
     def _conclude(self, seconds: float) -> int:
-        for name, counts in self._counts.items():
-            say(f"{name}: " + ", ".join(f"{value} {count}" for value, count in counts.most_common()))
-        spent = sorted(self._mode_seconds.items(), key=lambda item: -item[1])
-        say("seconds: " + ", ".join(f"{mode} {mode_seconds:.0f}" for mode, mode_seconds in spent))
+        say("cases with " + ", ".join(f"{name}: {count}" for name, count in self._counts.most_common()))
         has_grown = False
         if self._warm_bytes:
             end_bytes = _resident_bytes()

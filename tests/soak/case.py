@@ -21,7 +21,7 @@ BATCH_SAMPLERS = ("buckets", "odd batches")
 FAULTS = ("dies", "stops")  # modes in which a worker dies or stops
 # In these modes a sample is also read outside of a loader, or in two threads: rng="sample" cannot set the
 # generators there.
-_OWN_GENERATORS = ("reads samples", "two threads", "side by side")
+_OWN_GENERATORS = ("reads samples", "side by side")
 
 
 def _one_of(default: Any, weights: dict[Any, int]) -> Any:
@@ -40,21 +40,8 @@ class Case:
     seed: int
     mode: str = _one_of(
         "reads",
-        {
-            "reads": 25,
-            "breaks": 14,
-            "interleaves": 6,
-            "resumes": 8,
-            "reads samples": 6,
-            "interrupts": 4,
-            "hands over": 6,
-            "two threads": 3,
-            "side by side": 5,
-            "forks": 8,
-            "dies": 10,
-            "stops": 6,
-            "neighbour": 4,
-        },
+        {"reads": 25, "breaks": 14, "interleaves": 6, "resumes": 8, "reads samples": 6, "hands over": 6}
+        | {"side by side": 5, "forks": 8, "dies": 10, "stops": 6, "neighbour": 4},
     )
     # Samples and their dataset.
     kind: str = _one_of("labelled", dict.fromkeys(KINDS, 1))
@@ -63,22 +50,9 @@ class Case:
     num_samples: int = _one_of(12, {0: 1, 1: 3, 2: 2, 7: 3, 13: 4, 20: 4, 24: 4, 31: 4, 40: 3, 64: 3, 100: 3})
     source: str = _one_of(
         "plain",
-        {
-            "plain": 12,
-            "bulk": 4,
-            "subset": 4,
-            "stream": 4,
-            "stateful stream": 4,
-            "ram": 10,
-            "keyed ram": 6,
-            "subset of ram": 4,
-            "lmdb": 4,
-            "png lmdb": 3,
-            "shards": 2,
-            "tiers": 4,
-            "from_cache": 3,
-            "from_cache in ram": 3,
-        },
+        {"plain": 12, "bulk": 4, "subset": 4, "stream": 4, "stateful stream": 4, "ram": 10, "keyed ram": 6}
+        | {"subset of ram": 4, "lmdb": 4, "png lmdb": 3, "shards": 2, "tiers": 4}
+        | {"from_cache": 3, "from_cache in ram": 3},
     )
     is_filled: bool = _rarely(30)  # CachedDataset.fill() runs before the first epoch
     max_memory: str = _one_of("auto", {"auto": 4, "half": 1})  # of a cache in RAM; for half of the samples
@@ -90,17 +64,8 @@ class Case:
     batch_size: int | None = _one_of(4, {None: 2, 1: 2, 2: 1, 3: 3, 4: 3, 5: 2, 7: 2, 16: 2, 150: 1})
     order: str = _one_of(
         "in order",
-        {
-            "in order": 8,
-            "shuffle": 4,
-            "shuffle by a generator": 4,
-            "buckets": 4,
-            "odd batches": 2,
-            "subset sampler": 2,
-            "with replacement": 2,
-            "weighted": 2,
-            "distributed": 2,
-        },
+        {"in order": 8, "shuffle": 4, "shuffle by a generator": 4, "buckets": 4, "odd batches": 2}
+        | {"subset sampler": 2, "with replacement": 2, "weighted": 2, "distributed": 2},
     )
     drop_last: bool = _rarely(20)
     num_workers: int = _one_of(0, {0: 3, 1: 4, 2: 6, 3: 3})
@@ -119,7 +84,6 @@ class Case:
     timeout_s: float = _one_of(0, {0: 5, 30: 1, 0.2: 3})  # 0.2 is for a worker that stops
     # The consumer.
     epochs: int = _one_of(1, {1: 2, 2: 2, 3: 1})
-    handles_sigterm: bool = _rarely(30)
     is_transformed: bool = _rarely(20)  # by a batch_transform that returns what it gets
     garbage: str = _one_of("usual", {"usual": 6, "off": 1, "eager": 1})  # how the garbage collector runs
 
@@ -194,12 +158,11 @@ def _shapes(case: Case) -> dict[str, Any]:
 # What does not go together, and what is changed for it; a later rule sees what earlier ones have changed.
 _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict[str, Any]]]] = [
     # Modes.
-    (lambda c: c.mode == "two threads", {"num_workers": 0}),  # with workers, torch's iterators are not safe
     (lambda c: c.mode in FAULTS, lambda c: {"num_workers": max(1, c.num_workers), "in_order": True}),
     (lambda c: c.mode in FAULTS and c.method == "thread", {"method": "fork"}),
     (lambda c: c.mode != "stops" and c.timeout_s == 0.2, {"timeout_s": 0}),
     # The iterator for in_order=False is torch's, which cannot do this.
-    (lambda c: c.mode in ("resumes", "interrupts", "forks"), {"in_order": True}),
+    (lambda c: c.mode in ("resumes", "forks"), {"in_order": True}),
     (lambda c: c.mode == "resumes" and c.source == "stream", {"source": "stateful stream"}),
     # This sampler draws in mid-epoch; and two loaders would both draw from the default generator.
     (
@@ -207,15 +170,11 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
         {"order": "shuffle by a generator"},
     ),
     (lambda c: c.mode == "side by side" and c.order == "shuffle", {"order": "shuffle by a generator"}),
-    (lambda c: c.mode == "interrupts", {"raises": False}),
-    # What raises inside the user's generator ends it.
-    (lambda c: c.mode == "interrupts" and c.is_stream, lambda c: {"num_workers": max(1, c.num_workers)}),
-    (lambda c: c.mode in ("reads samples", "two threads") and c.is_stream, {"source": "plain"}),
+    (lambda c: c.mode == "reads samples" and c.is_stream, {"source": "plain"}),
     (lambda c: c.mode in _OWN_GENERATORS and c.kind == "draws", {"kind": "scalars", "transform": "none"}),
     # A pipeline is not safe in two threads.
     (lambda c: c.mode == "side by side" and c.kind == "plain colour", {"transform": "none"}),
     (lambda c: c.mode == "neighbour", {"source": "keyed ram"}),
-    (lambda c: c.mode != "dies", {"handles_sigterm": False}),
     # Samples.
     (lambda c: c.is_cached and not KINDS[c.kind].is_cacheable, {"kind": "nest", "transform": "none"}),
     (lambda c: c.source not in PLAIN, {"raises": False}),

@@ -50,19 +50,18 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
     """A worker is killed. All batches before WorkerDiedError are right, and the next epoch is complete."""
     loader = subject.loader()
     held = Held(rng)
-    with _sigterm_handler(subject.case.handles_sigterm):
-        reader, workers = _start(subject, loader)
-        held.some(reader)
-        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
-        death = _Death(reader, rng.choice(workers), number, rng.choice([0, 0, rng.uniform(0, 0.05)]))
-        is_error = _is_death_an_error(reader, death, held)
-        held.check("after the death of a worker")
-        del reader
-        if not is_error and subject.case.is_persistent:
-            # The killed worker had no task left, and it may have no task in the next epoch either.
-            _is_death_an_error(subject.read(loader), death, held)
-            loader.close()
-        held.rest(subject.read(loader))
+    reader, workers = _start(subject, loader)
+    held.some(reader)
+    number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+    death = _Death(reader, rng.choice(workers), number, rng.choice([0, 0, rng.uniform(0, 0.05)]))
+    is_error = _is_death_an_error(reader, death, held)
+    held.check("after the death of a worker")
+    del reader
+    if not is_error and subject.case.is_persistent:
+        # The killed worker had no task left, and it may have no task in the next epoch either.
+        _is_death_an_error(subject.read(loader), death, held)
+        loader.close()
+    held.rest(subject.read(loader))
 
 
 class _Death:
@@ -111,26 +110,6 @@ def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
     if more:
         raise SoakError(f"{len(more)} batches came after the death of a worker was an error")
     return True
-
-
-@contextlib.contextmanager
-def _sigterm_handler(is_there: bool) -> Iterator[None]:
-    """Install a handler for SIGTERM in the consumer's process; no worker may run it."""
-    if not is_there:
-        yield
-        return
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    before = signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"."))
-    try:
-        yield
-        with contextlib.suppress(BlockingIOError):
-            if os.read(read, 1):
-                raise SoakError("a worker ran the consumer's handler for SIGTERM")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(read)
-        os.close(write)
 
 
 # --- workers that stop -----------------------------------------------------------------------------------

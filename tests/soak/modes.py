@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -177,52 +176,6 @@ def resumes(subject: Subject, rng: random.Random) -> None:
     held.rest(subject.read(other))
 
 
-class _InterruptedError(Exception):
-    """The consumer's handler for SIGALRM raises it."""
-
-
-def interrupts(subject: Subject, rng: random.Random) -> None:
-    """A signal handler raises while the consumer waits for a batch, and the consumer iterates on.
-
-    Each signal may cost one batch. The other batches come unchanged and in order, or the iterator is closed.
-    """
-    loader = subject.loader()
-    held = Held(rng)
-    reader = subject.read(loader)
-    is_armed = False
-
-    def handle(*_: Any) -> None:
-        nonlocal is_armed
-        was_armed, is_armed = is_armed, False
-        if was_armed:
-            raise _InterruptedError
-
-    before = signal.signal(signal.SIGALRM, handle)
-    signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.02), rng.uniform(0.002, 0.05))
-    try:
-        for _ in range(3 * len(reader.due) + 10):
-            try:
-                is_armed = True
-                batch = next(reader.iterator)
-                is_armed = False
-            except _InterruptedError:
-                reader.may_skip += 1
-                continue
-            except StopIteration:
-                reader.expect_end()
-                break
-            except fastload.errors.LoaderClosedError:
-                break
-            held.add(reader.take(batch))
-    finally:
-        is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    held.check("after signals")
-    loader.close()
-    held.rest(subject.read(loader))
-
-
 def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
     """Other settings of the workers, which change nothing in the batches."""
     # The state of a stream is that of its copies in the workers.
@@ -247,5 +200,4 @@ MODES: dict[str, Callable[[Subject, random.Random], None]] = {
     "breaks": breaks,
     "interleaves": interleaves,
     "resumes": resumes,
-    "interrupts": interrupts,
 }

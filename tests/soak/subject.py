@@ -166,7 +166,6 @@ class Reader:
     Attributes:
         iterator: The iterator of the loader.
         has_ended: Whether the iterator has raised StopIteration.
-        may_skip: How many batches may be missing, because signals interrupted the iterator.
         cycle: The reader itself, if only the garbage collector shall free it.
         raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
     """
@@ -187,7 +186,6 @@ class Reader:
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
-        self.may_skip = 0
         self.cycle: Reader | None = None
         self.raises_timeouts = False
 
@@ -210,7 +208,9 @@ class Reader:
             try:
                 batch = next(self.iterator)
             except StopIteration:
-                self.expect_end()
+                if self.due:
+                    raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early") from None
+                self.has_ended = True
                 raise
             except ValueError as error:
                 self.take_error(error)
@@ -223,12 +223,6 @@ class Reader:
                 continue
             return self.take(batch)
 
-    def expect_end(self) -> None:
-        """Note that the epoch has ended; raise SoakError if batches are still due."""
-        if len(self.due) > self.may_skip:
-            raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early")
-        self.has_ended = True
-
     def take(self, batch: Any) -> Received:
         """Compare a batch of the iterator with the one that is due; raise SoakError if they differ."""
         place = f"batch {self.num_received} of epoch {self.epoch}"
@@ -240,7 +234,7 @@ class Reader:
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")
-        candidates = self.due[: 1 + self.may_skip]
+        candidates = self.due[:1]
         if not self.case.in_order:
             candidates = [due for due in self.due if due.error is None]
         found = None
@@ -253,10 +247,6 @@ class Reader:
                 continue
             if due.error is not None:
                 break
-            if self.may_skip:
-                skipped = self.due.index(due)
-                self.may_skip -= skipped
-                del self.due[:skipped]
             self.due.remove(due)
             self._compare_noise(due, batch)
             return received

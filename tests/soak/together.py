@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import random
 import signal
-import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -51,38 +49,6 @@ def hands_over(subject: Subject, rng: random.Random) -> None:
     held.check("after it was moved between threads")
     if errors:
         raise errors[0]
-
-
-def two_threads(subject: Subject, rng: random.Random) -> None:
-    """Two threads use one iterator without workers; each batch comes once."""
-    reader = subject.read(subject.loader())
-    batches: list[Any] = []
-    errors: list[ValueError] = []
-
-    def take() -> None:
-        while True:
-            try:
-                batches.append(next(reader.iterator))
-            except StopIteration:
-                return
-            except ValueError as error:
-                if "already executing" not in str(error):  # two threads were in torch's sampler, a generator
-                    errors.append(error)
-
-    due = reader.due
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that threads take turns within a batch
-    try:
-        _in_threads([take, take])
-    finally:
-        sys.setswitchinterval(interval_s)
-    reader.case = dataclasses.replace(reader.case, in_order=False)  # threads overtake each other
-    for error in errors:
-        reader.take_error(error)
-    for batch in batches:
-        reader.take(batch)
-    if due:
-        raise SoakError(f"{len(due)} batches never came")
 
 
 def side_by_side(subject: Subject, rng: random.Random) -> None:
@@ -183,7 +149,6 @@ def _in_threads(works: list[Callable[[], Any]]) -> None:
 
 TOGETHER: dict[str, Callable[[Subject, random.Random], None]] = {
     "hands over": hands_over,
-    "two threads": two_threads,
     "side by side": side_by_side,
     "forks": forks,
 }
