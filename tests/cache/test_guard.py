@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils.data import Subset
 
 import fastload
@@ -23,10 +22,14 @@ from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
-from tests.cache.zoo import Everything, Images, KnownImages, Pair, RaggedImages, RandomImages
+from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def subset(dataset: Any, indices: Any) -> Any:
+    return Subset(dataset, indices)
 
 
 class Augmented(Images):
@@ -41,21 +44,13 @@ class Augmented(Images):
         return self.inner["transform"](image=image)["image"], label
 
 
-class OneBuffer(Images):
-    """Random, and hands out the same memory at every access."""
-
-    buffer = np.zeros(4)
-
-    def sample(self, index: int) -> Any:
-        self.buffer[:] = np.random.rand()
-        return self.buffer
+BUFFER = np.zeros((8, 8, 3))
 
 
-class Strange(Images):
-    """Returns a set."""
-
-    def sample(self, index: int) -> Any:
-        return {"image": {1, 2}}
+def in_one_buffer(index: int) -> Any:
+    """Random, in memory that the next sample overwrites."""
+    BUFFER[:] = np.random.rand()
+    return BUFFER
 
 
 FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)]))
@@ -70,9 +65,9 @@ FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)]))
         ),
         (FLIPPED, RandomDatasetError, r"CachedDataset\(dataset, transform\)"),
         (Augmented(A.Compose([A.HorizontalFlip(p=0.9)])), RandomDatasetError, "Augmented"),
-        (Subset(FLIPPED, range(10)), RandomDatasetError, "Subset"),  # type: ignore[arg-type]
-        (OneBuffer(4), RandomDatasetError, r"\$ differs"),
-        (Strange(4), UnsupportedSampleError, r'\$\["image"\]'),
+        (subset(FLIPPED, range(10)), RandomDatasetError, "Subset"),
+        (Made(in_one_buffer), RandomDatasetError, r"\$ differs"),
+        (Made(lambda index: {"image": {1, 2}}), UnsupportedSampleError, r'\$\["image"\]'),
     ],
 )
 def test_what_cannot_be_cached_is_refused_at_construction(
@@ -83,8 +78,8 @@ def test_what_cannot_be_cached_is_refused_at_construction(
         CachedDataset(dataset)
 
 
-def test_random_state_is_put_back() -> None:
-    """Construction, or a refusal, leaves every generator as it was, also those of a pipeline."""
+def test_random_state_is_put_back(registry: Path) -> None:
+    """Making a cache, attaching to it, or a refusal leaves all generators as they were, a pipeline's too."""
     pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
     dataset = Augmented(pipeline)
     generators = [pipeline, *pipeline.transforms]
@@ -94,23 +89,12 @@ def test_random_state_is_put_back() -> None:
         return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 
     before = states()
-    CachedDataset(dataset)
+    first, second = (CachedDataset(dataset, cache_key="flipped") for _ in range(2))
+    assert first.cache.origin == second.cache.origin
     with pytest.raises(RandomDatasetError):
         CachedDataset(RandomImages("random"))
 
     assert states() == before
-
-
-class Nan(Images):
-    """Always the same, and not a number."""
-
-    def sample(self, index: int) -> Any:
-        return np.full(3, np.nan), float("nan"), torch.full((2,), float("nan"), dtype=torch.bfloat16)
-
-
-def test_nan_equals_nan() -> None:
-    """Samples with NaN are no reason to refuse."""
-    CachedDataset(Nan(3))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +116,7 @@ def test_nan_equals_nan() -> None:
         (torch.zeros(2), np.zeros(2, np.float32), "$"),
         (Pair(1, 2), (1, 2), "$"),
         ([], (), "$"),
+        *((kind(float("nan")), kind(float("nan")), None) for kind in (float, np.float16, torch.tensor)),
     ],
 )
 def test_first_difference(one: Any, other: Any, path: str | None) -> None:
@@ -152,32 +137,19 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
 # --- samples in memory ---------------------------------------------------------------------------------
 
 
-NUM_SAMPLES = 50
-
-
-class Rows:
+def labelled(rows: Any) -> Any:
     """Samples that are rows of one array."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return {"label": index, "image": self.rows[index]}
+    return Made(lambda index: {"label": index, "image": rows[index]}, 50)
 
 
-class Buffer(Rows):
+def in_a_buffer(index: int) -> Any:
     """Samples that are made in one buffer, which the next one replaces."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.rows[:] = index
-        return {"label": index, "image": self.rows[:]}
+    BUFFER[:] = index
+    return {"label": index, "image": BUFFER[:]}
 
 
 def pixels() -> Any:
-    return np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 8, 8, 3), np.uint8)
+    return np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -190,7 +162,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, registry: Path, caplog: Any) -> None:
     """It names the memory and what to do; workers, epochs and processes that join do not repeat it."""
     with caplog.at_level(logging.WARNING, "fastload"):
-        first, _ = (CachedDataset(Rows(rows), cache_key="in memory") for _ in range(2))
+        first, _ = (CachedDataset(labelled(rows), cache_key="in memory") for _ in range(2))
         for _ in range(2):
             for _ in fastload.DataLoader(first, 10, num_workers=num_workers):
                 pass
@@ -201,12 +173,12 @@ def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, registry
 
 
 OTHER_SAMPLES: dict[str, Any] = {
-    "made": lambda path: Images(NUM_SAMPLES),
-    "ragged": lambda path: RaggedImages(NUM_SAMPLES),
-    "file": lambda path: Rows(np.load(path / "rows.npy", mmap_mode="r")),
-    "torch's file": lambda path: Rows(torch.load(path / "rows.pt", mmap=True).numpy()),
-    "buffer": lambda path: Buffer(np.zeros((8, 8, 3), np.uint8)),
-    "cache on disk": lambda path: Rows(pixels()),
+    "made": lambda path: Images(50),
+    "ragged": lambda path: RaggedImages(50),
+    "file": lambda path: labelled(np.load(path / "rows.npy", mmap_mode="r")),
+    "torch's file": lambda path: labelled(torch.load(path / "rows.pt", mmap=True).numpy()),
+    "buffer": lambda path: Made(in_a_buffer, 50),
+    "cache on disk": lambda path: labelled(pixels()),
 }
 
 
@@ -256,10 +228,6 @@ class Halve:
         return f"every {self.step}th row"
 
 
-def subset(dataset: Any, indices: Any) -> Any:
-    return Subset(dataset, indices)
-
-
 KNOWN = KnownImages(8)
 PREPARED = A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Resize(8, 9), Halve(2), Halve(3)
 
@@ -289,6 +257,7 @@ def test_equal_parts_have_one_name() -> None:
     assert known(subset(KNOWN, [1, 2])).name == known(subset(KNOWN, np.array([1, 2]))).name
     assert one.name == other.name
     assert one.differences(other) == ['num_samples is "8" here and "9" there']
+    assert known(KNOWN, prepare=halve, key="halves").parts["prepare"].endswith("test_guard.halve")
 
 
 @pytest.mark.parametrize(
@@ -308,18 +277,22 @@ def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any
     assert known(dataset, key="halves", **options).key == "halves"
 
 
-@pytest.mark.parametrize(("given_key", "error"), [(3, TypeError), (b"a", TypeError), ("", ValueError)])
-def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
-    """A key is a text that says something; a mistake does not wait for the day on which a cache is used."""
-    with pytest.raises(error, match=r"^cache_key (should be a str, but got|is empty: pass)"):
-        CachedDataset(Images(8), cache=None, cache_key=given_key)
-
-
-@pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
-def test_odd_fingerprints_are_refused(said: Any) -> None:
-    """A fingerprint() that gives no text is an error that names the class and what it gave."""
-    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should return"):
-        fingerprint_of(KnownImages(8, version=said))
+@pytest.mark.parametrize(
+    ("version", "key", "error", "said"),
+    [
+        ("1", 3, TypeError, "^cache_key should be a str, but got"),
+        ("1", b"a", TypeError, "^cache_key should be a str, but got"),
+        ("1", "", ValueError, "^cache_key is empty: pass"),
+        *(
+            (odd, None, TypeError, r"KnownImages\.fingerprint\(\) should")
+            for odd in (3, b"x", {"a": 1}, {1: "a"})
+        ),
+    ],
+)
+def test_odd_keys_and_fingerprints_are_refused(version: Any, key: Any, error: Any, said: str) -> None:
+    """A name is a text that says something; a mistake does not wait for the day on which a cache is used."""
+    with pytest.raises(error, match=said):
+        CachedDataset(KnownImages(8, version=version), cache="ram" if key is None else None, cache_key=key)
 
 
 @given(TEXTS, TEXTS)
@@ -333,37 +306,45 @@ def test_differences_are_all_and_only_those(here: dict[str, str], there: dict[st
     assert digest_of(dict(reversed(here.items()))) == digest_of(here)  # their order does not matter
 
 
-@pytest.mark.parametrize(
-    ("cache", "times"),
-    [
-        (None, 0),
-        ("ram", 1),
-        ("ram-encoded", 1),
-        (["ram", "ram-encoded"], 1),
-        ("lmdb", 1),
-        ("ram, lmdb", 1),
-    ],
-)
+CACHES = [
+    (None, 0),
+    ("ram", 1),
+    ("ram-encoded", 1),
+    (["ram", "ram-encoded"], 1),
+    ("lmdb", 1),
+    ("ram, lmdb", 1),
+]
+
+
+@pytest.mark.parametrize(("cache", "times"), CACHES)
 def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
-    cache: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
+    cache: Any, times: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
 ) -> None:
     """Each time takes a stat of every file: none without a cache, one for every other."""
-    (tmp_path / "photos/cat").mkdir(parents=True)
-    Image.fromarray(np.zeros((5, 6, 3), np.uint8)).save(tmp_path / "photos/cat/0.png")
     asked = []
     digest = ImageFolder._local_digest
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
     path = f"lmdb:{tmp_path / 'cache'}"
     cache = {"lmdb": path, "ram, lmdb": ["ram", path]}.get(str(cache), cache)
 
-    dataset = CachedDataset(ImageFolder(tmp_path / "photos"), cache=cache, max_memory=1 << 20, progress=False)
+    dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22, progress=False)
     assert dataset[0][1] == 0
 
     assert len(asked) == times
 
 
-def test_explain_names_the_key_that_jobs_share_or_what_lacks_one() -> None:
-    """The key, not the parts, is what other jobs find the cache by."""
-    nameless = CachedDataset(KnownImages(8, version=None))
-    assert "the fingerprint() of KnownImages is None" in nameless.cache.explain()
-    assert "cache_key: explained-v1" in CachedDataset(KnownImages(), cache_key="explained-v1").explain()
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
+        (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
+        (Images(8), {}, "because Images has neither"),
+        (Images(8), {"prepare": halve}, "because Images with prepare=halve has neither"),
+        (KnownImages(8), {"prepare": halve}, "because KnownImages with prepare=halve has neither"),
+    ],
+)
+def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(
+    dataset: Any, options: Any, said: str, registry: Path
+) -> None:
+    """The key, not the parts; else the user learns what needs a fingerprint()."""
+    assert said in CachedDataset(dataset, **options).cache.explain()

@@ -42,45 +42,32 @@ LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
 
-class Lines(logging.Handler):
-    """Keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def join(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def open_in_turn(rank: int, store: Path, cases: Any) -> tuple[Any, Any]:
-    """Open caches, rank 0 first; gives of each who made it, why, the warnings, and wrong samples."""
-    lines = Lines()
-    logging.getLogger("fastload").addHandler(lines)
-    join(rank, store)
-    opened, found = [], []
-    for make in cases:
-        dataset, options = make(rank)
-        for turn in range(2):
-            if turn == rank:
-                ds = CachedDataset(dataset, **options)
-                ds.fill(num_workers=0)
-            dist.barrier()
-        wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
-        opened.append(ds)
-        found.append((ds.cache.origin.pid, ds.explain(), lines.texts[:], wrong))
-        lines.texts.clear()
-        logs.say_once.cache_clear()
-    return opened, found
-
-
-def run_ranks(start: Callable[..., Job], folder: Path, cases: Any) -> list[Any]:
+def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) -> list[Any]:
     """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
-    ranks = [start(open_in_turn, rank, folder / "store", cases) for rank in range(2)]
+
+    def open_in_turn(rank: int) -> tuple[Any, Any]:
+        join(rank, folder / "store")
+        opened, found = [], []
+        for make in cases:
+            dataset, options = make(rank)
+            caplog.clear()
+            logs.say_once.cache_clear()
+            for turn in range(2):  # rank 0 first
+                if turn == rank:
+                    ds = CachedDataset(dataset, **options)
+                    ds.fill(num_workers=0)
+                dist.barrier()
+            texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
+            opened.append(ds)
+            found.append((ds.cache.origin.pid, ds.explain(), texts, wrong))
+        return opened, found
+
+    ranks = [start(open_in_turn, rank) for rank in range(2)]
     pids = [rank.pid for rank in ranks]
     answers = [rank.answer() for rank in ranks]
     assert [wrong for answer in answers for *_, wrong in answer] == [[]] * 2 * len(cases)
@@ -124,20 +111,6 @@ def endless() -> list[Any]:
     return held
 
 
-@pytest.mark.slow
-def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Nobody need name the samples; the n-th caches belong together; ranks say so, and warn of nothing."""
-    cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make in EQUAL.values()),
-        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part})) for part in PREPARED.values()),
-    ]
-    for name, found in zip([*EQUAL, *PREPARED], run_ranks(start, tmp_path, cases), strict=True):
-        for maker, why, warnings in found:
-            assert (name, maker, warnings) == (name, 0, [])
-            assert "shared as cache" in why
-            assert "of the ranks of process group" in why
-
-
 class Broken(Images):
     """A sample that ranks compare cannot be read."""
 
@@ -148,9 +121,12 @@ class Broken(Images):
 
 
 def test_each_sample_is_read_once_but_those_that_are_compared(
-    start: Callable[..., Job], tmp_path: Path
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second rank reads what it compares; one that cannot be read is no error before it is asked for."""
+    """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
+
+    A fork or a worker of a rank is none: it has inherited the connection to the store.
+    """
     images = [kind(LENGTH, log=tmp_path / kind.__name__) for kind in (Images, Broken)]
 
     def fill(rank: int, store: Path) -> tuple[Any, Any]:
@@ -160,13 +136,18 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
         if rank == 0:
             opened[0].fill(num_workers=0)
         dist.barrier()
-        return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid)
+        is_rank = launch.names() != []
+        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+        helpers = is_rank, codes, launch.names()
+        return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid, helpers)
 
     ranks = [start(fill, rank, tmp_path / "store") for rank in range(2)]
-    counts, makers = zip(*(rank.answer() for rank in ranks), strict=True)
+    counts, makers, helpers = zip(*(rank.answer() for rank in ranks), strict=True)
 
     assert counts == (LENGTH, LENGTH)
     assert makers[0] == makers[1]
+    assert helpers == ((True, [7], []),) * 2
     probed = probed_indices(LENGTH)
     assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
     assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
@@ -217,19 +198,30 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Job], tmp_path: Path) -> None:
-    """All samples of both are right, and one warning of the second rank names the part that differs."""
+def test_ranks_share_a_cache_if_their_datasets_are_equal(
+    start: Callable[..., Job], tmp_path: Path, caplog: Any
+) -> None:
+    """Nobody need name the samples; others keep their own, and a warning names the part that differs."""
     cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make, _ in DIFFERENT.values()),
-        lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}),
+        *((lambda rank, make=make: (make(rank), {}), "") for make in EQUAL.values()),
+        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part}), "") for part in PREPARED.values()),
+        *((lambda rank, make=make: (make(rank), {}), said) for make, said in DIFFERENT.values()),
+        (lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}), "prepare"),
     ]
-    texts = [*(text for _, text in DIFFERENT.values()), "prepare"]
-    for text, (first, second) in zip(texts, run_ranks(start, tmp_path, cases), strict=True):
-        assert (first[0], second[0]) == (0, 1)
-        (warning,) = second[2]
-        assert "private to this process and its workers" in warning
-        assert text in warning
-        assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+    names = [*EQUAL, *PREPARED, *DIFFERENT, "prepare"]
+    found = run_ranks(start, tmp_path, [make for make, _ in cases], caplog)
+    for name, (_, said), (first, second) in zip(names, cases, found, strict=True):
+        assert (name, first[0], second[0]) == (name, 0, 1 if said else 0)
+        if said:
+            (warning,) = second[2]
+            assert "private to this process and its workers" in warning
+            assert said in warning
+            assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+            continue
+        for _, why, warnings in (first, second):
+            assert (name, warnings) == (name, [])
+            assert "shared as cache" in why
+            assert "of the ranks of process group" in why
 
 
 @pytest.mark.slow
@@ -301,23 +293,6 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     assert second.answer() == (first.pid if is_one else second.pid)
 
 
-def test_a_process_that_works_for_a_rank_is_no_rank(
-    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A fork or a worker has inherited the connection to the store, which two processes must not use."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        is_rank = launch.names() != []
-        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
-        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-        return None, (is_rank, codes, launch.names())
-
-    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
-
-    assert [rank.answer() for rank in ranks] == [(True, [7], [])] * 2
-
-
 def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks then share nothing."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -372,14 +347,3 @@ def test_attributes_are_compared(
         one, other = one(), other()
 
     assert (likeness(Holding(one), None, samples) == likeness(Holding(other), None, samples)) == are_equal
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 10**9])
-def test_first_middle_last_and_other_samples_are_compared(length: int) -> None:
-    """The choice depends on the length alone."""
-    probed = probed_indices(length)
-
-    assert {0, length // 2, length - 1} <= set(probed)
-    assert all(0 <= index < length for index in probed)
-    assert len(probed) >= min(length, 5)
-    assert probed == probed_indices(length)

@@ -1,13 +1,14 @@
-"""Caches in RAM where the system refuses: limits of a process, filters of system calls, no /proc."""
+"""Caches in RAM where the system refuses: limits of a process, no memory, no locks.
+
+tests/test_other_platforms.py has the systems that lack memfd, /proc and more.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import pickle
-import platform
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,20 +23,18 @@ from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import owners
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import CacheError, SegmentError
-from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.kit.processes import Interpreter
 
 MB = 1 << 20
 GB = 1 << 30
@@ -91,12 +90,10 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
     monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
 
-    class Growing(Images):
-        def sample(self, index: int) -> Any:
-            small = index in (0, 10, 19)
-            return np.full(8 + index if small else 5000, index, np.uint8), index
+    def growing(index: int) -> Any:
+        return np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8), index
 
-    dataset = Growing(20)
+    dataset = Made(growing)
     ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
@@ -208,11 +205,8 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pyte
         for index in range(first, 800, 4):
             cache.put(index, index)
 
-    threads = [threading.Thread(target=fill, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(4)))
 
     assert cache.num_cached == 800
     assert cache.nbytes == sum(len(encode(index)) for index in range(800))
@@ -256,90 +250,6 @@ def test_without_locks_samples_of_several_sizes_are_cached_privately(
     assert private.cache_info().num_cached == 30
     (record,) = caplog.records
     assert "Function not implemented" in record.getMessage()
-
-
-# --- in a process of its own ------------------------------------------------------------------------------
-
-_PROGRAM = """
-import errno, json, logging, os, sys
-import fastload
-from tests.cache.zoo import Images, RaggedImages
-from tests.kit.batches import assert_same_samples
-from tests.kit.faults import hide_proc, refuse
-
-class Lines(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-
-lines = []
-logging.getLogger("fastload").addHandler(Lines())
-logging.getLogger("fastload").setLevel(logging.INFO)
-PREPARE
-found = {}
-for dataset in (Images(8), RaggedImages(8)):
-    for key in (None, type(dataset).__name__):
-        cached = fastload.CachedDataset(dataset, cache_key=key)
-        for _ in range(2):
-            for index in range(8):
-                assert_same_samples(cached[index], dataset.sample(index))
-        assert cached.cache_info().num_cached == 8
-        found[f"{type(dataset).__name__} {key}"] = cached.cache_info().layout
-for method in METHODS:
-    loader = fastload.DataLoader(Images(8), 2, num_workers=1, multiprocessing_context=method)
-    for _ in range(2):
-        assert [labels.tolist() for _, labels in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-print(json.dumps([found, lines]))
-"""
-
-
-PRIVATE, SHARED = ["private"] * 2, ["uniform"] * 2
-TORCH = "workers use torch's own transport"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "methods", "layouts", "said"),
-    [
-        (
-            "memfd_create",
-            ["fork"],
-            [*PRIVATE, *PRIVATE],
-            {"Each process decodes every sample": 4, TORCH: 1, "Function not implemented": None},
-        ),
-        (
-            "pidfd_open",
-            ["fork", "fork"],
-            [*SHARED, "ragged", "ragged"],
-            {TORCH: 1, "denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not": 1},
-        ),
-        ("flock", ["fork"], [*SHARED, *PRIVATE], {TORCH: 0}),
-        ("/proc", ["fork", "forkserver"], [*SHARED, *PRIVATE], {"no registry of shared caches": 1}),
-    ],
-)
-def test_a_container_that_refuses(
-    call: str,
-    methods: list[str],
-    layouts: list[str],
-    said: dict[str, Any],
-    interpreter: Interpreter,
-    registry: Path,
-) -> None:
-    """Caches are private where they must be, workers use torch's transport, and each says so once."""
-    if call != "/proc" and platform.machine() not in ("x86_64", "aarch64"):
-        pytest.skip("the filter's numbers are of these machines")
-    prepare = "hide_proc() or sys.exit(77)" if call == "/proc" else f"refuse({call!r}, errno.ENOSYS)"
-    program = _PROGRAM.replace("PREPARE", prepare).replace("METHODS", repr(methods))
-    own = {owners.DIRECTORY_VARIABLE: str(registry)}  # other runs of this test have caches of these keys
-    done = interpreter.run(program, environment=own)
-    if done.returncode == 77:
-        pytest.skip("this user may not change what is mounted")
-    assert done.returncode == 0, done.stderr
-    found, lines = json.loads(done.stdout)
-
-    assert list(found.values()) == layouts
-    for text, times in said.items():
-        count = sum(text in line for line in lines)
-        assert count == times or (times is None and count)
 
 
 def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:

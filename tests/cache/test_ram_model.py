@@ -40,18 +40,21 @@ def as_indices(part: set[int] | None) -> Any:
     return None if part is None else np.array([*part, *sorted(part)], np.intp)
 
 
-def use(cache: SharedMemoryCache, dataset: Images, work: str, value: Any) -> Any:
-    """Let a handle do something, in any process."""
+def use(cache: SharedMemoryCache, dataset: Images, work: str, indices: Any) -> Any:
+    """Let a handle do something, in any process; gives whether each sample was taken, or is there."""
     if work == "put":
-        return cache.put(value, dataset.sample(value))
+        return [cache.put(index, dataset.sample(index)) for index in indices]
     if work == "retain":
-        cache.retain(as_indices(value))
+        cache.retain(as_indices(indices))
         return cache.generation
-    sample = cache.get(value)
-    assert (sample is not None) == (value in cache)
-    if sample is not None:
-        assert_same_samples(sample, dataset.sample(value))
-    return sample is not None
+    found = []
+    for index in indices:
+        sample = cache.get(index)
+        assert (sample is not None) == (index in cache)
+        if sample is not None:
+            assert_same_samples(sample, dataset.sample(index))
+        found.append(sample is not None)
+    return found
 
 
 def killed(work: Callable[[], object]) -> None:
@@ -123,12 +126,12 @@ class RamMachine(RuleBasedStateMachine):
             return NUM_SAMPLES
         return None if self.leaks or type(self.dataset) is not Images else self.handles[0].capacity
 
-    def ask(self, number: int, work: str, value: Any) -> Any:
+    def ask(self, number: int, work: str, indices: Any) -> Any:
         """Let a handle of this process, or the other process, do something."""
         number %= len(self.handles) + 1
         if number == len(self.handles):
-            return self.job.ask(use, self.dataset, work, value)
-        return use(self.handles[number], self.dataset, work, value)
+            return self.job.ask(use, self.dataset, work, indices)
+        return use(self.handles[number], self.dataset, work, indices)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -139,22 +142,20 @@ class RamMachine(RuleBasedStateMachine):
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
-    @rule(index=INDICES, number=NUMBERS)
-    def put(self, index: int, number: int) -> None:
+    @rule(indices=st.lists(INDICES, min_size=1, max_size=6), number=NUMBERS)
+    def put(self, indices: Any, number: int) -> None:
         """A sample that was taken is retained, and stays; to store it again takes no memory."""
-        before = self.handles[0].nbytes, index in self.stored
-        if self.ask(number, "put", index):
-            assert index in self.retained
-            self.stored.add(index)
-            assert not before[1] or self.handles[0].nbytes == before[0]
-        else:
-            assert index not in self.stored
+        before = self.handles[0].nbytes
+        answers = self.ask(number, "put", indices)
+        taken = {index for index, was_taken in zip(indices, answers, strict=True) if was_taken}
+        assert self.stored & set(indices) <= taken <= self.retained
+        assert not taken <= self.stored or self.handles[0].nbytes == before
+        self.stored |= taken
 
     @rule(number=NUMBERS)
     def put_all(self, number: int) -> None:
         """As many as fit, whichever they are, also where dropped samples were before."""
-        for index in range(NUM_SAMPLES):
-            self.put(index, number)
+        self.put(range(NUM_SAMPLES), number)
         if self.capacity is not None:
             assert len(self.stored) == min(self.capacity, len(self.retained))
 
@@ -163,13 +164,13 @@ class RamMachine(RuleBasedStateMachine):
         """A sample that needs the lock is left out at once while another holds it."""
         stored = set(self.stored)
         with self.locked():
-            self.put(index, 0)
+            self.put([index], 0)
         assert self.handles[0].layout != "ragged" or self.stored == stored
 
     @rule(index=INDICES, number=NUMBERS)
     def get(self, index: int, number: int) -> None:
         """What was stored and is retained is there, in all processes; what is not retained is not."""
-        assert self.ask(number, "get", index) == (index in self.stored)
+        assert self.ask(number, "get", [index]) == [index in self.stored]
         self.held.append((index, self.handles[0].get(index)))
 
     @rule(indices=st.lists(INDICES, min_size=1, max_size=6), number=NUMBERS)
@@ -250,7 +251,7 @@ class RamMachine(RuleBasedStateMachine):
         """A handle that all others have followed is closed; they live on."""
         if len(self.handles) > 1:
             for place in range(len(self.handles) + 1):
-                self.ask(place, "get", 0)
+                self.ask(place, "get", [0])
             self.handles.pop(1 + number % (len(self.handles) - 1)).close()
 
     @rule()
@@ -277,8 +278,8 @@ class RamMachine(RuleBasedStateMachine):
         if not hasattr(self, "handles"):
             return
         for number in range(len(self.handles) + 1):
-            for index in range(NUM_SAMPLES):
-                assert self.ask(number, "get", index) == (index in self.stored)
+            there = self.ask(number, "get", range(NUM_SAMPLES))
+            assert there == [index in self.stored for index in range(NUM_SAMPLES)]
         for cache in self.handles:
             cache.close()
         self.let_go()

@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.cache.zoo import Files, Images, KnownImages, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -107,25 +108,14 @@ class TestPrivateCache(CacheContract):
 # --- the budget -------------------------------------------------------------------------------------------
 
 
-class Numbers(Images):
-    """Samples that are numbers."""
-
-    def sample(self, index: int) -> Any:
-        return index
-
-
-class Tiny(Images):
+def tiny(index: int) -> Any:
     """Pairs of numbers, some of which are of another kind, and too large for their row."""
-
-    def sample(self, index: int) -> Any:
-        return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
+    return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
 
 
-class Large(Images):
+def large(index: int) -> Any:
     """Rows of more than two pages; some samples are a little smaller."""
-
-    def sample(self, index: int) -> Any:
-        return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
+    return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +125,7 @@ class Large(Images):
         # A smaller odd sample takes the place that its row leaves.
         (MixedImages(30, shape=(64, 64, 3)), OVERHEAD + 30 * (64 * 64 * 3 + 8), 30),
         # Rows fill whole pages, wherever the samples lie in the dataset.
-        (Numbers(20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
+        (Made(int, 20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
     ],
     ids=["rows", "odd samples in place of rows", "small rows"],
 )
@@ -151,15 +141,16 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Images, max_memory: int, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Tiny, Large, MixedImages])
+@pytest.mark.parametrize(
+    "dataset", [Made(tiny, 1000), Made(large, 30), MixedImages(60)], ids=["tiny", "large", "mixed"]
+)
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_odd_samples_and_rows_together_stay_within_the_budget(
-    kind: type[Images], share: float, seed: int
+    dataset: Images, share: float, seed: int
 ) -> None:
     """Pages that both kinds touch in part count, and a page of a row counts while another row lies in it."""
-    size = {Tiny: 1000, Large: 30, MixedImages: 60}[kind]
-    dataset = kind(size)
+    size = len(dataset)
     samples = [dataset.sample(index) for index in range(size)]
     needed = OVERHEAD + sum(len(encode(sample)) for sample in samples)
     cache = SharedMemoryCache(size, samples[:1], max_memory=8192 + int(share * needed))
@@ -393,29 +384,22 @@ def test_threads_read_and_store_while_the_cache_moves() -> None:
     dataset = MixedImages(30)
     cache = make(dataset, OVERHEAD + 10 * ROW_BYTES)
     stop = threading.Event()
-    wrong: list[Exception | AssertionError] = []
 
     def use(first: int) -> None:
-        try:
-            while not stop.is_set():
-                for index in range(30):
-                    cache.put((first + index) % 30, dataset.sample((first + index) % 30))
-                for index in range(30):  # other threads may drop samples meanwhile
-                    if (sample := cache.get(index)) is not None:
-                        assert_same_samples(sample, dataset.sample(index))
-        except (Exception, AssertionError) as error:  # noqa: BLE001  # for the thread that looks
-            wrong.append(error)
+        while not stop.is_set():
+            for index in range(30):
+                cache.put((first + index) % 30, dataset.sample((first + index) % 30))
+            for index in range(30):  # other threads may drop samples meanwhile
+                if (sample := cache.get(index)) is not None:
+                    assert_same_samples(sample, dataset.sample(index))
 
-    threads = [threading.Thread(target=use, args=(first,)) for first in (0, 10, 20)]
-    for thread in threads:
-        thread.start()
-    for turn in range(20):
-        cache.retain(some(*((turn * 7 + step) % 30 for step in range(12))))
-    stop.set()
-    for thread in threads:
-        thread.join()
-
-    assert wrong == []
+    with ThreadPoolExecutor(3) as pool:
+        threads = [pool.submit(use, first) for first in (0, 10, 20)]
+        for turn in range(20):
+            cache.retain(some(*((turn * 7 + step) % 30 for step in range(12))))
+        stop.set()
+        for thread in threads:
+            thread.result()
     assert_right(cache, dataset)
 
 
@@ -643,32 +627,19 @@ def test_samples_that_are_not_in_ram_come_from_where_they_are(
     assert sum(dataset.reads) - before == (20 if num_cached == 0 else 0)
 
 
-class Files(torch.utils.data.Dataset[Any]):
-    """Undecoded images."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> Any:
-        return fastload.EncodedImage(self.paths[index])
-
-
 def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
     """Samples that are not retained take room in neither; a full first cache is tried again later."""
-    paths = [tmp_path / f"{index:02}.png" for index in range(40)]
-    for index, path in enumerate(paths):
-        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(path)
-    ds = CachedDataset(Files(paths), cache=["ram", "ram-encoded"], max_memory=240_000)
+    for index in range(40):
+        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(tmp_path / f"{index:02}.png")
+    decoded = Files(tmp_path, is_decoded=True)
+    ds = CachedDataset(Files(tmp_path), cache=["ram", "ram-encoded"], max_memory=240_000)
     fast, slow = ds.cache.stores  # type: ignore[union-attr]
     for index in range(40):
         _ = ds[index]
     for part in (range(20), range(20, 40)):
         ds.retain(part)
         for index in range(40):
-            assert np.array_equal(ds[index], fastload.read_image(paths[index]))
+            assert_same_samples(ds[index], decoded[index])
 
         assert 10 < len(cached(fast)) < 20
         assert sorted([*cached(fast), *cached(slow)]) == list(part)

@@ -11,7 +11,6 @@ import stat
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
-import numpy as np
 import pytest
 import torch.distributed
 from hypothesis import given
@@ -129,21 +128,13 @@ LAUNCHERS = [
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
     {"SLURM_LOCALID": "3"},
 ]
-ALONE = [
+ALONE: list[dict[str, str]] = [
     {},
     {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # a rank on each of two hosts
     {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
     {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
 ]
-
-
-def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
-        monkeypatch.delenv(name, raising=False)
-    say_once.cache_clear()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +144,11 @@ def test_ranks_are_warned_of_private_caches(
     variables: dict[str, str], world_size: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """One warning where a launcher, or a process group, shows that there are several ranks on a host."""
-    set_launcher(variables, monkeypatch)
+    say_once.cache_clear()
+    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world_size > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
     is_alone = variables in ALONE and world_size == 1
@@ -170,24 +165,6 @@ def test_ranks_are_warned_of_private_caches(
         assert "so this one is private" in caplog.text
 
 
-def _halved(sample: Any) -> Any:
-    return sample[0][::2], sample[1]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "prepare", "lacks"),
-    [
-        (Images(30), None, "because Images has neither"),
-        (Images(30), _halved, "because Images with prepare=_halved has neither"),
-        (KnownImages(30), _halved, "because KnownImages with prepare=_halved has neither"),
-    ],
-    ids=["dataset", "both", "prepare"],
-)
-def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prepare: Any, lacks: str) -> None:
-    """The user learns what needs a fingerprint()."""
-    assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
-
-
 def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> None:
     """It says which part differs from that of the other process; a broken promise is found at sample 0."""
     maker = start(fill, Images(30), "photos").answer()
@@ -201,15 +178,6 @@ def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> N
         CachedDataset(Images(30), cache_key="photos", prepare=A.Resize(8, 8))
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))
-
-
-def test_memory_is_for_its_user_alone() -> None:
-    """The segment is open to its user only, and its size is sealed."""
-    ds = CachedDataset(KnownImages(3))
-
-    assert stat.S_IMODE(os.fstat(ds.cache.fd).st_mode) == 0o600
-    with pytest.raises(PermissionError):
-        os.ftruncate(ds.cache.fd, 0)
 
 
 @pytest.mark.parametrize(
@@ -285,19 +253,22 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
 
 
 def test_live_caches_are_listed_until_they_are_closed(start: Callable[..., Job]) -> None:
-    """Each once, with all who opened it by name, its key, parts and size; each object has an entry."""
+    """Each once, with who opened it, its key, parts and size; it is its user's, and its size is sealed."""
     one, two = (CachedDataset(Images(30), cache_key="photos", max_memory=64 * MB) for _ in range(2))
     other = start(fill, Images(30), "photos")
     other.answer()
     one.cache.close()
     (live,) = registry.live_caches()
-    nbytes = two.cache.nbytes
+    nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
+    with pytest.raises(PermissionError):
+        os.ftruncate(two.cache.fd, 0)
     two.cache.close()
 
     assert sorted(live.owners) == sorted([os.getpid(), other.pid])
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
     assert live.parts["num_samples"] == "30"
     assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
+    assert stat.S_IMODE(mode) == 0o600
     assert [entry.pid for entry in owners.entries()] == [other.pid]
 
 
@@ -312,31 +283,6 @@ def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatc
     assert ds[1][1] == 1
 
 
-class Drawing(KnownImages):
-    """Draws a number for each sample, and does not use it."""
-
-    def sample(self, index: int) -> Any:
-        np.random.default_rng()
-        np.random.rand()
-        torch.rand(1)
-        return super().sample(index)
-
-
-def test_attaching_to_a_cache_leaves_the_random_state_alone() -> None:
-    """The rank that attaches reads sample 0 to compare it, and then draws what the other ranks draw."""
-    first = CachedDataset(Drawing(4))
-    first[0]
-    np.random.seed(1)
-    torch.manual_seed(1)
-    expected = np.random.rand(), torch.rand(1).item()
-    np.random.seed(1)
-    torch.manual_seed(1)
-
-    CachedDataset(Drawing(4))
-
-    assert (np.random.rand(), torch.rand(1).item()) == expected
-
-
 # --- the registry --------------------------------------------------------------------------------------
 
 
@@ -349,20 +295,13 @@ def registered(name: str, fd: int) -> Entry:
     return entry
 
 
-@given(st.text("0123456789abcdef", min_size=1), st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS))
-def test_an_entry_survives_its_file_name(name: str, numbers: tuple[int, int, int, int]) -> None:
-    """What a file name states is what was put into it."""
-    entry = Entry(name, *numbers)
+@given(st.text("0123456789abcdef", min_size=1), st.tuples(*[NUMBERS] * 4), st.text(max_size=40))
+def test_an_entry_survives_its_file_name(name: str, numbers: Any, other: str) -> None:
+    """What a file name states is what was put into it; any other text is none, and never an error."""
+    entry, odd = Entry(name, *numbers), Entry.parse(other)
 
     assert Entry.parse(entry.file_name) == entry
-
-
-@given(st.text(max_size=40))
-def test_other_files_are_no_entries(name: str) -> None:
-    """Any text is an entry's file name, or none; it is never an error."""
-    entry = Entry.parse(name)
-
-    assert entry is None or entry.name == name.split(".")[0]
+    assert odd is None or odd.name == other.split(".")[0]
 
 
 def test_entries_are_of_living_processes(registry: Path) -> None:

@@ -445,7 +445,7 @@ def store(tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatc
 def test_a_store_that_stalls_costs_a_worker_nothing(method: str, store: Stalling, tmp_path: Path) -> None:
     """Each attempt has a connection of its own; a request that stalls is a warning before it is given up.
 
-    tests/files/test_stalls.py has other faults of stores.
+    tests/files/test_servers.py has other faults of stores.
     """
     loader = fastload.DataLoader(
         fastload.ImageFolder(store.url),
