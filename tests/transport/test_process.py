@@ -82,6 +82,44 @@ def test_a_wait_without_time_tells_what_has_ended_by_now(watched: list[Any]) -> 
     assert [*found, wait_for_all(watched, 0.0)] == [False, False, False, True]
 
 
+def test_the_limit_of_a_wait_is_one_for_all(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it after each end is the limit of the next wait, and never below zero."""
+    times = iter([100.0, 100.5, 101.0, 104.0])
+    limits = []
+
+    def end_of_first(processes: list[Any], limit_s: float) -> list[Any]:
+        limits.append(limit_s)
+        return processes[:1]
+
+    monkeypatch.setattr(process_module.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(process_module, "_ended", end_of_first)
+    have_ended = wait_for_all(watched, 3.0)
+    monkeypatch.undo()
+
+    assert (have_ended, limits) == (True, [2.5, 2.0, 0.0])
+
+
+def test_a_wait_is_for_as_many_seconds_as_it_says(
+    watched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """poll(2) takes milliseconds."""
+    waits_ms = []
+
+    class Poller:
+        def register(self, fd: int, events: int) -> None:
+            pass
+
+        def poll(self, wait_ms: float) -> list[Any]:
+            waits_ms.append(wait_ms)
+            return [(watched[1].fileno(), 1)]
+
+    monkeypatch.setattr(process_module.select, "poll", Poller)
+    ended = process_module._ended(watched, 0.25)
+    monkeypatch.undo()
+
+    assert (ended, waits_ms) == ([watched[1]], [250])
+
+
 # --- ends ------------------------------------------------------------------------------------------------
 
 
