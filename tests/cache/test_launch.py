@@ -27,7 +27,7 @@ from fastload.cache.ram import owners
 from fastload.memory.shared_list import SharedList
 from fastload.nested.tree import first_difference
 from fastload.system import logs
-from tests.cache.build_zoo import exit_codes
+from tests.cache.build_zoo import BrokenImages, exit_codes
 from tests.cache.zoo import BareImages, Images
 
 if TYPE_CHECKING:
@@ -111,15 +111,6 @@ def endless() -> list[Any]:
     return held
 
 
-class Broken(Images):
-    """A sample that ranks compare cannot be read."""
-
-    def sample(self, index: int) -> Any:
-        if index == probed_indices(LENGTH)[-1]:
-            raise OSError("broken")
-        return super().sample(index)
-
-
 def test_each_sample_is_read_once_but_those_that_are_compared(
     start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +118,8 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
 
     A fork or a worker of a rank is none: it has inherited the connection to the store.
     """
-    images = [kind(LENGTH, log=tmp_path / kind.__name__) for kind in (Images, Broken)]
+    probed = probed_indices(LENGTH)
+    images = Images(LENGTH, log=tmp_path / "reads"), BrokenImages(LENGTH, bad=probed[-1:])
 
     def fill(rank: int, store: Path) -> tuple[Any, Any]:
         join(rank, store)
@@ -148,7 +140,6 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
     assert counts == (LENGTH, LENGTH)
     assert makers[0] == makers[1]
     assert helpers == ((True, [7], []),) * 2
-    probed = probed_indices(LENGTH)
     assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
     assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
 
