@@ -175,6 +175,12 @@ OPTIONS: dict[str, Any] = {
     "out of range": lambda g: {"dataset": [1, 2, 3], "sampler": [0, 9, 1]},
     "mixup": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.mixed_up},
     "arrays from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.as_arrays},
+    "objects from collate": lambda g: {
+        "dataset": datasets.Made(datasets.photo),
+        "batch_size": 5,
+        "collate_fn": datasets.album,
+    },
+    "objects without batches": lambda g: {"dataset": datasets.Made(datasets.photo), "batch_size": None},
     "ragged from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.ragged},
     "batches of many sizes": lambda g: {"dataset": datasets.Made(datasets.growing, 40), "batch_size": 4},
     "init function": lambda g: {"dataset": DRAWS, "batch_size": 4, "worker_init_fn": datasets.init},

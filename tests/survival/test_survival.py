@@ -90,11 +90,12 @@ def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
     assert number == size // 4 - 1
 
 
-def test_iterators_interleaved_at_random_do_not_disturb_each_other() -> None:
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterators_interleaved_at_random_do_not_disturb_each_other(num_workers: int) -> None:
     """Two over one loader, and one over another, which is left before its end; all batches are held."""
     rng = random.Random(1)
     one, other = (
-        fastload.DataLoader(NUMBERED, size, num_workers=2, prefetch_memory=memory)
+        fastload.DataLoader(NUMBERED, size, num_workers=num_workers, prefetch_memory=memory)
         for size, memory in ((2, 1), (5, "auto"))
     )
     iterators = [(2, iter(one)), (2, iter(one)), (5, iter(other))]
