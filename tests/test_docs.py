@@ -15,7 +15,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,8 @@ import fastload
 from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.kit.processes import Interpreter
 
 
@@ -205,44 +207,36 @@ def test_relative_links_lead_to_files() -> None:
     assert [path for root, path in zip(roots, paths, strict=True) if not (root / path).exists()] == []
 
 
-def test_every_error_has_a_section() -> None:
-    """The page of errors has a heading for each exception class of fastload.errors, and for no other."""
-    classes = {
-        name
-        for name, value in vars(fastload.errors).items()
-        if inspect.isclass(value) and issubclass(value, fastload.FastloadError)
-    }
-    headings = re.findall(r"^### `?(\w+Error)`?", (DOCS / "errors.md").read_text(), re.MULTILINE)
-
-    assert sorted(headings) == sorted(classes)
+def _errors() -> list[str]:
+    kinds = {name: one for name, one in vars(fastload.errors).items() if inspect.isclass(one)}
+    return sorted(name for name, kind in kinds.items() if issubclass(kind, fastload.FastloadError))
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    """The API page has each name of the package once."""
-    names = re.findall(r"^::: fastload\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-
-    assert sorted(names) == fastload.__all__
-
-
-def test_the_table_of_torchs_arguments_is_complete() -> None:
-    """A row for each argument of torch's loader, in torch's order, with torch's default."""
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+def _arguments() -> list[tuple[str, str]]:
     parameters = list(inspect.signature(tud.DataLoader.__init__).parameters.values())[1:]
-
-    assert rows == [
-        (one.name, "required" if one.default is inspect.Parameter.empty else repr(one.default))
-        for one in parameters
-    ]
+    empty = inspect.Parameter.empty
+    return [(one.name, "required" if one.default is empty else repr(one.default)) for one in parameters]
 
 
-def test_every_environment_variable_is_in_the_table() -> None:
-    """The page has each variable that the package names, and no other."""
-    page = (DOCS / "configuration.md").read_text()
-    named = {
-        name for path in PACKAGE.rglob("*.py") for name in re.findall(r"FASTLOAD_[A-Z_]+", path.read_text())
-    }
+def _variables() -> list[str]:
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    return sorted(set(re.findall(r"FASTLOAD_[A-Z_]+", code)))
 
-    assert set(re.findall(r"^\| `(FASTLOAD_\w+)` \|", page, re.MULTILINE)) == named
+
+@pytest.mark.parametrize(
+    ("page", "line", "expected"),
+    [
+        ("errors", r"^### `?(\w+Error)`?", _errors),
+        ("api", r"^::: fastload\.(\w+)$", lambda: fastload.__all__),
+        ("api", r"^\| `(\w+)` \| `([^`]*)` \|", _arguments),
+        ("configuration", r"^\| `(FASTLOAD_\w+)` \|", _variables),
+    ],
+    ids=["errors", "public names", "torch's arguments", "variables"],
+)
+def test_a_page_lists_all(page: str, line: str, expected: Callable[[], list[Any]]) -> None:
+    """Each exception, public name and environment variable; torch's arguments in order, with defaults."""
+    found = re.findall(line, (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    assert (found if expected is _arguments else sorted(found)) == expected()
 
 
 def test_the_landing_page_and_the_navigation_have_every_page() -> None:
@@ -256,18 +250,13 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
 
 
 def test_the_prose_of_the_pages() -> None:
-    """docs/prose.py has no objection to a page, or to the notes, pages and programs of the benchmarks."""
+    """docs/prose.py has no objection to pages and programs; the name on the package index is not ours."""
     prose = runpy.run_path(str(DOCS / "prose.py"))
     pages = [*ALL, ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
     pages += [path for ending in ("md", "py") for path in (ROOT / "benchmarks").rglob(f"*.{ending}")]
-
     assert [str(found) for found in prose["findings"](pages)] == []
-
-
-def test_no_page_offers_a_strangers_package() -> None:
-    """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
-    wrong = re.compile(r"pip install .?fastload(?!-torch)")
-    assert [page for page in (*ALL, ROOT / "README.md") if wrong.search(page.read_text())] == []
+    strangers = re.compile(r"pip install .?fastload(?!-torch)")
+    assert [page for page in (*ALL, ROOT / "README.md") if strangers.search(page.read_text())] == []
 
 
 # --- README and examples ---------------------------------------------------------------------------------

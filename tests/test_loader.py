@@ -27,19 +27,9 @@ from fastload.images.layout import image_layout
 from tests.kit import datasets
 
 EXTRAS = {
-    "memory_format",
-    "prefetch_memory",
-    "seed_albumentations",
-    "rng",
-    "worker_type",
-    "device",
-    "batch_transform",
-    "device_transform",
-    "on_error",
-    "max_errors",
-    "max_worker_restarts",
-    "ray_options",
-    "snapshot_every_n_steps",
+    *("memory_format", "prefetch_memory", "seed_albumentations", "rng", "worker_type", "device"),
+    *("batch_transform", "device_transform", "on_error", "max_errors", "max_worker_restarts"),
+    *("ray_options", "snapshot_every_n_steps"),
 }
 IMAGES = datasets.Made(datasets.image, 12)
 
@@ -56,24 +46,16 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
     assert {p.kind for p in extras.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_public_attributes_are_arguments_alone() -> None:
-    """Ignite and Lightning build a loader again from its public attributes."""
-    theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(IMAGES, 4, prefetch_memory="1MB", memory_format=torch.channels_last)
-    list(loader)
-
-    assert {name for name in vars(loader) if not name.startswith("_")} == theirs | EXTRAS
-
-
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
-    """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
+    """The way of ignite: type(loader)(**public attributes), which are arguments, with a new batch sampler."""
+    theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1, prefetch_memory=12345, seed_albumentations=False)
+    list(loader)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    assert set(arguments) == theirs | EXTRAS
     for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
         del arguments[name]
-
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
-
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
     assert (again.prefetch_memory, again.seed_albumentations) == (12345, False)
 
@@ -123,31 +105,20 @@ def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
 
 
 def test_attributes_are_read_again_at_the_next_epoch() -> None:
-    """As in torch: what may be set is obeyed, what may not be set is refused."""
+    """As in torch: what may be set is obeyed, what may not be set is refused; wrong extras at once."""
     loader = fastload.DataLoader(IMAGES, 4)
     loader.collate_fn = len
     lengths = list(loader)
     loader.num_workers = 1
     loader.prefetch_factor = 2
-
     assert lengths == list(loader) == [4, 4, 4]
     with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
         loader.batch_size = 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"memory_format": torch.preserve_format}, "memory_format should be None or torch.channels_last"),
-        ({"prefetch_memory": "many"}, "^prefetch_memory='many' is not an amount of memory: "),
-        ({"prefetch_memory": -1}, "^prefetch_memory=-1 is not an amount of memory: "),
-    ],
-    ids=str,
-)
-def test_bad_extras_are_refused_at_once(arguments: dict[str, Any], text: str) -> None:
-    """With what came and what was expected."""
-    with pytest.raises(ValueError, match=text):
-        fastload.DataLoader(IMAGES, **arguments)
+    with pytest.raises(ValueError, match=r"memory_format should be None or torch\.channels_last"):
+        fastload.DataLoader(IMAGES, memory_format=torch.preserve_format)  # type: ignore[arg-type]
+    for wrong in ("many", -1):
+        with pytest.raises(ValueError, match=f"^prefetch_memory={wrong!r} is not an amount of memory: "):
+            fastload.DataLoader(IMAGES, prefetch_memory=wrong)
 
 
 # --- channels-last ---------------------------------------------------------------------------------------
@@ -170,19 +141,26 @@ def _as_chw(index: int) -> Any:
         (datasets.Made(_as_chw, 12), {"num_workers": 2}),
         (datasets.Bulk(datasets.image, 12), {"num_workers": 0}),
         (IMAGES, {"num_workers": 1, "in_order": False}),
+        ("cache", {"num_workers": 0}),
+        ("cache", {"num_workers": 2}),
     ],
-    ids=["HWC", "workers", "CHW", "getitems", "torch's iterator"],
+    ids=["HWC", "workers", "CHW", "getitems", "torch's iterator", "cache", "cache and workers"],
 )
 def test_channels_last_hands_images_out_as_bchw(dataset: Any, options: dict[str, Any]) -> None:
-    """(B, C, H, W) with channels-last strides; the same pixels as without."""
+    """(B, C, H, W) with channels-last strides, a view of (B, H, W, C); the same pixels as without."""
+    if dataset == "cache":
+        dataset = fastload.CachedDataset(IMAGES)
+        dataset.fill(0, progress=False)
     plain = list(fastload.DataLoader(dataset, 4))
     images = list(fastload.DataLoader(dataset, 4, memory_format=torch.channels_last, **options))
-
     for one, other in zip(plain, images, strict=True):
         want = one[0] if isinstance(one, list) else one
         got = other[0] if isinstance(other, list) else other
+        back = got.permute(0, 2, 3, 1)
         assert got.shape == (4, 3, 8, 8)
         assert got.is_contiguous(memory_format=torch.channels_last)
+        assert back.is_contiguous()
+        assert back.data_ptr() == got.data_ptr()
         assert torch.equal(got, want if want.shape[1] == 3 else want.permute(0, 3, 1, 2))
 
 
@@ -267,23 +245,6 @@ def test_no_shape_is_an_image_in_two_layouts() -> None:
         expected = "HWC" if is_hwc else "CHW" if is_chw else None
         assert image_layout(shape, is_pixels=True) == expected, shape
         assert image_layout(shape, is_pixels=False) is None
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_channels_last_from_a_cache_shares_memory_with_the_bhwc_batch(num_workers: int) -> None:
-    """It is a permuted view: seen as (B, H, W, C) it is contiguous, from the same address."""
-    cached = fastload.CachedDataset(IMAGES)
-    for index in range(12):
-        cached[index]
-    loader = fastload.DataLoader(cached, 12, num_workers=num_workers, memory_format=torch.channels_last)
-
-    ((images, _),) = loader
-    back = images.permute(0, 2, 3, 1)
-
-    assert back.is_contiguous()
-    assert back.data_ptr() == images.data_ptr()
-    assert np.array_equal(back.numpy(), np.stack([datasets.image(index)[0] for index in range(12)]))
-    cached.cache.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
