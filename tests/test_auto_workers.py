@@ -589,7 +589,6 @@ def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
     assert [len(list(loader)) for _ in range(2)] == [4, 4]
     lines = [record.getMessage() for record in caplog.records]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
     assert "measured in" in lines[0]
     assert warning.startswith("workers use torch's own transport: this platform has no pidfd_open")
 
@@ -654,7 +653,6 @@ def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: 
     loader = fastload.DataLoader(range(8), 2, num_workers="auto", persistent_workers=True)
     found = [([batch.tolist() for batch in loader], loader.num_workers) for _ in range(3)]
     loader.close()
-
     assert [batches for batches, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 3
     assert [number for _, number in found] == [1, 1, 2]
 

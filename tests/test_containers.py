@@ -108,7 +108,6 @@ def test_loaders_and_caches_work_in_a_container(writable: str) -> None:
     done = contained(f"{settings}\n{_PROGRAM}", "--tmpfs", writable, "--setenv", "TMPDIR", writable)
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(done.stdout)
-
     assert found["shm"] == SHM_BYTES < found["batch_bytes"]
     assert found["uid"] == 1000
     assert found["writable"] == [writable]
@@ -164,7 +163,6 @@ def test_limits_of_real_groups_are_found(groups: list[Path], interpreter: Interp
     done = interpreter.run(_LIMITED, *(str(group / "cgroup.procs") for group in groups))
     assert done.returncode == 0, done.stderr
     limit, free, quota, cpus = json.loads(done.stdout)
-
     assert limit == 512 * MB
     assert 0 < free <= 512 * MB
     assert (quota, cpus) == (0.5, 1)

@@ -203,7 +203,6 @@ def test_relative_links_lead_to_files() -> None:
     paths = [os.path.relpath(link, ROOT) for link in links]
     # The package itself may be installed elsewhere.
     roots = [PACKAGE.parent if path.startswith("fastload/") else ROOT for path in paths]
-
     assert [path for root, path in zip(roots, paths, strict=True) if not (root / path).exists()] == []
 
 
@@ -244,7 +243,6 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     pages = sorted(str(page.relative_to(DOCS)) for page in PAGES)
     linked = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text())}
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
-
     assert [page for page in pages if page not in linked and page != "index.md"] == []
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
@@ -313,9 +311,7 @@ def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
         Image.new("RGB", (96, 72), (number, 0, 0)).save(path)
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-
     done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100, exits=False)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(shown)
 
@@ -327,7 +323,6 @@ def test_example_ends_with_what_it_shows(
 ) -> None:
     """Each example trains on the drawn photographs, and its last lines are those of the table above."""
     done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100, exits=False)
-
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){LAST_LINES[example.stem]}\n$", done.stdout), done.stdout
 
@@ -346,7 +341,6 @@ def test_examples_are_templates_first() -> None:
     for example in EXAMPLES:
         text = example.read_text()
         template, found, rest = text.partition("\n# --- The template ends here. ")
-
         assert found, example
         assert len(text.splitlines()) < 120, example
         assert "    for " in template or "trainer.fit(" in template, example
@@ -357,7 +351,6 @@ def test_examples_are_templates_first() -> None:
 def test_every_example_is_in_the_list() -> None:
     """examples/README.md names each file, and test cases exist for exactly those of one page."""
     listed = (ROOT / "examples" / "README.md").read_text()
-
     assert [path.name for path in ALL_EXAMPLES if path.name not in listed] == []
     assert sorted(LAST_LINES) == [path.stem for path in RUN_HERE]
 
@@ -369,7 +362,6 @@ def test_every_figure_comes_from_a_results_file() -> None:
     assert spec.loader is not None
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
-
     for page, parts in figures.blocks().items():
         for name, content in parts.items():
             assert f"<!-- {name} -->\n{content}\n<!-- /{name} -->" in page.read_text()

@@ -66,7 +66,6 @@ def test_the_free_cpus_of_a_ray_cluster(without_gpu: None, monkeypatch: pytest.M
     text = run().stdout
     monkeypatch.setattr(module, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-
     assert found == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
     assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", text)
     assert "there is no Ray cluster at '127.0.0.1:1'" in run().stdout

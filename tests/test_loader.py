@@ -39,7 +39,6 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
     theirs = inspect.signature(tud.DataLoader.__init__).parameters
     ours = dict(inspect.signature(fastload.DataLoader.__init__).parameters)
     extras = {name: ours.pop(name) for name in EXTRAS}
-
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
@@ -65,7 +64,6 @@ def test_making_a_loader_takes_nothing() -> None:
     assert isinstance(fastload.DataLoader[int]([1, 2]), tud.DataLoader)
     before = (len(os.listdir("/proc/self/fd")), threading.active_count())
     loader = fastload.DataLoader(IMAGES, num_workers=2, persistent_workers=True)
-
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert loader._iterator is None
 
@@ -76,7 +74,6 @@ def test_it_can_be_pickled_and_copied_while_it_is_iterated() -> None:
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-
     for twin in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
         assert [labels.tolist()[0] for _, labels in twin] == [0, 4, 8]
     assert next(iterator)[1].tolist()[0] == 4
@@ -95,7 +92,6 @@ def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
     """Its batches are those of its iterators, which fastload does not measure."""
     loader = _OwnIterators(IMAGES, 4, num_workers=num_workers)
     persistent = _OwnIterators(IMAGES, 4, num_workers=1, persistent_workers=True)
-
     assert isinstance(iter(loader), _BaseDataLoaderIter)
     for one in (loader, persistent):
         for _ in range(2):
@@ -177,7 +173,6 @@ def test_channels_last_reaches_images_in_any_container(kind: Any, num_workers: i
         IMAGES, 4, num_workers=num_workers, collate_fn=collate, memory_format=torch.channels_last
     )
     batches = list(loader)
-
     assert len(batches) == 3
     for batch in batches:
         assert type(batch) is kind
@@ -222,10 +217,8 @@ def test_channels_last_changes_images_alone(options: dict[str, Any]) -> None:
         sample = {name: np.stack([part, part]) for name, part in sample.items()}
     options = {"batch_size": 2, **options}
     dataset: Any = [sample] * 4
-
     plain = next(iter(fastload.DataLoader(dataset, **options)))
     batch = next(iter(fastload.DataLoader(dataset, memory_format=torch.channels_last, **options)))
-
     assert batch["image"].shape == (2, 3, 64, 64)
     assert batch["float"].shape == (2, 3, 9, 8)
     assert batch["image"].is_contiguous(memory_format=torch.channels_last)
@@ -256,6 +249,5 @@ def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
         next(iterator)
         next(iterator)
     list(iterator)
-
     label = f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
     assert [event.name for event in profile.function_events if "DataLoader" in event.name] == [label] * 2

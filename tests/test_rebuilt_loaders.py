@@ -90,7 +90,6 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
         "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
     )
     done = interpreter.run(program)
-
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
 
@@ -101,7 +100,6 @@ def test_the_memory_format_is_not_lost(num_workers: int) -> None:
     """Torch's loader gives the batches of ours, in shape, strides and values, without a warning."""
     loader = DataLoader(IMAGES, 4, num_workers=num_workers, **CHANNELS_LAST)
     batches, texts = warned(prepared_as_accelerate_does(loader))
-
     assert texts == []
     for (images, labels), (ours, our_labels) in zip(batches, loader, strict=True):
         assert (images.shape, images.stride()) == (ours.shape, ours.stride())
@@ -123,7 +121,6 @@ def test_our_own_iterators_use_the_collate_fn_itself(options: dict[str, Any]) ->
     """Nothing is lost here, and nothing is warned of."""
     names: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _first, **CHANNELS_LAST}
     batches, texts = warned(DataLoader(IMAGES, 4, collate_fn=_collate, **names, **options))
-
     assert texts == []
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 8, 8)] * 3
 
@@ -190,7 +187,6 @@ def test_it_can_be_pickled() -> None:
     loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate, **CHANNELS_LAST)  # type: ignore[arg-type]
     twin = pickle.loads(pickle.dumps(loader.collate_fn))
     batches, texts = warned(tud.DataLoader(IMAGES, 4, collate_fn=twin))
-
     assert twin == _collate
     assert batches[0][0].shape == (4, 3, 8, 8)
     assert len(texts) == 1
@@ -205,7 +201,6 @@ def test_a_loader_of_ours_takes_the_inner_one() -> None:
     for name in ("sampler", "batch_sampler"):
         del public[name]
     rebuilt = fastload.DataLoader(**public)
-
     assert again.collate_fn is _collate
     assert public["collate_fn"] is _collate
     assert vars(rebuilt)["collate_fn"] is _collate

@@ -112,7 +112,6 @@ def test_defaults_follow_the_device() -> None:
     for device in (CPU, torch.device("cuda", 0)):
         options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
         refused = train_habits.resolve(options, device)
-
         assert refused == []
         for habit in HABITS:
             wanted = device.type == "cuda" if habit.default == train_habits.CUDA else habit.default
@@ -123,7 +122,6 @@ def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
     """--help has both lines of every habit, and no two habits share one."""
     with pytest.raises(SystemExit, match="0"):
         train.parse(["--help"])
-
     shown = capsys.readouterr().out
     shown_lines = [line.strip() for line in shown.splitlines()]
     docs = [line for habit in HABITS for line in habit.doc.splitlines()]
@@ -149,7 +147,6 @@ def test_training_lowers_the_loss_and_resumes(run: Callable[..., Any], tmp_path:
 def test_cache_and_loader_change_no_figure(run: Callable[..., Any]) -> None:
     """With workers too: the same seed gives the same crops, losses and accuracy."""
     names = ("loss", "held_out_loss", "accuracy")
-
     expected, *others = (
         [epoch[name] for epoch in run("--workers", "2", *flags) for name in names]
         for flags in ([], ["--no-shared-cache"], ["--no-fastload-loader"])
@@ -169,7 +166,6 @@ def test_a_habit_changes_the_way_not_the_result(
     beside = ["--micro-batches", "1", "--workers", workers]
     [off] = run(*beside, _flag(habit, False))
     [on] = run(*beside, _flag(habit, True))
-
     assert off["loss"] == pytest.approx(on["loss"], abs=SAME_LOSS[name], rel=0)
 
 
@@ -181,7 +177,6 @@ def test_gradients_of_parts_add_up(photos: Path) -> None:
         trainer.model.eval()  # batch norm would normalise each part by its own statistics
         trainer.add_gradients(_batch(), 1.0)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
-
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
@@ -201,7 +196,6 @@ def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
     before = trainer.network.head[2].weight.detach().clone()
     metrics = train_step.Metrics()
     trainer.step(_batch(), metrics)
-
     assert sizes == [16, 8, 8]
     assert metrics.pictures == 16
     assert not torch.equal(before, trainer.network.head[2].weight)
@@ -220,7 +214,6 @@ def test_metrics_stay_on_the_device_until_they_are_read(
         calls.clear()
         trainer.step(_batch(), train_step.Metrics())
         counts.append(len(calls))
-
     assert counts == [0, 2]
 
 
@@ -231,7 +224,6 @@ def test_debug_finds_the_line_and_starts_no_worker(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     trainer, options = _trainer(photos, "--debug")
     trainer.network.head.register_forward_hook(lambda _module, _inputs, logits: (logits - logits).sqrt() * 0)
-
     assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
     with train_data.Data(options, CPU).train_loader(torch.Generator()) as loader:
         assert loader.loader.num_workers == 0
@@ -249,7 +241,6 @@ def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     images, labels = _batch()
     trainer.step((images, labels), train_step.Metrics())
     assert trainer.hints() == []
-
     trainer.step((images[:, :24], labels), train_step.Metrics())
     assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark might be faster"]
 

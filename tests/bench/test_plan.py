@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 def test_spread_indices_are_distinct_and_in_order(length: int, data: st.DataObject) -> None:
     """As many as asked for, all of them indices of the dataset."""
     count = data.draw(st.integers(1, min(length, 1000)))
-
     found = spread_indices(length, count)
-
     assert len(found) == count
     assert found == sorted(set(found))
     assert 0 <= found[0] <= found[-1] < length
@@ -50,7 +48,6 @@ def test_each_round_runs_every_contender_once_from_another_start(rounds: int, co
     """The order rotates, so that no contender is always the first."""
     rows = [row(PLAIN) for _ in range(count)]
     orders = [[*map(id, in_turn(rows, number, rounds))] for number in range(rounds)]
-
     assert all(sorted(order) == sorted(map(id, rows)) for order in orders)
     assert len({order[0] for order in orders}) >= min(rounds, count)
 
@@ -64,7 +61,6 @@ class TestBusy:
     ) -> None:
         """Of two CPUs over ten seconds."""
         before, after = CpuTimes(100.0, 50.0, 7.0), CpuTimes(110.0, 50.0 + busy_s, 7.0 + own_s)
-
         assert others_share(before, after, num_cpus=2) == pytest.approx(share)
         assert busy_share(before, after, num_cpus=2) == pytest.approx(min(busy_s / 20, 1.0))
 
@@ -98,7 +94,6 @@ class TestBusy:
             child.stdout.readline()
             during = CpuTimes.now()
             child.communicate()
-
         assert during.own_s - before.own_s >= 0.15
         assert CpuTimes.now().own_s >= during.own_s - 1e-6  # they are sums of floats
 

@@ -31,7 +31,6 @@ class TestRatio:
     ) -> None:
         """The lowest and the highest ratio of a round bound it."""
         ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
-
         assert ratio.low <= ratio.value * (1 + 1e-9)
         assert ratio.value <= ratio.high * (1 + 1e-9)
 
@@ -58,7 +57,6 @@ class TestVerdict:
         """Rows that failed never win, whatever they measured before."""
         measured = [one for one in some.rows if not one.problem]
         found = verdicts(some.rows)
-
         assert len(found) == (1 if measured else 0)
         for verdict in found:
             assert verdict.fastest.rate == max(one.rate for one in measured)
@@ -72,9 +70,7 @@ class TestVerdict:
             for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
             for contender in (TORCH, PLAIN)
         ]
-
         found = verdicts(rows)
-
         assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
 
 
@@ -116,7 +112,6 @@ def scaled(some: Result, factor: float) -> Result:
 def test_nothing_is_slower_than_itself(some: Result, tolerance: float, is_relative: bool) -> None:
     """A run compared with itself has ratios of 1, whatever the tolerance is."""
     found = compare(some, some, tolerance=tolerance + 1e-9, is_relative=is_relative)
-
     assert found.slower == []
     assert found.failed == []
     assert [change.ratio for change in found.changes] == pytest.approx([1.0] * len(found.changes))
@@ -127,10 +122,8 @@ def test_nothing_is_slower_than_itself(some: Result, tolerance: float, is_relati
 def test_a_slower_machine_changes_the_rates_but_not_what_is_relative(some: Result, factor: float) -> None:
     """All rates are slower by its factor, and their quotients by torch's rate stay."""
     other = scaled(some, factor)
-
     plain = compare(some, other, tolerance=0.05, is_relative=False)
     relative = compare(some, other, tolerance=0.05, is_relative=True)
-
     assert [change.ratio for change in plain.changes] == pytest.approx([factor] * len(plain.changes))
     assert [change.ratio for change in relative.changes] == pytest.approx([1.0] * len(relative.changes))
     assert relative.slower == []
@@ -174,7 +167,6 @@ def test_contenders_of_one_side_are_named() -> None:
         tolerance=0.1,
         is_relative=False,
     )
-
     assert (found.only_before, found.only_now) == ([str(PLAIN)], [str(RAM)])
     assert found.has_passed
 
@@ -184,7 +176,6 @@ def test_differences_apart_from_speed_are_said() -> None:
     before = result(row(TORCH, 1.0))
     machine = {**MACHINE, "torch": "2.14.0", "cores": 8}
     now = result(row(TORCH, 1.0), length=2100, num_samples=400, sample_nbytes={"": 2000}, machine=machine)
-
     assert differences(before, before) == []
     assert differences(before, now) == [
         "the machine was a processor with 4 cores in the baseline, and is a processor with 8 cores now",
@@ -238,7 +229,6 @@ def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
 ) -> None:
     """Also if torch's loader is the fastest, or the rounds show no difference."""
     lines = ending_lines(result(*rows), SETUP)
-
     assert lines[0] == "fastest on this machine:"
     assert code in "\n".join(lines[1:4])
     assert len(lines) == 5
@@ -249,9 +239,7 @@ def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
 def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
     """Text in brackets is no markup."""
     text = "failed: KeyError: [bold]"
-
     lines = table_lines(result(row(TORCH, 10.0, 12.0), row(PLAIN, problem=text), row(RAM, problem=text)))
-
     assert [line for line in lines if text in line] == [f"[1] {text}"]
     assert sum(line.endswith(" [1]") for line in lines) == 2
     assert sum("10 to 12" in line and line.endswith("1.00x") for line in lines) == 1
@@ -260,7 +248,6 @@ def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
 def test_warnings_follow_the_table() -> None:
     """A busy machine cannot be overlooked between the figures and the fastest loader."""
     lines = report_lines(result(row(TORCH, 1.0), warnings=["the machine was busy"]), SETUP)
-
     assert lines.index("warning: the machine was busy") < lines.index("fastest on this machine:")
 
 
@@ -268,9 +255,7 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
     """If torch's loader is slower as well, the loader of fastload is probably not the cause."""
     before = result(row(TORCH, 100.0), row(RAM, 300.0))
     now = result(row(TORCH, 50.0), row(RAM, 150.0))
-
     lines = baseline_lines(compare(before, now, tolerance=0.1, is_relative=False), "old.json")
-
     assert sum(line.startswith("  SLOWER") for line in lines) == 2
     assert "  torch's loader runs at 0.50 of its rate in the baseline" in lines
     assert lines[-1].startswith("slower or failed: 2 of the baseline's contenders. torch's loader")
@@ -284,10 +269,8 @@ def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.
     """
     few, many = tmp_path / "few", tmp_path / "many.png"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-
     chart.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured
     chart.draw(result(row(TORCH, 1.0, 2.0), *[row(PLAIN, problem="failed: $x_$ \\ it broke")] * 9), str(many))
-
     with Image.open(few) as low, Image.open(many) as high:
         assert (low.format, high.format) == ("PNG", "PNG")
         assert low.width == high.width

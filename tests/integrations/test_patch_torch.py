@@ -85,7 +85,6 @@ class TestDefaults:
         before = state.num_replaced
         fastload.patch_torch(rng="sample")
         fastload.patch_torch(max_errors=3)
-
         loader: Any = tud.DataLoader(IMAGES)
         other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
         assert (loader.rng, loader.max_errors) == ("sample", 3)
@@ -127,7 +126,6 @@ class TestSubclasses:
         before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
         fastload.patch_torch(rng="sample")
         loader = DefinedBefore(IMAGES, 5, extra="x")
-
         assert not isinstance(loader, fastload.DataLoader)
         assert [labels.tolist() for _, labels in loader] == before
         assert loader.extra == "x"
@@ -188,7 +186,6 @@ class TestSubclasses:
         kinds = (ImportedBefore, DefinedBefore)
         before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
         fastload.patch_torch()
-
         assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
         ours = inspect.signature(type(tud.DataLoader(IMAGES)))
         assert ours.parameters == inspect.signature(fastload.DataLoader).parameters
@@ -282,10 +279,8 @@ def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
     fastload.patch_torch(rng="sample")
     dataset = [(torch.arange(3), number) for number in range(4)]
-
     built = fastload.CachedDataset(
         dataset, cache=f"lmdb:{tmp_path / 'cache'}", cache_key="built", num_workers=1, progress=False
     )
-
     assert built[3][1] == 3
     built.cache.close()

@@ -89,7 +89,6 @@ def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, rank: int, num_
         ours = make is DataLoader
         prepared = hf.prepare(accelerator, loader) if ours else accelerator.prepare_data_loader(loader)
         epochs.append([plain(prepared), plain(prepared)])
-
     assert epochs[0] == epochs[1]
     assert [len(epoch) for epoch in epochs[0]] == [4, 4]
 
@@ -140,7 +139,6 @@ def test_the_position_is_saved_and_loaded(
     epochs += [plain(second), plain(prepared)]
     again = hf.prepare(Accelerator(1, seedable=seedable), shuffled(**options))
     again.load_state_dict(state)
-
     assert again.state_dict()["_num_yielded"] == num_batches
     if num_batches < 4:
         assert plain(again) == epochs[1][num_batches:]
@@ -156,7 +154,6 @@ def test_set_epoch_reaches_the_loader(hf: Any) -> None:
     prepared.set_epoch(5)
     fifth = plain(prepared)
     loader.set_epoch(5)
-
     assert first == second != fifth
     assert plain(hf.prepare(Accelerator(), loader)) == fifth
 
@@ -203,7 +200,6 @@ def test_ray_gives_the_samples_of_its_sampler(monkeypatch: pytest.MonkeyPatch, r
     prepared.set_epoch(2)
     expected = tud.DistributedSampler(IMAGES, 2, rank, shuffle=True)
     expected.set_epoch(2)
-
     assert type(prepared) is DataLoader
     assert isinstance(prepared.sampler, tud.DistributedSampler)
     assert [index for batch in prepared.batch_sampler for index in batch] == list(expected)

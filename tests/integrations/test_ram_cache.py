@@ -129,7 +129,6 @@ def test_the_loader_s_dataset_is_the_program_s_folder(root: Path) -> None:
     loaders = [tud.DataLoader(folder) for _ in range(2)]
     folder.target_transform = str
     twin = pickle.loads(pickle.dumps(folder))
-
     assert all(loader.dataset is folder for loader in loaders)
     assert twin[3] == folder[3]
     assert twin[3][1] == "1"
@@ -146,7 +145,6 @@ def test_a_list_of_samples_that_is_changed_later(root: Path) -> None:
     new.write_bytes((root / "cat" / "1").read_bytes())
     folder.samples.reverse()
     folder.samples.append((str(new), 0))
-
     assert [folder[index][0].tobytes() for index in range(7)] == [*reversed(images), images[1]]
 
 
@@ -165,7 +163,6 @@ def test_an_image_that_cannot_be_made_again_is_decoded_each_time(
     fastload.patch_torch(cache="ram")
     dataset: Any = tud.DataLoader(folder).dataset
     decoded.clear()
-
     assert [dataset[0][0].mark for _ in range(2)] == [folder.samples[0][0]] * 2
     assert folder.samples[0][0] in decoded
 
@@ -176,7 +173,6 @@ def test_fastload_s_folder_is_cached(root: Path) -> None:
     expected = [*tud.DataLoader(photos, 4)]
     fastload.patch_torch(cache="ram")
     loader: Any = tud.DataLoader(photos, 4)
-
     for _ in range(2):
         for (images, labels), (ours, our_labels) in zip(expected, loader, strict=True):
             assert torch.equal(images, ours)

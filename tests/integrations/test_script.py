@@ -77,48 +77,28 @@ PROGRAMS = {
         "print(len('\xe9'), sys.modules['__main__'].__annotations__)\n"
     ),
 }
-STARTED = """
-import multiprocessing, sys
-
-class Kind:
-    pass
-
-def work(connection, kind):
-    connection.send((type(kind) is Kind, __name__, type(kind).__module__))
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    ours, theirs = context.Pipe()
-    process = context.Process(target=work, args=(theirs, Kind()))
-    process.start()
-    theirs.close()
-    print(ours.recv())
-    process.join()
-"""
-
-
 # Programs that depend on more than run_script(): on what the commands import, watch and print.
 PROGRAMS_UNDER_COMMANDS = {
     "children": (
-        "import concurrent.futures, multiprocessing\n"
+        "import concurrent.futures, multiprocessing, sys\n"
         "class Kind:\n    def __init__(self, x): self.x = x\n"
         "def double(kind): return Kind(kind.x * 2)\n"
         "if __name__ == '__main__':\n"
-        "    context = multiprocessing.get_context('spawn')\n"
+        "    context = multiprocessing.get_context((sys.argv[1:] or ['spawn'])[0])\n"
         "    with context.Pool(1) as pool:\n"
         "        print([kind.x for kind in pool.map(double, [Kind(1), Kind(2)])])\n"
         "    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:\n"
         "        print([kind.x for kind in executor.map(double, [Kind(1), Kind(2)])])\n"
     ),
     "batches of workers": (
-        "import collections, torch\n"
+        "import collections, sys, torch\n"
         "from torch.utils.data import DataLoader\n"
         "Sample = collections.namedtuple('Sample', 'x y')\n"
         "class Photos:\n"
         "    def __len__(self): return 8\n"
         "    def __getitem__(self, i): return Sample(torch.ones(3) * i, i)\n"
         "if __name__ == '__main__':\n"
-        "    context = 'forkserver' if __import__('sys').argv[1:] else 'spawn'\n"
+        "    context = (sys.argv[1:] or ['spawn'])[0]\n"
         "    for batch in DataLoader(Photos(), 4, num_workers=1, multiprocessing_context=context):\n"
         "        print(type(batch) is Sample, batch.y.tolist())\n"
     ),
@@ -161,7 +141,7 @@ def ended(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     err = done.stderr
     if by == COMMANDS["profile"]:  # the report, which comes before the interpreter's own last words
@@ -236,17 +216,22 @@ def test_any_name_of_a_script_is_python_s(
 
 
 @pytest.mark.parametrize(
-    ("method", "as_module"), [("fork", True), ("spawn", False), ("spawn", True), ("forkserver", False)]
+    ("name", "method", "words", "by"),
+    [
+        ("children", "fork", ["-m", "train"], DRIVEN),
+        ("children", "spawn", ["train.py"], DRIVEN),
+        ("children", "spawn", ["-m", "train"], DRIVEN),
+        ("children", "forkserver", ["train.py"], DRIVEN),
+        ("batches of workers", "forkserver", ["-m", "train"], COMMANDS["run"]),
+    ],
 )
-def test_child_processes_find_the_script_s_classes(tmp_path: Path, method: str, as_module: bool) -> None:
-    """An object of a class of the script reaches a child, and is of that class there."""
-    (tmp_path / "train.py").write_text(STARTED)
-    words = ["-m", "train"] if as_module else ["train.py"]
-
-    code, out, _ = assert_the_same(tmp_path, *words, method)
-
-    assert code == 0
-    assert out.startswith("(True, ")
+def test_child_processes_find_the_script_s_classes(
+    tmp_path: Path, name: str, method: str, words: list[str], by: list[str]
+) -> None:
+    """An object of a class of the script reaches a child and comes back; a module is imported by its name."""
+    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
+    code, out, _ = assert_the_same(tmp_path, *words, method, by=by)
+    assert (code, out.count("\n")) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -260,26 +245,15 @@ def test_child_processes_find_the_script_s_classes(tmp_path: Path, method: str, 
 def test_a_script_under_a_command_runs_as_under_python(tmp_path: Path, name: str, command: str) -> None:
     """Its output, exit code and last words are the same, whatever it starts and closes."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
-
     code, out, err = assert_the_same(tmp_path, "train.py", by=COMMANDS[command])
-
     assert out or err or name == "closed stdout"
     assert (code == 0) == (name in ("children", "batches of workers", "closed stdout"))
-
-
-def test_fork_server_workers_of_a_module_find_its_classes(tmp_path: Path) -> None:
-    """A child imports the module by its name, for -m."""
-    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS["batches of workers"])
-
-    assert assert_the_same(tmp_path, "-m", "train", "x", by=COMMANDS["run"])[0] == 0
 
 
 def test_the_traceback_of_a_dataset_s_error_has_no_frames_of_the_profile(tmp_path: Path) -> None:
     """That of this process; the text that torch's workers send names them all."""
     (tmp_path / "train.py").write_text(ERROR_IN_DATASET)
-
     code, _, err = assert_the_same(tmp_path, "train.py", "0", by=COMMANDS["profile"])
-
     assert code == 1
     assert err.count("Traceback") > 1
 
@@ -463,7 +437,6 @@ def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path,
         "subprocess.run([sys.executable, '-c', code])\n"
     )
     done = run("run", "--rng", "sample", "show.py")
-
     assert done.stdout == "sample 2\nsample\n"
     assert done.stderr.count("1 loader of torch was replaced in process") == 2
 
@@ -504,9 +477,7 @@ def test_seeded_pipelines_are_told_in_one_line(
 ) -> None:
     """Only if there was one; with --no-seed-albumentations the draws are those of torch's loader."""
     (tmp_path / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
-
     plain, done = run("flips.py"), run("run", *words, "flips.py")
-
     assert (done.stdout != plain.stdout) == is_said
     assert done.stderr.count("albumentations pipelines were seeded") == is_said
 
@@ -514,7 +485,6 @@ def test_seeded_pipelines_are_told_in_one_line(
 def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
     """`--cache ram` says why not, and the script works."""
     done = run("run", "--cache", "ram", "train.py", "--methods")
-
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
 
@@ -628,7 +598,6 @@ def test_files_and_replayed_batches(run: Run, tmp_path: Path) -> None:
     assert [(loader["name"], loader["num_batches"]) for loader in report["loaders"]] == [("train_loader", 7)]
     events = json.loads((tmp_path / "b.json").read_text())["traceEvents"]
     assert [event["name"] for event in events].count("waiting for data") == 7
-
     done = run("profile", "--replay", "2", *FILES, "train.py", "none")
     expected = "".join(f"{number} {value}\n" for number, value in enumerate(HELD))
     assert (done.returncode, done.stdout) == (0, f"{expected}the end\n")

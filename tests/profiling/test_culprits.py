@@ -88,9 +88,7 @@ def test_what_was_planted_is_named(
         monkeypatch.setattr(zoo, "PLANTED_S", 0.02)
     new, options, culprit, text = PLANTED[name]
     dataset = new()
-
     report = profiled(make(kind, dataset, num_workers, **options))
-
     assert report.culprit == culprit
     assert re.search(text, report.bottleneck)
     if name in SUGGESTED:
@@ -106,7 +104,6 @@ def test_the_transport_is_named_without_functions_of_python() -> None:
     timeline: Any = SimpleNamespace(
         start_share=0.0, data_share=1.0, batches={}, utilisation=0.1, outside=[received], waits=[1.0]
     )
-
     assert suggestions.find_culprit(timeline) == (
         probes.RECEIVE,
         "The bottleneck is receiving batches from the workers: workers wait for work meanwhile.",
@@ -127,7 +124,6 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
     timeline: Any = SimpleNamespace(facts=facts, batches={}, make_s=0.04, stage_s=lambda _: 0.0)
     model = Model([0.01], [[0.04]], 2, 2, make_cpu_s=0.04, consumer_cpu_s=0.001, num_cpus=2.0)
     (found,) = suggestions._remote_workers(timeline, model)
-
     assert found.gain == pytest.approx(gain, rel=0.05)
     assert f'num_workers={number}, worker_type="ray"' in found.text
     assert f"a batch takes {nbytes / 1.25e6:.1f} ms of it" in found.text

@@ -36,11 +36,9 @@ def test_what_is_written_is_read(name: str, tmp_path_factory: pytest.TempPathFac
     for number, writer in enumerate(writers):
         writer.add(made(10 - number))
     writers[0].add(Moment(-1, -1, "pin", name, 5, 4))
-
     found = read_recordings(directory)
     for writer in writers:
         writer.close()
-
     assert found == ([made(9), made(10)], [Moment(-1, -1, "pin", name, 5, 4)])
 
 
@@ -122,7 +120,6 @@ def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
 def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
     probe(lambda: result, ("decode", "it"), has_size=True)()
-
     assert tuple(here.sums[("decode", "it")][3:]) == size
 
 
@@ -130,7 +127,6 @@ def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: 
 def test_measuring_costs_little(num_events: int, wall_ns: int) -> None:
     """At most about MAX_SHARE of the time, as long as the largest stride allows it."""
     stride = stride_of(num_events, wall_ns)
-
     cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (stride * wall_ns)
     assert cost <= 1.5 * spans.MAX_SHARE or stride == spans.MAX_STRIDE
 
@@ -178,7 +174,6 @@ def test_equal_batches_take_the_slower_of_both_sides(
     """The consumer's time, or the workers' divided by their number."""
     step_s = simulate([compute_s], [[make_s]], num_workers, prefetch_factor)
     slower_s = max(compute_s, make_s / num_workers)
-
     assert slower_s * 0.97 <= step_s
     if prefetch_factor > 1:
         assert step_s <= slower_s * 1.03
@@ -188,7 +183,6 @@ def test_equal_batches_take_the_slower_of_both_sides(
 def test_one_slow_worker_stops_the_others(make_s: float) -> None:
     """Batches come in turn: two workers are as fast as twice the slower one."""
     step_s = simulate([1e-6], [[make_s], [5 * make_s]], 2, 2)
-
     assert step_s == pytest.approx(2.5 * make_s, rel=0.05)
 
 

@@ -63,7 +63,6 @@ def test_the_size_is_that_of_the_objects() -> None:
     items = dicts()
     (found,) = find_small_objects(Holding(items))
     nbytes = sum(64 + sys.getsizeof(item["path"]) + sys.getsizeof(item["label"]) for item in items)
-
     assert found.nbytes == pytest.approx(nbytes, rel=0.1)
     assert str(found).startswith("dataset.items (200,000 elements, about ")
 
@@ -173,7 +172,6 @@ def test_doctor_notes_what_workers_would_copy(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.chdir(tmp_path)
     found = json.loads(CliRunner().invoke(main.app, ["doctor", "metadata_of_mine:Images", "--json"]).stdout)
-
     assert found["notes"][-1].startswith(
         "each worker copies what it reads of dataset.items (200,000 elements"
     )

@@ -251,7 +251,6 @@ class Broken(zoo.Quick):
 def test_errors_are_the_same(kind: str, num_workers: int) -> None:
     """At the same batch, of the same type."""
     loader = make(kind, Broken(), num_workers)
-
     with fastload.profile(loader):
         iterator = iter(loader)
         next(iterator)
@@ -372,7 +371,6 @@ def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     loader = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, num_workers="auto")
     with fastload.profile() as profile:
         batches(loader)
-
     (timeline,) = profile._timelines
     assert [timeline.facts[name] for name in ("num_workers", "prefetch_factor")] == [5, 2]
 
@@ -410,7 +408,6 @@ print(0 < report.num_batches <= 5)
 def test_a_worker_that_dies(interpreter: Interpreter, kind: str, error: str) -> None:
     """The loader's own error; the batches until then are reported."""
     done = interpreter.run(DYING, kind, exits=False)
-
     assert (done.returncode, done.stdout) == (0, f"{error}\nTrue\n"), done.stderr
 
 
@@ -442,7 +439,6 @@ def test_workers_that_were_started_before(kind: str) -> None:
     next(iter(loader))
     with fastload.profile(loader) as profile:
         list(loader)
-
     (report,) = profile.report().loaders
     assert report.num_batches == 24
     assert "Nothing was recorded" in report.verdict
@@ -460,7 +456,6 @@ def test_a_profile_that_begins_in_mid_epoch() -> None:
         iterator = iter(loader)
         next(iterator)
     assert len(list(iterator)) == 23
-
     assert profile.report().loaders[0].num_batches == 1
 
 
@@ -501,13 +496,11 @@ def test_a_second_profile_and_a_report_before_the_end_are_refused(
 def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     """Stretches of held batches take the place of new ones, which are left at the end."""
     loader = make(kind, zoo.SlowRead(), num_workers)
-
     profile = fastload.profile(loader, replay=3)
     with profile:
         seen = [[part.clone() for part in batch] for batch in loader]
     steps = list(profile._timelines[0].watched.steps)
     (report,) = profile.report().loaders
-
     assert len(seen) == len(steps) == 24
     first = steps.index(next(step for step in steps if step.kind == REPLAYED))
     assert first == 6 + 3 * num_workers
@@ -564,7 +557,6 @@ OWN_NAMES = [words for words in (*probes._FUNCTIONS, *probes._METHODS) if words[
 def test_what_is_watched_of_fastload_is_there(words: tuple[str, ...]) -> None:
     """The probes name functions by text: one that was renamed would take its stage out of every report."""
     module, *path, _ = words
-
     assert callable(functools.reduce(getattr, path, importlib.import_module(module)))
 
 
@@ -647,7 +639,6 @@ print(report.name, report.lines[0][0], "decode" in [stage.stage for stage in rep
 def test_a_notebook(interpreter: Interpreter, tmp_path: Path) -> None:
     """The cell's lines are the user's, and `from cv2 import imread` in a cell is seen."""
     done = interpreter.run(NOTEBOOK, cwd=tmp_path, exits=False)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout == "images <ipython-input-1>:12 in Images.__getitem__ True\n"
 
@@ -712,7 +703,6 @@ def test_open_is_open(file: Path, kind: Any, args: tuple[Any, ...], options: dic
         place = kind(fd) if kind in (int, np.int64) else kind(os.fsencode(file) if kind is bytes else file)
         found.append(described(function(place, *args, **options))[(kind in (int, np.int64) and 2) or 0 :])
         os.close(fd)
-
     assert found[0] == found[1]
 
 
@@ -737,7 +727,6 @@ def test_open_fails_as_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pla
         OPEN(place, *args)
     with pytest.raises(type(plain.value)) as watched:
         _open(place, *args)
-
     assert str(watched.value) == str(plain.value)
     for name in ("errno", "strerror", "filename"):
         assert getattr(watched.value, name, None) == getattr(plain.value, name, None)

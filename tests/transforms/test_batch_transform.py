@@ -75,7 +75,6 @@ def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any
     # With in_order=False, draws with rng="sample" depend on the batch's number on both ways.
     alike = workers if "in_order" in workers else {}
     expected = epoch_of(2, rng=rng, shuffle=True, device="cpu", device_transform=AUGMENT, **alike)
-
     assert alike or equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT), expected)
     assert equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT, **workers), expected)
     assert not equal(epoch_of(2, rng=rng, shuffle=True), expected)
@@ -85,7 +84,6 @@ def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any
 def test_samples_of_a_cache_and_of_its_source_are_transformed_alike(cache: str | None) -> None:
     """Whether a batch is gathered from a cache makes no difference."""
     dataset = CachedDataset(IMAGES, cache=cache)
-
     for _ in range(2):
         assert equal(epoch_of(dataset=dataset, batch_transform=AUGMENT), epoch_of(batch_transform=AUGMENT))
 
@@ -119,7 +117,6 @@ def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> Non
     is_thread = "worker_type" in workers
     expected = epoch_of(rng="sample", batch_transform=noisy, num_workers=0)
     assert len({float(images.sum()) for images, _ in expected}) == len(expected)
-
     if not is_thread:  # they share the global generators
         assert equal(epoch_of(rng="sample", batch_transform=noisy, **workers), expected)
         assert equal(epoch_of(rng="sample", batch_transform=noisy, num_workers=1), expected)
@@ -137,10 +134,8 @@ def test_a_resumed_epoch_draws_the_same(rng: str) -> None:
     for _ in range(2):
         next(batches)
     state, expected = loader.state_dict(), list(batches)
-
     other = make(generator=torch.Generator().manual_seed(1))
     other.load_state_dict(state)
-
     assert equal(list(other), expected)
 
 
@@ -149,13 +144,11 @@ def test_both_transforms_draw_numbers_of_their_own() -> None:
     flip = transforms.RandomHorizontalFlip()
     both = epoch_of(device="cpu", batch_transform=flip, device_transform=flip)
     plain = epoch_of()
-
     twice = [
         torch.equal(a, b)
         for (x, _), (y, _) in zip(both, plain, strict=True)
         for a, b in zip(x, y, strict=True)
     ]
-
     assert 0 < sum(twice) < len(twice)
 
 
@@ -165,7 +158,6 @@ def test_both_transforms_draw_numbers_of_their_own() -> None:
 def test_batches_that_the_caller_keeps_never_change(transform: Any, workers: dict[str, Any]) -> None:
     """Also if the transform returns its input: no memory is reused while a batch is alive."""
     expected = epoch_of(3)
-
     assert equal(epoch_of(3, batch_transform=transform, **workers), expected)
     assert equal(epoch_of(3, batch_transform=transform), expected)
 
@@ -180,7 +172,6 @@ def test_an_error_names_the_transform_and_costs_one_batch(workers: dict[str, Any
             with pytest.raises(ValueError, match="no eight") as caught:
                 next(batches)
             labels += [batch[1].tolist() for batch in batches]
-
         assert any("batch_transform" in note for note in caught.value.__notes__)
         assert [label for batch in labels for label in batch] == [*range(8), *range(12, 22)]
 

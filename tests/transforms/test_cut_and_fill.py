@@ -82,10 +82,8 @@ def test_a_crop_is_a_box_of_the_padded_image(batch: tuple[torch.Tensor, str], da
 def test_every_place_of_a_crop_is_equally_likely() -> None:
     """The corner of the box is uniform over all places, also those in the padding."""
     image = torch.arange(1, 10, dtype=torch.uint8).reshape(1, 3, 3, 1).expand(20000, -1, -1, -1)
-
     corners = drawn(transforms.RandomCrop(1, 1, layout="HWC"), image).flatten()
     counts = np.bincount(corners.numpy(), minlength=10)
-
     assert np.allclose(counts[1:] / 20000, 1 / 25, atol=0.01)
     assert math.isclose(counts[0] / 20000, 16 / 25, abs_tol=0.02)
 
@@ -95,9 +93,7 @@ def test_every_place_of_a_crop_is_equally_likely() -> None:
 def test_a_flip_is_the_same_on_every_path(batch: tuple[torch.Tensor, str], seed: int) -> None:
     """Each image is itself or its mirror image, for all dtypes and strides."""
     images, layout = batch
-
     result = on_each_path(transforms.RandomHorizontalFlip(layout=layout), images, seed)
-
     mirrored = images.flip(2 if layout == "HWC" else 3)
     for before, after, mirror in zip(images, result, mirrored, strict=True):
         assert torch.equal(after, before) or torch.equal(after, mirror)
@@ -112,9 +108,7 @@ def test_erasing_fills_one_box(batch: tuple[torch.Tensor, str], seed: int, is_cu
     transform = transforms.RandomErasing(1.0, (0.1, 0.4), fill=1, layout=layout)
     if is_cutout:
         transform = transforms.Cutout((3, 2), fill=1, layout=layout)  # type: ignore[assignment]
-
     result = on_each_path(transform, images, seed)
-
     for image in result if layout == "HWC" else result.permute(0, 2, 3, 1):
         filled = image.to(torch.float32).numpy().all(2)
         assert (filled == image.to(torch.float32).numpy().any(2)).all()
@@ -128,10 +122,8 @@ def test_erasing_fills_one_box(batch: tuple[torch.Tensor, str], seed: int, is_cu
 def test_the_probability_and_area_of_erasing() -> None:
     """A share p of the images has a box, whose mean area is the middle of the scale."""
     images = torch.zeros(4000, 64, 64, 1, dtype=torch.uint8)
-
     erased = drawn(transforms.RandomErasing(0.3, (0.1, 0.3), fill=1, layout="HWC"), images)
     areas = erased.float().mean((1, 2, 3))
-
     assert math.isclose((areas > 0).float().mean(), 0.3, abs_tol=0.03)
     assert math.isclose(areas[areas > 0].mean(), 0.2, abs_tol=0.01)
     assert areas.max() < 0.32
@@ -157,7 +149,6 @@ def test_results_lie_in_the_memory_of_the_batch() -> None:
         buffers.begin()
         with WritingInto(buffers.arena):
             result = chained([transforms.Cutout(2), transform])(images)
-
         memory = buffers.arena.memory
         assert memory is not None
         assert memory.address <= result.data_ptr() < memory.address + memory.nbytes
