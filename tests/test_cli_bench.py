@@ -301,6 +301,12 @@ def test_a_run_is_compared_with_a_baseline(
     assert all(text in result.output for text in said), result.output
     assert result.output.count("  SLOWER") == (code == 4)
     assert ("nothing could be compared" in result.output) == (code == 1)
+    if code == 4:
+        as_json = run("tests.cli_zoo:factory", "--baseline", tmp_path / "saved.json", *words, "--json")
+        assert as_json.exit_code == code
+        comparison = json.loads(as_json.stdout)["comparison"]
+        slower = [one["contender"] for one in comparison["changes"] if one["is_slower"]]
+        assert (slower, comparison["has_passed"]) == (["fastload, ram cache, 0 workers, batch 16"], False)
 
 
 @pytest.mark.slow

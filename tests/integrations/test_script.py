@@ -163,8 +163,9 @@ def folder(tmp_path: Path) -> Path:
     """A package, links, a folder and an archive, whose scripts print their names."""
     for place in ("sub/again", "package"):
         (tmp_path / place).mkdir(parents=True)
-    for place in ("train.py", "sub/again/train.py", "package/__init__.py", "package/names.py"):
+    for place in ("train.py", "sub/again/train.py", "package/names.py"):
         (tmp_path / place).write_text(PROGRAMS["names"])
+    (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "error.py").write_text(PROGRAMS["error"])
     (tmp_path / "sub" / "link.py").symlink_to(tmp_path / "train.py")
     with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:

@@ -105,6 +105,15 @@ def identity(samples: list[Any]) -> list[Any]:
     return samples
 
 
+class Numbers(torch.utils.data.IterableDataset[Any]):
+    """Each from one worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = fastload.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, 20, step))
+
+
 class Nested(zoo.Quick):
     """Each sample is read through a loader of its own."""
 
@@ -184,7 +193,7 @@ SERVED = SHUFFLED | {"num_workers": 1, "multiprocessing_context": "forkserver"}
 ON_DEVICE = {"device": "cpu", "device_transform": list, "batch_size": zoo.BATCH}
 BATCHES: dict[str, Any] = {"batch_size": zoo.BATCH}
 CHANNELS_LAST = {"batch_size": zoo.BATCH, "memory_format": torch.channels_last}
-STREAM, WORDS = datasets.Stream(sharded=True), [str(number) for number in range(40)]
+STREAM, WORDS = Numbers(), [str(number) for number in range(40)]
 # The class, the dataset, settings; the batches of an epoch; and a stage of the report, or the name of one.
 LOADED: list[tuple[str, Any, dict[str, Any], int, str]] = [
     *((kind, zoo.SlowTransform(), SHUFFLED, 24, "SlowBlur") for kind in LOADERS),
@@ -515,7 +524,7 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
 
 
 def test_a_report_and_a_trace(tmp_path: Path) -> None:
-    """Plain values, text with the verdict, complete events; a busy machine is told of if no CPU was free."""
+    """Plain values, text with the verdict, and complete events."""
     with fastload.profile() as profile:
         batches(make("torch", zoo.SlowTransform(), 0))
     report = profile.report()
@@ -528,10 +537,16 @@ def test_a_report_and_a_trace(tmp_path: Path) -> None:
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert names.count("waiting for data") == names.count("making a batch") == 24
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-    for busy_share, is_told in ((0.97, True), (0.5, False), (None, False)):
-        profile._timelines[0].machine = Machine(2, busy_share, 0.6)
-        notes = str(profile.report()).partition("Note: ")[2]
-        assert ("60% of them with other processes" in notes) == is_told
+
+
+@pytest.mark.parametrize(("busy_share", "is_told"), [(0.97, True), (0.5, False), (None, False)])
+def test_a_busy_machine_is_told(busy_share: float | None, is_told: bool) -> None:
+    """If no CPU was free, with the share of other processes."""
+    with fastload.profile() as profile:
+        batches(make("torch", zoo.Quick(), 0))
+    profile._timelines[0].machine = Machine(2, busy_share, 0.6)
+    notes = str(profile.report()).partition("Note: ")[2]
+    assert ("60% of them with other processes" in notes) == is_told
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
