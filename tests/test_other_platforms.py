@@ -52,16 +52,11 @@ SHARED_CACHES = OWN_WORKERS | {
 }
 
 _SHARED = """
-import errno, json, logging, mmap, os, select, signal, socket, sys, tempfile
+import errno, json, mmap, os, select, signal, socket, sys, tempfile
 import lmdb, psutil, torch.utils.data
-from tests.kit.faults import hide_proc, refuse
+from tests.kit.faults import hide_proc, log_lines, refuse
 
-class Lines(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-
-lines = []
-logging.getLogger("fastload").addHandler(Lines())
+lines = log_lines()
 
 def lacks(module, *names):
     for name in names:

@@ -13,20 +13,56 @@ from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
 class BrokenImages(Images):
-    """Some files cannot be read."""
+    """Images; those of `bad` cannot be read, Ctrl-C comes at `stop`, and `shift` is added to each pixel.
 
-    def __init__(self, num_samples: int = 20, *, bad: Sequence[int] = ()) -> None:
+    Args:
+        num_samples: Its length.
+        bad: Indices of unreadable samples.
+        stop: The index whose reader is interrupted.
+        version: What fingerprint() gives.
+        shift: 1 for images of the same shapes that are all different.
+    """
+
+    def __init__(
+        self, num_samples: int = 20, *, bad: Any = (), stop: int = -1, version: Any = None, shift: int = 0
+    ) -> None:
         super().__init__(num_samples)
-        self.bad = bad
+        self.bad, self.stop, self.version, self.shift = sorted(bad), stop, version, shift
 
     def sample(self, index: int) -> Any:
+        if index == self.stop:
+            raise KeyboardInterrupt
         if index in self.bad:
             raise ImageReadError(f"{index}.jpg", "it is broken")
+        image, label = super().sample(index)
+        return image + self.shift, label
+
+    def fingerprint(self) -> Any:
+        return self.version
+
+
+class Calling(Images):
+    """Calls a function when it reads one sample for the first time.
+
+    Args:
+        num_samples: Its length.
+        at: Index of the sample.
+        call: The function.
+    """
+
+    def __init__(self, num_samples: int, at: int, call: Callable[[], Any]) -> None:
+        super().__init__(num_samples)
+        self.at, self.call = at, call
+
+    def sample(self, index: int) -> Any:
+        if index == self.at:
+            self.at = -1
+            self.call()
         return super().sample(index)
 
 
@@ -38,35 +74,14 @@ class OddError(Exception):
         self.number = number
 
 
-class OddlyBroken(Images):
-    """Raises, at one index, what does not survive the way from a worker."""
-
-    def sample(self, index: int) -> Any:
-        if index == 7:
-            raise OddError("an odd picture", 7)
-        return super().sample(index)
+def odd() -> None:
+    """Raises what does not survive the way from a worker."""
+    raise OddError("an odd picture", 7)
 
 
-class Dying(Images):
-    """Ends the process that reads one of its samples."""
-
-    def sample(self, index: int) -> Any:
-        if index == 7:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().sample(index)
-
-
-class Stopping(BrokenImages):
-    """Images whose reader is interrupted at one sample, as by Ctrl-C."""
-
-    def __init__(self, num_samples: int, stop: int, **options: Any) -> None:
-        super().__init__(num_samples, **options)
-        self.stop = stop
-
-    def sample(self, index: int) -> Any:
-        if index == self.stop:
-            raise KeyboardInterrupt
-        return super().sample(index)
+def die() -> None:
+    """Ends its process."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.ram import owners
 from tests.cache.zoo import Images
+from tests.images.test_encoded import noise
 from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
@@ -29,6 +32,20 @@ def path(tmp_path: Path) -> Path:
     """A finished cache of 20 images."""
     build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve JPEGs of two classes, of different sizes; some of them are turned by EXIF."""
+    root = tmp_path_factory.mktemp("photos")
+    for index in range(12):
+        folder = root / ("even", "odd")[index % 2]
+        folder.mkdir(exist_ok=True)
+        exif = Image.Exif()
+        exif[0x0112] = index % 9 or 1
+        pixels = np.roll(noise(80 + index, 130 - index), 5 * index, axis=1)
+        Image.fromarray(pixels).save(folder / f"{index:02}.jpg", exif=exif)
+    return root
 
 
 @pytest.fixture

@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 GB = 10**9
 
 
+MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   16000000 kB\n"}
+SELF = "proc/self/cgroup"
+GROUPS = "sys/fs/cgroup"
+
+
 def write(root: Path, files: dict[str, Any]) -> Path:
-    files = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   16000000 kB\n", **files}
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(str(text))
+        path.write_bytes(os.fsencode(str(text)))
     return root
 
 
@@ -53,64 +57,52 @@ def v1(path: str, limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
     ("files", "free_bytes", "limit_bytes"),
     [
         ({}, 16_000_000 * 1024, None),
-        ({"proc/self/cgroup": "0::/job\n", **v2("job", 4 * GB, 3 * GB, GB // 2)}, 3 * GB // 2, 4 * GB),
-        ({"proc/self/cgroup": "0::/a/b\n", **v2("a/b", "max", GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
-        ({"proc/self/cgroup": "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
-        (
-            {"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB), "sys/fs/cgroup/a/memory.high": 3 * GB},
-            2 * GB,
-            3 * GB,
-        ),
-        ({"proc/self/cgroup": "0::/docker/abc\n", **v2("", 4 * GB, GB)}, 3 * GB, 4 * GB),
+        ({SELF: "0::/job\n", **v2("job", 4 * GB, 3 * GB, GB // 2)}, 3 * GB // 2, 4 * GB),
+        ({SELF: "0::/a/b\n", **v2("a/b", "max", GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
+        ({SELF: "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
+        ({SELF: "0::/a\n", **v2("a", "max", GB), f"{GROUPS}/a/memory.high": 3 * GB}, 2 * GB, 3 * GB),
+        ({SELF: "0::/docker/abc\n", **v2("", 4 * GB, GB)}, 3 * GB, 4 * GB),
         (
             {
-                "proc/self/cgroup": "5:cpu:/x\n3:memory,hugetlb:/a/b\n",
+                SELF: "5:cpu:/x\n3:memory,hugetlb:/a/b\n",
                 **v1("a/b", 9223372036854771712, GB),
                 **v1("a", 2 * GB, GB, GB // 4),
             },
-            GB * 5 // 4,
-            2 * GB,
+            *(GB * 5 // 4, 2 * GB),
         ),
-        ({"proc/self/cgroup": "0::/a\n", **v2("a", GB, 2 * GB)}, 0, GB),
-        ({"proc/self/cgroup": "0::/a\n", **v2("a", "max", GB)}, 16_000_000 * 1024, None),
+        ({SELF: "0::/a\n", **v2("a", GB, 2 * GB)}, 0, GB),
+        ({SELF: "0::/a\n", **v2("a", "max", GB)}, 16_000_000 * 1024, None),
+        ({SELF: "0::/job\udcff\n", **v2("job\udcff", 2 * GB, GB)}, GB, 2 * GB),
     ],
-    ids=["none", "own", "ancestor", "both", "memory.high", "container", "version 1", "above it", "no limit"],
+    ids=[
+        *("none", "own", "ancestor", "both", "memory.high", "container", "version 1", "above it", "no limit"),
+        "a name that is not text",
+    ],
 )
 def test_the_tightest_group_limits(
     files: dict[str, Any], free_bytes: int, limit_bytes: int | None, tmp_path: Path
 ) -> None:
     """What is free: MemAvailable, or a limit on the way up less what is used and cannot be given back."""
-    write(tmp_path, files)
+    write(tmp_path, MEMINFO | files)
 
     assert available_bytes(tmp_path) == free_bytes
     assert cgroup_limit_bytes(tmp_path) == limit_bytes
 
 
-def test_a_group_whose_name_is_not_text_limits_all_the_same(tmp_path: Path) -> None:
-    """Names of groups are bytes."""
-    write(tmp_path, v2(os.fsdecode(b"job\xff"), 2 * GB, GB))
-    (tmp_path / "proc/self").mkdir()
-    (tmp_path / "proc/self/cgroup").write_bytes(b"0::/job\xff\n")
+@pytest.mark.parametrize(
+    ("path", "kills"), [("a/b/", 2), ("", 2), ("c/", 0)], ids=["own group", "container", "no count"]
+)
+def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tmp_path: Path) -> None:
+    """In a container whose path is the host's, the group at the mount; without a count there were none."""
+    write(tmp_path, {SELF: "0::/a/b\n", f"{GROUPS}/{path}memory.events": "oom 3\noom_kill 2\n"})
 
-    assert cgroup_limit_bytes(tmp_path) == 2 * GB
-
-
-@pytest.mark.parametrize("path", ["a/b/", ""], ids=["own group", "container"])
-def test_kills_are_counted_in_the_group_of_the_process(tmp_path: Path, path: str) -> None:
-    """In a container whose path is the host's, the group at the mount counts."""
-    files = {"proc/self/cgroup": "0::/a/b\n", f"sys/fs/cgroup/{path}memory.events": "oom 3\noom_kill 2\n"}
-
-    assert oom_kills(write(tmp_path, files)) == 2
-
-
-def test_without_a_count_there_were_no_kills(tmp_path: Path) -> None:
-    """Also on a system without cgroups."""
-    assert oom_kills(tmp_path) == 0
+    assert oom_kills(tmp_path) == kills
+    assert oom_kills(tmp_path / "no such system") == 0
 
 
 def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
     """RLIMIT_AS less what is mapped already; without /proc that is unknown."""
-    write(tmp_path, {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
+    write(tmp_path, MEMINFO | {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
     with limited(resource.RLIMIT_AS, 10 * GB):
         assert available_bytes(tmp_path) == 10 * GB - 1000 * resource.getpagesize()
         (tmp_path / "proc/self/statm").unlink()
@@ -163,24 +155,13 @@ def test_nonsense_is_refused(max_memory: Any) -> None:
 def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other settings are read as `max_memory` of a cache is."""
-    monkeypatch.setattr(budget_module, "available_bytes", lambda: 4000)
-
-    assert parse_prefetch_memory("auto") == 1000
-    assert parse_prefetch_memory("3kB") == 3000
-    assert parse_prefetch_memory(77) == 77
-
-
-def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the kernel's figures takes longer than a small epoch."""
-    readings = iter([4000, 8000])
+    """Read once a second, as it takes longer than a small epoch; others are read as `max_memory` is."""
+    readings, seconds = iter([4000, 8000]), iter([10.0, 10.9, 11.0])
     monkeypatch.setattr(budget_module, "available_bytes", lambda: next(readings))
-    seconds = iter([10.0, 10.9, 11.0])
     monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
 
-    limits = [parse_prefetch_memory("auto") for _ in range(3)]
-
-    assert limits == [1000, 1000, 2000]
+    assert [parse_prefetch_memory("auto") for _ in range(3)] == [1000, 1000, 2000]
+    assert [parse_prefetch_memory(limit) for limit in ("3kB", 77)] == [3000, 77]
 
 
 # --- CPUs ----------------------------------------------------------------------------------------------
@@ -190,17 +171,24 @@ def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.Mon
     ("files", "quota"),
     [
         ({}, None),
-        ({"self": "0::/job\n", "job/cpu.max": "max 100000\n"}, None),
-        ({"self": "0::/job\n", "job/cpu.max": "250000 100000\n"}, 2.5),
-        ({"self": "0::/job/step\n", "job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"}, 2),
-        ({"self": "0::/../elsewhere\n", "cpu.max": "50000 100000\n"}, 0.5),
+        ({SELF: "0::/job\n", f"{GROUPS}/job/cpu.max": "max 100000\n"}, None),
+        ({SELF: "0::/job\n", f"{GROUPS}/job/cpu.max": "250000 100000\n"}, 2.5),
         (
             {
-                "self": "3:cpu,cpuacct:/job\n4:memory:/other\n",
-                "cpu/job/cpu.cfs_quota_us": "300000\n",
-                "cpu/job/cpu.cfs_period_us": "100000\n",
-                "cpu/cpu.cfs_quota_us": "-1\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
+                SELF: "0::/job/step\n",
+                f"{GROUPS}/job/cpu.max": "200000 100000\n",
+                f"{GROUPS}/job/step/cpu.max": "max 100000\n",
+            },
+            2,
+        ),
+        ({SELF: "0::/../elsewhere\n", f"{GROUPS}/cpu.max": "50000 100000\n"}, 0.5),
+        (
+            {
+                SELF: "3:cpu,cpuacct:/job\n4:memory:/other\n",
+                f"{GROUPS}/cpu/job/cpu.cfs_quota_us": "300000\n",
+                f"{GROUPS}/cpu/job/cpu.cfs_period_us": "100000\n",
+                f"{GROUPS}/cpu/cpu.cfs_quota_us": "-1\n",
+                f"{GROUPS}/cpu/cpu.cfs_period_us": "100000\n",
             },
             3,
         ),
@@ -209,55 +197,27 @@ def test_many_loaders_read_the_free_memory_once_a_second(monkeypatch: pytest.Mon
 )
 def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     """Of the group and those above it, in both versions of cgroups."""
-    for name, content in files.items():
-        path = tmp_path / ("proc/self/cgroup" if name == "self" else f"sys/fs/cgroup/{name}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-
-    assert cpus.cpu_quota(tmp_path) == quota
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"), [(None, 8), (100.0, 8), (8.0, 8), (7.1, 8), (2.5, 3), (1.0, 1), (0.2, 1)]
-)
-def test_workers_follow_the_quota(
-    quota: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By default there are as many workers as CPUs that the process may run on, or its quota, rounded up."""
-    monkeypatch.setattr(cpus, "usable_cpus", lambda: 8)
-    monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
-
-    assert processes.choose_workers(None, 1000) == expected
-
-
-def test_the_user_s_number_of_workers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quota bounds the default alone."""
-    monkeypatch.setattr(cpus, "cpu_quota", lambda: 1.0)
-
-    assert processes.choose_workers(5, 1000) == 5
+    assert cpus.cpu_quota(write(tmp_path, files)) == quota
 
 
 @pytest.mark.parametrize(
     ("variables", "usable", "launcher", "quota", "expected"),
     [
-        ({}, 8, 64, None, 8),
+        *(({}, 8, 64, quota, 8) for quota in (None, 100.0, 8.0, 7.1)),
+        *(({}, 8, 64, quota, number) for quota, number in ((2.5, 3), (1.0, 1), (0.2, 1))),
         ({"LOCAL_WORLD_SIZE": "1"}, 8, 64, 2.5, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, 64, 64, None, 8),
         ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 64, 64, None, 21),
-        ({"LOCAL_WORLD_SIZE": "8"}, 8, 64, None, 8),
-        ({"LOCAL_WORLD_SIZE": "8"}, 32, 64, None, 8),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8, 64, None, 8),  # bound to CPUs
+        ({"LOCAL_WORLD_SIZE": "8"}, 32, 64, None, 8),  # bound to a NUMA node
         ({"LOCAL_WORLD_SIZE": "4"}, 64, 64, 16.0, 4),
         ({"LOCAL_WORLD_SIZE": "4"}, 2, 2, None, 1),
         ({"LOCAL_WORLD_SIZE": ""}, 8, 8, None, 8),
         ({"LOCAL_WORLD_SIZE": "many"}, 8, 8, None, 8),
-        ({"LOCAL_WORLD_SIZE": "2"}, 8, None, None, 4),
-    ],
-    ids=[
-        *("no launcher", "one rank", "eight ranks", "three ranks", "bound to CPUs", "bound to a NUMA node"),
-        *("quota", "fewer CPUs than ranks", "empty", "no number", "unknown launcher"),
+        ({"LOCAL_WORLD_SIZE": "2"}, 8, None, None, 4),  # an unknown launcher
     ],
 )
-def test_ranks_of_a_host_share_its_cpus(
+def test_workers_follow_cpus_quotas_and_ranks(
     variables: dict[str, str],
     usable: int,
     launcher: int | None,
@@ -265,7 +225,7 @@ def test_ranks_of_a_host_share_its_cpus(
     expected: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """CPUs that are a rank's alone are not divided again."""
+    """The quota, rounded up, and CPUs that are not a rank's alone are shared; the user's number is taken."""
     for name in cpus.RANKS_OF_HOST:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -281,3 +241,5 @@ def test_ranks_of_a_host_share_its_cpus(
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
 
     assert cpus.rank_cpus() == expected
+    assert variables or processes.choose_workers(None, 1000) == expected
+    assert processes.choose_workers(5, 1000) == 5

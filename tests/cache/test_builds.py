@@ -30,7 +30,7 @@ from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheError, CacheMismatchError, ImageReadError, TooManyFailuresError
 from fastload.files import attempts
-from tests.cache.build_zoo import BrokenImages, Stopping, exit_codes
+from tests.cache.build_zoo import BrokenImages, Calling, exit_codes
 from tests.cache.zoo import Images, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
@@ -39,43 +39,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-class Source(BrokenImages):
-    """Images; those of `bad` cannot be read, Ctrl-C comes at `stop`, and `shift` is added to each pixel."""
-
-    def __init__(
-        self, num_samples: int = 20, *, bad: Any = (), stop: int = -1, version: Any = None, shift: int = 0
-    ) -> None:
-        super().__init__(num_samples, bad=sorted(bad))
-        self.stop, self.version, self.shift = stop, version, shift
-
-    def sample(self, index: int) -> Any:
-        if index == self.stop:
-            raise KeyboardInterrupt
-        image, label = super().sample(index)
-        return image + self.shift, label
-
-    def fingerprint(self) -> Any:
-        return self.version
-
-
-def here(source: Source, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def here(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
     known = fingerprint_of(source)
     return build_lmdb(source, place, shards=shards, num_workers=0, fingerprint=known, **options)
 
 
-def by_shards(source: Source, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def by_shards(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
     known, order = fingerprint_of(source), range(shards)
     for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
         build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
     return join(place, max_errors=options.get("max_errors"))
 
 
-def by_tasks(source: Source, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def by_tasks(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
     with ThreadPoolExecutor(1) as executor:
         return build_on(executor, lambda: source, place, num_cpus=1, shards=shards, **options)
 
 
-def at_url(source: Source, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def at_url(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
     build_at_url(source, place, shards=shards, num_workers=0, fingerprint=fingerprint_of(source), **options)
     return LMDBCache(place)
 
@@ -87,20 +68,21 @@ URL = "faulty://bucket/cache"
 class Builder:
     """One way to build, and its place."""
 
-    def __init__(self, way: str, folder: Path) -> None:
-        self.way, self.folder = way, folder
+    def __init__(self, way: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.way, self.folder, self.patch = way, folder, patch
         self.place = URL if way == "at_url" else str(folder / "cache")
         self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
 
-    def __call__(self, source: Source, **options: Any) -> LMDBCache:
+    def __call__(self, source: BrokenImages, **options: Any) -> LMDBCache:
         cache = WAYS[self.way](source, self.place, progress=False, **options)
         cache.close()
         return LMDBCache(self.place)
 
-    def stopped(self, **options: Any) -> None:
-        """Leave an unfinished build: the first two of three shards are finished."""
-        with pytest.raises(KeyboardInterrupt):
-            self(Source(stop=15, **options), on_error="skip")
+    def stopped(self, **options: Any) -> list[str]:
+        """Leave an unfinished build: the first two of three shards are finished; gives the error's notes."""
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self(BrokenImages(stop=15, **options), on_error="skip")
+        return getattr(caught.value, "__notes__", [])
 
     def content(self) -> dict[str, bytes]:
         """All files, but those of local copies, by their paths."""
@@ -130,7 +112,7 @@ def builder_in(folder: Path, way: str) -> Iterator[Builder]:
         patch.setattr(attempts, "_sleep", lambda _: None)
         register()
         FaultyFileSystem.reset()
-        yield Builder(way, folder)
+        yield Builder(way, folder, patch)
         FaultyFileSystem.reset()
 
 
@@ -143,6 +125,8 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 @pytest.mark.slow
 @given(
     st.sampled_from([*WAYS]),
+    st.sampled_from(["raw", "png"]),
+    st.integers(1, 9000),
     st.integers(0, 13),
     st.integers(1, 6),
     st.sets(st.integers(1, 12), max_size=3),
@@ -151,22 +135,30 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 )
 @settings(max_examples=50)
 def test_any_stops_and_faults_give_the_readable_samples(
-    way: str, num_samples: int, shards: int, stops: set[int], bad: set[int], faults: list[Any]
+    way: str,
+    codec: str,
+    commit_bytes: int,
+    num_samples: int,
+    shards: int,
+    stops: set[int],
+    bad: set[int],
+    faults: list[Any],
 ) -> None:
     """Builds that end early and are run again, in any order of shards, give every readable sample."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards}
+    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards, "codec": codec}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
+        build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
         FaultyFileSystem.faults[".lmdb"] = faults
         for stop in sorted(stops - bad):
             if stop < num_samples:
                 with contextlib.suppress(KeyboardInterrupt):  # its shard is finished, maybe
-                    build(Source(num_samples, stop=stop, bad=bad), **options)
-        cache = build(Source(num_samples, bad=bad), **options)
+                    build(BrokenImages(num_samples, stop=stop, bad=bad), **options)
+        cache = build(BrokenImages(num_samples, bad=bad), **options)
 
         assert [index for index in range(num_samples) if index not in cache] == sorted(bad)
         for index in range(num_samples):
-            assert_same_samples(cache.get(index), None if index in bad else Source().sample(index))
+            assert_same_samples(cache.get(index), None if index in bad else BrokenImages().sample(index))
         assert cache.verify() == []
         assert build.reported() == sorted(bad)
         assert not [path for path in build.content() if ".partial" in path]
@@ -176,9 +168,8 @@ def test_any_stops_and_faults_give_the_readable_samples(
 @pytest.mark.parametrize("version", [None, "1"])
 def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
-    builder(Source(version=version))
-    before, again = builder.content(), Source(version=version)
-
+    builder(BrokenImages(version=version))
+    before, again = builder.content(), BrokenImages(version=version)
     assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
     assert builder.content() == before
     if builder.way in ("here", "by_shards"):
@@ -187,40 +178,40 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
         assert sum(again.reads) == 1
 
 
-def test_finished_shards_are_not_read_again(builder: Builder) -> None:
-    """A build goes on with those that are missing, but for samples that it compares."""
-    builder.stopped()
-    again = Source()
-
-    assert builder(again).verify() == []
-    assert again.reads[1:9] + again.reads[10:13] == [0] * 11
-    assert min(again.reads[13:]) == 1
-
-
-@pytest.mark.parametrize("way", ["by_shards", "by_tasks"])
-def test_one_way_goes_on_with_what_another_began(way: str, tmp_path: Path) -> None:
-    """Shards that one process has finished are not built again."""
-    with builder_in(tmp_path, "here") as here, builder_in(tmp_path, way) as other:
-        here.stopped()
-        again = Source()
-
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*((way, way) for way in WAYS), ("here", "by_shards"), ("here", "by_tasks"), ("by_shards", "here")],
+)
+def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: Path) -> None:
+    """A build goes on with those that are missing, but for samples that it compares, whoever began it."""
+    with builder_in(tmp_path, first) as one, builder_in(tmp_path, second) as other:
+        assert f"Finished shards are kept at {one.files.rstrip('/')}: build again to resume" in one.stopped()
+        again = BrokenImages()
         assert other(again).verify() == []
-        assert again.reads[1:9] == [0] * 8
+        assert again.reads[1:9] + again.reads[10:13] == [0] * 11
+        assert min(again.reads[13:]) == 1
 
 
-DIFFERENCES: list[tuple[Source, dict[str, Any], str]] = [
-    (Source(21, version="1"), {}, "number of samples is 21 here and 20 there"),
-    (Source(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
-    (Source(version="1"), {"codec": "png"}, "codec is png here and raw there"),
-    (Source(version="2"), {}, '"2" here and "1" there'),
-    (Source(shift=1), {}, "content of sample 0 is"),
+def test_interrupt_in_the_first_shard_leaves_nothing(tmp_path: Path) -> None:
+    """There is nothing to resume, and nothing in the way of another build."""
+    with pytest.raises(KeyboardInterrupt):
+        here(BrokenImages(stop=4), str(tmp_path / "cache"))
+    assert os.listdir(tmp_path) == []
+
+
+DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
+    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
+    (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
+    (BrokenImages(version="2"), {}, '"2" here and "1" there'),
+    (BrokenImages(shift=1), {}, "content of sample 0 is"),
 ]
 
 
 @pytest.mark.parametrize("state", ["finished", "unfinished"])
 def test_a_build_of_other_samples_or_settings_is_refused(state: str, builder: Builder) -> None:
     """The error says what differs and what to do, and nothing is changed."""
-    builder(Source(version="1")) if state == "finished" else builder.stopped(version="1")
+    builder(BrokenImages(version="1")) if state == "finished" else builder.stopped(version="1")
     before = builder.content()
     for source, options, said in DIFFERENCES:
         with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|use a different URL)"):
@@ -232,24 +223,16 @@ def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
     """It is never replaced: it may be that of another release, which is at work elsewhere."""
     builder.stopped()
     good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
-    changes = (
-        (b'"num_samples": 20', b'"num_samples": -20'),
-        (b'"codec"', b'"coder"'),
-        (b'"version": 1', b'"version": 9'),
-    )
-    damaged = [
-        b"",
-        b"[]",
-        b"{}",
-        b"[" * 100_000,
-        b'{"version": 1, "plan": 5}',
-        *(good.replace(*c) for c in changes),
-    ]
-    for data in damaged:
+    for data in (
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 1, "plan": 5}'),
+        good.replace(b'"num_samples": 20', b'"num_samples": -20'),
+        good.replace(b'"codec"', b'"coder"'),
+        good.replace(b'"version": 1', b'"version": 9'),
+    ):
         builder.plan(data)
         before = builder.content()
         with pytest.raises(CacheError, match=rf"{builder.place}.*(plan\.json is damaged|format 9)"):
-            builder(Source())
+            builder(BrokenImages())
         assert builder.content() == before
 
 
@@ -257,10 +240,9 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
     """The error names the sample and what is kept; finished shards are not built again."""
     kind = CacheError if builder.way == "by_tasks" else ImageReadError
     with pytest.raises(kind, match=r"14\.jpg") as caught:
-        builder(Source(bad=[14]))
+        builder(BrokenImages(bad=[14]))
     said = "\n".join([str(caught.value), *caught.value.__notes__])
-    again = Source(bad=[14])
-
+    again = BrokenImages(bad=[14])
     assert "in sample 14 of the dataset" in said
     assert 'on_error="skip"' in said
     assert f"Finished shards are kept at {builder.files.rstrip('/')}" in said
@@ -271,21 +253,18 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
 def test_left_out_samples_are_refused_where_none_may_be_left_out(builder: Builder) -> None:
     """Whoever wants all samples does not get a cache without some."""
     builder.stopped(bad=[3])
-
     with pytest.raises(CacheError, match="leaves out 1 samples"):
-        builder(Source())
-    assert builder(Source(bad=[3]), on_error="skip").num_cached == 19
+        builder(BrokenImages())
 
 
 def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
     """One sample of each shard is left out, and two may be; a larger limit finishes the build."""
     options: dict[str, Any] = {"on_error": "skip"}
     with pytest.raises(TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
-        builder(Source(bad=[1, 8, 19]), max_errors=2, **options)
+        builder(BrokenImages(bad=[1, 8, 19]), max_errors=2, **options)
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
-
-    assert builder(Source(bad=[1, 8, 19]), max_errors=0.15, **options).num_cached == 17
+    assert builder(BrokenImages(bad=[1, 8, 19]), max_errors=0.15, **options).num_cached == 17
 
 
 @pytest.mark.parametrize(
@@ -309,9 +288,9 @@ def test_a_full_disk_is_an_error_whichever_call_meets_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refuse)
         with pytest.raises(CacheError, match=r"cannot write .*No space left"):
-            builder(Source(bad=[3]), on_error="skip")
+            builder(BrokenImages(bad=[3]), on_error="skip")
 
-    assert builder(Source(bad=[3]), on_error="skip").num_cached == 19
+    assert builder(BrokenImages(bad=[3]), on_error="skip").num_cached == 19
     assert not [path for path in builder.content() if ".partial" in path]
 
 
@@ -332,10 +311,10 @@ def test_a_finished_shard_that_is_damaged_is_built_again(
         shard.write_bytes(shard.read_bytes()[:-5])
     else:
         (tmp_path / "other").mkdir()
-        other = Builder("here", tmp_path / "other")
+        other = Builder("here", tmp_path / "other", builder.patch)
         other.stopped(bad=[3])
         shard.write_bytes(Path(other.files, shard.name).read_bytes())
-    again = Source(bad=[3])
+    again = BrokenImages(bad=[3])
 
     cache = builder(again, on_error="skip")
 
@@ -406,35 +385,41 @@ def count_calls(path: Path, settings: Mapping[str, Any]) -> int:
     return (1 << 40) - counter.calls
 
 
-cases = pytest.mark.parametrize(
-    ("number", "seed"),
-    [
-        pytest.param(number, seed, marks=[pytest.mark.slow, *([pytest.mark.thorough] if seed else [])])
-        for seed in range(4)
-        for number in range(len(SETTINGS))
-    ],
-)
-
-
-@cases
-def test_killed_at_random_points(
-    number: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["before a call", "in a write"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_a_build_that_was_killed_is_completed_by_the_next(
+    number: int, seed: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed before any of its calls, a build leaves what the next completes."""
+    """Before any call of the cache's code, or in LMDB's own writes, which may be cut short at any size."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
-    settings = SETTINGS[number]
+    settings, chance = SETTINGS[number], random.Random(10 * number + seed)
     total = count_calls(tmp_path / "counted", settings)
-    chance = random.Random(10 * number + seed)
     for turn in range(6):
         path = tmp_path / f"cache{turn}"
         # Now and then right at the end, where files are renamed and removed.
         at = total - chance.randrange(5, 60) if turn % 3 == 0 else chance.randrange(total)
 
-        def builder(path: Path = path, at: int = at) -> None:
-            sys.setprofile(Countdown(at))
-            build(dataset_for(settings), path, settings)
+        def killed(path: Path = path, at: int = at, turn: int = turn) -> None:
+            if way == "before a call":
+                sys.setprofile(Countdown(at))
+                build(dataset_for(settings), path, settings)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL if turn % 2 else signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 * at, 64 * at))
+            try:
+                build(dataset_for(settings), path, settings)
+            except CacheError as error:  # what the system cuts short, LMDB reports
+                said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+                is_kept = Path(f"{path}.partial/plan.json").exists()
+                assert "cannot write the cache" in said
+                assert "`ulimit -f`" in said
+                assert ("build again to resume" in said) == is_kept
 
-        assert exit_codes(builder) == [-signal.SIGKILL], f"turn {turn}, call {at} of {total}"
+        code = exit_codes(killed)[0]
+        expected = [-signal.SIGKILL] if way == "before a call" else [0, -signal.SIGXFSZ]
+        assert code in expected, f"turn {turn}, call {at} of {total}"
         dataset = dataset_for(settings)
         check(dataset, build(dataset, path, settings))
         # Killed at its very end, a build leaves small files that are in nobody's way.
@@ -443,60 +428,26 @@ def test_killed_at_random_points(
         assert left - {f"cache{turn}.partial"} <= known, f"turn {turn}, call {at} of {total}"
 
 
-@cases
-def test_killed_in_the_middle_of_a_write(
-    number: int, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Cut short or killed within LMDB's own writes, at any size of the file, a build can be gone on with."""
-    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
-    settings = SETTINGS[number]
-    chance = random.Random(10 * number + seed)
-    for turn in range(3):
-        path = tmp_path / f"cache{turn}"
-        limit = chance.randrange(4096, 60_000)
-
-        def builder(path: Path = path, limit: int = limit) -> None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-            with contextlib.suppress(CacheError):  # what the system cuts short, LMDB reports
-                build(dataset_for(settings), path, settings)
-
-        assert exit_codes(builder)[0] in (0, -signal.SIGXFSZ)
-        dataset = dataset_for(settings)
-        check(dataset, build(dataset, path, settings))
-
-
-class Telling(Images):
-    """Tells when a worker reads sample 300."""
-
-    def __init__(self, pipe: Any = None) -> None:
-        super().__init__(400)
-        self.pipe = pipe
-
-    def sample(self, index: int) -> Any:
-        if index == 300 and self.pipe is not None:
-            self.pipe.send_bytes(b"300")
-            signal.pause()
-        return super().sample(index)
-
-
 @pytest.mark.usefixtures("needs_lmdb")
 def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder that is killed while its workers live is followed at once: they hold no lock."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
-    path = tmp_path / "cache"
-    context = multiprocessing.get_context("fork")
+    context, path = multiprocessing.get_context("fork"), tmp_path / "cache"
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=build_lmdb, args=(Telling(sender), path), kwargs={"num_workers": 2})
+
+    def tell() -> None:
+        sender.send_bytes(b"300")
+        signal.pause()
+
+    telling = Calling(400, 300, tell)
+    child = context.Process(target=build_lmdb, args=(telling, path), kwargs={"num_workers": 2})
     child.start()
     receiver.recv_bytes()
     workers = psutil.Process(child.pid).children()
     child.kill()
     child.join()
     try:
-        dataset = Telling()
-        check(dataset, build(dataset, path, {}))
+        check(Images(400), build(Images(400), path, {}))
     finally:
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -504,27 +455,3 @@ def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.Mon
         child.close()
         receiver.close()
         sender.close()
-
-
-# --- stopped ---------------------------------------------------------------------------------------------
-
-
-def test_interrupt_keeps_finished_shards(tmp_path: Path) -> None:
-    """After Ctrl-C a note on the error says what is kept and how to go on."""
-    with pytest.raises(KeyboardInterrupt) as caught:
-        build(Stopping(40, 9), tmp_path / "cache", {"shards": 8})
-    dataset = Images(40)
-    cache = build(dataset, tmp_path / "cache", {})
-
-    kept = f"Finished shards are kept at {tmp_path}/cache.partial: build again to resume"
-    assert caught.value.__notes__ == [kept]
-    check(dataset, cache)
-    assert dataset.reads == [1] + [0] * 4 + [1] * 35
-
-
-def test_interrupt_in_the_first_shard_leaves_nothing(tmp_path: Path) -> None:
-    """There is nothing to resume, and nothing in the way of another build."""
-    with pytest.raises(KeyboardInterrupt):
-        build(Stopping(40, 9), tmp_path / "cache", {})
-
-    assert os.listdir(tmp_path) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import albumentations as A
 import numpy as np
@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.dataset import CachedDataset
+from fastload.cache.dataset import CachedDataset, CacheInfo
+from fastload.cache.encoded import decode_images, encoded_source
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import main
 from fastload.errors import CacheMismatchError, ImageReadError
@@ -24,6 +25,7 @@ from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
 from fastload.images.jpeg import parse_jpeg
 from fastload.images.restarts import has_restarts
+from tests.cache.zoo import Files, Made
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 
@@ -45,20 +47,7 @@ CACHES: dict[str, Any] = {
     "lmdb": "lmdb",
     "ram over lmdb": "lmdb",
 }
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve JPEGs of two classes, of different sizes; some of them are turned by EXIF."""
-    root = tmp_path_factory.mktemp("photos")
-    for index in range(NUM_IMAGES):
-        folder = root / ("even", "odd")[index % 2]
-        folder.mkdir(exist_ok=True)
-        exif = Image.Exif()
-        exif[0x0112] = index % 9 or 1
-        pixels = np.roll(noise(80 + index, 130 - index), 5 * index, axis=1)
-        Image.fromarray(pixels).save(folder / f"{index:02}.jpg", exif=exif)
-    return root
+CENTRE = A.Compose([A.CenterCrop(SIDE, SIDE)])
 
 
 def pipeline() -> Any:
@@ -71,21 +60,21 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
     if cache == "lmdb":
         path = tmp_path / "source.lmdb"
         if not path.exists():
-            encoded = fastload.cache.encoded.encoded_source(dataset)
-            build_lmdb(encoded, path, codec="source", num_workers=0).close()
+            build_lmdb(encoded_source(dataset), path, codec="source", num_workers=0).close()
         return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
     max_memory = SMALL_BUDGET if name == "part of both" else 1 << 24
     return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
 
 
-def batches_of(dataset: Any, **options: Any) -> list[Any]:
+def batches_of(dataset: Any, *, loader_class: Any = fastload.DataLoader, **options: Any) -> list[Any]:
     """Two shuffled epochs."""
+    if loader_class is fastload.DataLoader:
+        options["rng"] = "sample"
     generator = torch.Generator().manual_seed(3)
-    loader = fastload.DataLoader(
-        dataset, batch_size=5, shuffle=True, rng="sample", generator=generator, **options
-    )
-    with loader:
-        return [[part.clone() for part in batch] for _ in range(2) for batch in loader]
+    loader = loader_class(dataset, batch_size=5, shuffle=True, generator=generator, **options)
+    found = [[part.clone() for part in batch] for _ in range(2) for batch in loader]
+    del loader
+    return found
 
 
 def assert_same_batches(found: list[Any], expected: list[Any]) -> None:
@@ -94,10 +83,13 @@ def assert_same_batches(found: list[Any], expected: list[Any]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+PERSISTENT = {"num_workers": 1, "persistent_workers": True}
 WAYS: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
     "fork": {"num_workers": 2, "multiprocessing_context": "fork"},
     "threads": {"num_workers": 2, "worker_type": "thread"},
+    "forkserver": {**PERSISTENT, "multiprocessing_context": "forkserver"},
+    "torch's": {**PERSISTENT, "multiprocessing_context": "fork", "loader_class": tud.DataLoader},
 }
 
 
@@ -105,82 +97,25 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *(
-            ("ram", "no workers"),
-            ("ram-encoded", "fork"),
-            ("ram-encoded", "forkserver"),
-            ("none", "forkserver"),
-        ),
-        *(("both", "no workers"), ("part of both", "threads"), ("part of both", "fork"), ("lmdb", "threads")),
+        *(("ram", "no workers"), ("ram-encoded", "fork"), ("ram-encoded", "forkserver")),
+        *(("none", "forkserver"), ("both", "no workers"), ("part of both", "threads")),
+        *(("part of both", "fork"), ("part of both", "torch's"), ("lmdb", "threads")),
         *(("lmdb", "no workers"), ("ram over lmdb", "fork")),
     ],
 )
 def test_every_cache_gives_the_same_batches(name: str, way: str, photos: Path, tmp_path: Path) -> None:
-    """Two shuffled epochs are those of a cache of decoded images, without workers and in all of them."""
-    options = WAYS.get(way, {"num_workers": 1, "multiprocessing_context": way, "persistent_workers": True})
-    decoded = CachedDataset(ImageFolder(photos), pipeline(), cache="ram")
+    """Two shuffled epochs are those of a cache of decoded images, in all workers and in torch's loader."""
+    transform = CENTRE if way == "torch's" else pipeline()
+    decoded = CachedDataset(ImageFolder(photos), transform, cache="ram")
     # Persistent workers too: as in torch, the second epoch then has another order than without workers.
-    forked = {**options, "multiprocessing_context": "fork"}
-    expected = batches_of(decoded, **({"num_workers": 0} if way in WAYS else forked))
+    persistent = {**PERSISTENT, "multiprocessing_context": "fork"}
+    expected = batches_of(decoded, **(persistent if "persistent_workers" in WAYS[way] else {}))
+    dataset = opened(name, ImageFolder(photos), transform, tmp_path)
 
-    assert_same_batches(
-        batches_of(opened(name, ImageFolder(photos), pipeline(), tmp_path), **options), expected
-    )
-
-
-def test_torchs_loader(photos: Path, tmp_path: Path) -> None:
-    """Torch's own DataLoader reads these datasets, with persistent workers."""
-    fixed = A.Compose([A.CenterCrop(SIDE, SIDE)])
-    ds = opened("part of both", ImageFolder(photos), fixed, tmp_path)
-    folder = ImageFolder(photos)
-    loader = tud.DataLoader(
-        ds, batch_size=4, num_workers=2, persistent_workers=True, multiprocessing_context="fork"
-    )
-    for _ in range(2):
-        images = torch.cat([batch[0] for batch in loader])
-        for index in range(NUM_IMAGES):
-            np.testing.assert_array_equal(images[index], fixed(image=folder[index][0])["image"])
-    del loader
+    assert_same_batches(batches_of(dataset, **WAYS[way]), expected)
 
 
 # --- datasets of users -----------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    image: Any
-    label: int
-
-
-class Own:
-    """Undecoded images of a folder in samples of one form.
-
-    Args:
-        root: Of the folder.
-        form: The name of the form.
-        is_decoded: Whether images are decoded instead.
-    """
-
-    def __init__(self, root: Path, form: str, *, is_decoded: bool = False) -> None:
-        self.folder = ImageFolder(root)
-        self.form = form
-        self.is_decoded = is_decoded
-
-    def __len__(self) -> int:
-        return len(self.folder)
-
-    def __getitem__(self, index: int) -> Any:
-        path, label = self.folder.samples[index]
-        image: Any = EncodedImage(path)
-        if self.is_decoded:
-            image = image.decode()
-        return {
-            "alone": lambda: image,
-            "tuple": lambda: (image, label, "text"),
-            "list": lambda: [image, label],
-            "namedtuple": lambda: Pair(image, label),
-            "dict": lambda: {"image": image, "mask": image, "label": label},
-            "nested": lambda: {"image": image, "more": [{"again": (image, label)}]},
-        }[self.form]()
 
 
 @pytest.mark.parametrize(
@@ -192,11 +127,10 @@ class Own:
 )
 def test_samples_of_every_form(form: str, name: str, photos: Path, tmp_path: Path) -> None:
     """EncodedImage values anywhere in a sample are decoded, with and without a transform."""
-    decoded = Own(photos, form, is_decoded=True)
-    plain = opened(name, Own(photos, form), None, tmp_path)
-    transform = A.Compose([A.CenterCrop(SIDE, SIDE)])
-    cropped = opened(name, Own(photos, form), transform, tmp_path)
-    expected = CachedDataset(decoded, transform)
+    decoded = Files(photos, form, is_decoded=True)
+    plain = opened(name, Files(photos, form), None, tmp_path)
+    cropped = opened(name, Files(photos, form), CENTRE, tmp_path)
+    expected = CachedDataset(decoded, CENTRE)
     for _ in range(2):
         for index in (0, 3, NUM_IMAGES - 1):
             assert_same_samples(plain[index], decoded[index])
@@ -218,54 +152,51 @@ class Undecoded(ImageFolder):
         return self.encoded(index)
 
 
-def test_a_subclass_with_samples_of_its_own(photos: Path) -> None:
-    """A subclass of ImageFolder that overrides only __getitem__ is read through __getitem__."""
-    dataset = Relabelled(photos)
-    assert_same_samples(CachedDataset(dataset, cache=None)[3], dataset[3])
-    with pytest.raises(ValueError, match="needs samples with undecoded images, but Relabelled"):
-        CachedDataset(dataset, cache="ram-encoded")
-
-
-@pytest.mark.parametrize("name", ["ram-encoded", "none"])
-def test_subsets_and_chains(name: str, photos: Path, tmp_path: Path) -> None:
-    """Torch's Subset and ConcatDataset of ImageFolder give undecoded images, too; so may a subclass of it."""
-    folder = ImageFolder(photos)
-    subset = tud.Subset(tud.Subset(folder, range(1, 9)), [5, 2, 0])
-    for dataset in (subset, tud.ConcatDataset([folder] * 2)):
-        ds = opened(name, dataset, None, tmp_path)
+@pytest.mark.parametrize(
+    ("make", "is_encoded"),
+    [
+        (lambda folder: tud.Subset(tud.Subset(folder, range(1, 9)), [5, 2, 0]), True),
+        (lambda folder: tud.ConcatDataset([folder] * 2), True),
+        (lambda folder: Undecoded(folder.root), True),
+        (lambda folder: Relabelled(folder.root), False),
+        (lambda folder: CachedDataset(folder, CENTRE, cache="ram-encoded"), False),
+    ],
+    ids=["subset", "chain", "undecoded", "relabelled", "cache"],
+)
+def test_datasets_over_folders(make: Any, is_encoded: bool, photos: Path) -> None:
+    """Torch's wrappers give undecoded images, too; a subclass or a cache is read by its own __getitem__."""
+    dataset = make(ImageFolder(photos))
+    for cache in ("ram-encoded", None):
+        if cache is not None and not is_encoded:
+            with pytest.raises(ValueError, match=r"needs samples with undecoded images, but [RC]"):
+                CachedDataset(dataset, cache=cache)
+            continue
+        ds = CachedDataset(dataset, cache=cache)
         for index in range(len(dataset)):
-            assert_same_samples(ds[index], dataset[index])
-    assert_same_samples(opened(name, Undecoded(photos), None, tmp_path)[3], folder[3])
-
-
-def test_a_cache_of_a_cache(photos: Path) -> None:
-    """A CachedDataset over another one caches its decoded samples."""
-    inner = CachedDataset(ImageFolder(photos), A.Compose([A.CenterCrop(SIDE, SIDE)]), cache="ram-encoded")
-    outer = CachedDataset(inner)
-
-    assert_same_samples(outer[4], inner[4])
-    with pytest.raises(ValueError, match="needs samples with undecoded images, but CachedDataset"):
-        CachedDataset(inner, cache="ram-encoded")
+            assert_same_samples(ds[index], decode_images(dataset[index]))
 
 
 # --- the caches ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", [None, "photos-1"])
-def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path) -> None:
-    """Decoded and undecoded caches of one dataset are found by equal caches, and only by them."""
+def test_caches_of_one_dataset_are_never_mistaken(
+    key: str | None, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoded and undecoded ones are found by equal caches alone, under other spellings of the path too."""
+    kinds = {"ram": np.ndarray, "ram-encoded": EncodedImage}
     folder = ImageFolder(photos)
-    decoded, encoded = (CachedDataset(folder, cache_key=key, cache=cache) for cache in ("ram", "ram-encoded"))
-    decoded.fill(0, progress=False), encoded.fill(0, progress=False)
-    again = CachedDataset(folder, cache_key=key, cache="ram-encoded")
-    decoded_again = CachedDataset(folder, cache_key=key, cache="ram")
+    first = [CachedDataset(folder, cache_key=key, cache=cache) for cache in kinds]
+    assert [ds.fill(0, progress=False).num_cached for ds in first] == [NUM_IMAGES] * 2
+    monkeypatch.chdir(photos.parent)
+    for again in (folder, ImageFolder(photos.name)):
+        for cache, kind in kinds.items():
+            ds = CachedDataset(again, cache_key=key, cache=cache)
+            assert ds.cache_info().num_cached == NUM_IMAGES
+            assert type(ds._view(5)[0]) is kind
+            assert_same_samples(ds[5], folder[5])
     both = CachedDataset(folder, cache_key=key, cache=["ram", "ram-encoded"])
-
-    assert again.cache_info().num_cached == decoded_again.cache_info().num_cached == NUM_IMAGES
-    for ds in (decoded, encoded, again, decoded_again, both):
-        assert_same_samples(ds[5], folder[5])
-    assert type(again._view(5)[0]) is EncodedImage
-    assert type(decoded_again._view(5)[0]) is np.ndarray
+    assert_same_samples(both[5], folder[5])
 
 
 def test_a_part_is_kept_decoded(photos: Path) -> None:
@@ -287,7 +218,7 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
 
 
 def test_without_a_cache(tmp_path: Path) -> None:
-    """cache=None stores nothing, and reads a file again after it was changed."""
+    """Nothing is stored: files are read again, any type is taken, and held arrays stay as they are."""
     (tmp_path / "a").mkdir()
     Image.new("L", (7, 5), 10).save(tmp_path / "a" / "0.png")
     ds = CachedDataset(ImageFolder(tmp_path), cache=None)
@@ -295,44 +226,54 @@ def test_without_a_cache(tmp_path: Path) -> None:
     Image.new("L", (7, 5), 20).save(tmp_path / "a" / "0.png")
 
     assert (before, ds[0][0].max()) == (10, 20)
-    assert ds.fill(progress=False) == fastload.cache.CacheInfo(1, 0, 0, None, "none")
+    assert ds.fill(progress=False) == CacheInfo(1, 0, 0, None, "none")
     assert "every access reads the dataset" in ds.explain()
 
-
-class RandomOwn(Own):
-    """A random label."""
-
-    def __getitem__(self, index: int) -> Any:
-        return super().__getitem__(index)[0], random.random(), float(np.random.rand())
-
-
-def test_random_datasets_without_a_cache(photos: Path) -> None:
-    """With cache=None a dataset may be random, and draws from the generators as without fastload."""
-    dataset = RandomOwn(photos, "tuple")
-    ds = CachedDataset(dataset, cache=None)
+    source = Made(lambda i: (Image.new("RGB", (8, 6), (i, 0, 0)), random.random(), float(np.random.rand())))
+    odd = CachedDataset(source, lambda sample: (np.asarray(sample[0]), *sample[1:]), cache=None)
     numbers = []
-    for source in (dataset, ds):
+    for dataset in (source, odd):  # draws from the generators as without fastload
         random.seed(1), np.random.seed(1)
-        numbers.append([source[index][1:] for index in (0, 0, 1)])
-
+        numbers.append([dataset[index][1:] for index in (0, 0, 1)])
+    assert odd[1][0][0, 0, 0] == 1
     assert numbers[0] == numbers[1]
     assert numbers[0][0] != numbers[0][1]
+
+    held = [np.zeros((4, 4, 3), np.uint8)]
+    adding = CachedDataset(held, lambda image: np.add(image, 1, out=image), cache=None)
+    assert adding[0].max() == adding[0].max() == 1
+    assert held[0].max() == 0
 
 
 # --- what is refused, and damage -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cache", ["ram-encoded", ["ram", "ram-encoded"]])
-def test_refusals(cache: Any, photos: Path) -> None:
-    """prepare=, ImageFolder(size=) and datasets without undecoded images are refused with advice."""
-    with pytest.raises(ValueError, match="omit prepare="):
-        CachedDataset(ImageFolder(photos), cache=cache, prepare=A.Compose([A.Resize(9, 9)]))
-    with pytest.raises(ValueError, match="omit size="):
-        CachedDataset(ImageFolder(photos, size=20), cache=cache)
-    with pytest.raises(ValueError, match=r"return fastload\.EncodedImage"):
-        CachedDataset(Own(photos, "tuple", is_decoded=True), cache=cache)
-    with pytest.raises(ValueError, match='decode should be "exact" or "fast"'):
-        CachedDataset(ImageFolder(photos), cache=cache, decode="quick")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (ImageFolder, {"prepare": A.Compose([A.Resize(9, 9)])}, "omit prepare="),
+        (lambda path: ImageFolder(path, size=20), {}, "omit size="),
+        (lambda path: Files(path, is_decoded=True), {}, r"return fastload\.EncodedImage"),
+        (ImageFolder, {"decode": "quick"}, 'decode should be "exact" or "fast"'),
+    ],
+    ids=["prepare", "size", "decoded", "decode"],
+)
+def test_refusals(make: Any, options: dict[str, Any], said: str, cache: Any, photos: Path) -> None:
+    """What cannot be cached undecoded is refused with advice."""
+    with pytest.raises(ValueError, match=said):
+        CachedDataset(make(photos), cache=cache, **options)
+
+
+def test_decode_is_checked_when_it_is_set_later(photos: Path) -> None:
+    """A word that is not valid raises at the next access, and the right one works again."""
+    dataset = CachedDataset(ImageFolder(photos), pipeline(), cache=None)
+    dataset.decode = "quick"  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match='"exact" or "fast"'):
+        dataset[0]
+    dataset.decode = "fast"
+    assert dataset[0][0].shape == (SIDE, SIDE, 3)
 
 
 @pytest.fixture
@@ -347,66 +288,46 @@ def damaged(tmp_path: Path) -> Path:
     return folder.parent
 
 
-@pytest.mark.parametrize("name", ["ram-encoded", "none", "lmdb"])
-def test_a_damaged_file_names_its_path(name: str, damaged: Path, tmp_path: Path) -> None:
-    """A file that cannot be decoded raises ImageReadError with its path, from each cache."""
+@pytest.mark.parametrize(
+    ("name", "num_workers"), [("ram", 0), ("ram-encoded", 2), ("none", 0), ("lmdb", 0), ("both", 2)]
+)
+def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Path) -> None:
+    """One raises ImageReadError with its path, each time; on_error="replace" puts another in its place."""
     ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)
     for _ in range(2):
         with pytest.raises(ImageReadError, match=r"damaged/a/5\.jpg"):
             ds[5]
     assert ds[4][0].shape == (SIDE, SIDE, 3)
-
-
-@pytest.mark.parametrize(("name", "num_workers"), [("ram", 0), ("ram-encoded", 2), ("lmdb", 0), ("both", 2)])
-def test_damaged_files_are_replaced(name: str, num_workers: int, damaged: Path, tmp_path: Path) -> None:
-    """on_error="replace" of the loader puts another sample in the place of a damaged one."""
-    ds = opened(name, ImageFolder(damaged), pipeline(), tmp_path)
-    loader = fastload.DataLoader(
-        ds, batch_size=4, on_error="replace", max_errors=4, num_workers=num_workers, rng="sample"
-    )
-    with loader:
+    options: dict[str, Any] = {"on_error": "replace", "max_errors": 4, "rng": "sample"}
+    with fastload.DataLoader(ds, batch_size=4, num_workers=num_workers, **options) as loader:
         assert [len(images) for images, _ in loader] == [4, 4]
 
 
 # --- files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_command_line(num_workers: int, photos: Path, tmp_path: Path) -> None:
-    """`cache build --codec source` and `info` work; samples are the folder's, which knows its cache."""
+@pytest.mark.parametrize(("codec", "num_workers"), [("source", 2), ("tiles", 0)])
+def test_files_of_files(codec: str, num_workers: int, photos: Path, tmp_path: Path) -> None:
+    """`cache build --codec` stores files, or JPEGs with tiles, without loss; the folder knows its cache."""
     dest, folder = tmp_path / "photos.lmdb", ImageFolder(photos)
-    build = ("build", photos, dest, "--codec", "source", "--workers", num_workers, "--quiet")
+    build = ("build", photos, dest, "--codec", codec, "--workers", num_workers, "--quiet")
     outputs = [CliRunner().invoke(main.app, ["cache", *map(str, words)]) for words in (build, ("info", dest))]
     ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
 
     assert [result.exit_code for result in outputs] == [0, 0]
-    assert "source" in outputs[1].output
+    assert codec in outputs[1].output
     assert ds.classes == folder.classes
-    for index in range(NUM_IMAGES):
-        assert_same_samples(ds[index], folder[index])
-    assert dest.stat().st_size < 3 * sum(path.stat().st_size for path in photos.glob("*/*")) + (1 << 17)
-    assert beside.cache_info().num_cached == NUM_IMAGES
-    assert type(beside._view(2)[0]) is EncodedImage
-    with pytest.raises(CacheMismatchError):
-        CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
-
-
-def test_files_with_tiles(photos: Path, tmp_path: Path) -> None:
-    """`cache build --codec tiles` rewrites JPEGs without loss; the cache is still that of the folder."""
-    dest, folder = tmp_path / "photos.lmdb", ImageFolder(photos)
-    words = ["cache", "build", photos, dest, "--codec", "tiles", "--workers", 0, "--quiet"]
-    assert CliRunner().invoke(main.app, [*map(str, words)]).exit_code == 0
-
-    ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
-
     assert beside.cache_info().num_cached == NUM_IMAGES
     for index in range(NUM_IMAGES):
         assert_same_samples(ds[index], folder[index])
         header = parse_jpeg(beside._view(index)[0].content())
         assert header is not None
-        assert has_restarts(header)
+        assert has_restarts(header) == (codec == "tiles")
+    assert dest.stat().st_size < 3 * sum(path.stat().st_size for path in photos.glob("*/*")) + (1 << 17)
+    with pytest.raises(CacheMismatchError, match=r"num_samples|class"):
+        CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
     with pytest.raises(CacheMismatchError, match="codec"):
-        build_lmdb(fastload.cache.encoded.encoded_source(folder), dest, codec="source")
+        build_lmdb(encoded_source(folder), dest, codec="jpeg")
 
 
 def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) -> None:
@@ -424,23 +345,15 @@ def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) ->
         assert is_kept == (index in (0, 1, 5))
 
 
-class Large(tud.Dataset[Any]):
-    """Pictures that are worth decoding in part."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return np.roll(noise(260, 300), 9 * index, axis=1), index
-
-
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path: Path) -> None:
     """The batches are those of decoded images; a cache in RAM before the file holds decoded ones."""
     path = tmp_path / "jpegs.lmdb"
-    build_lmdb(Large(), path, codec="jpeg", num_workers=0).close()
+    # Pictures that are worth decoding in part.
+    dataset = Made(lambda i: (np.roll(noise(260, 300), 9 * i, axis=1), i), 6)
+    build_lmdb(dataset, path, codec="jpeg", num_workers=0).close()
     ds, in_ram = (CachedDataset.from_cache(path, pipeline(), ram=ram) for ram in (False, True))
-    beside = CachedDataset(Large(), pipeline(), cache=f"lmdb:{path}")
+    beside = CachedDataset(dataset, pipeline(), cache=f"lmdb:{path}")
 
     assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
     assert type(in_ram._view(2)[0]) is np.ndarray
@@ -451,109 +364,33 @@ def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path:
     assert_same_batches(batches_of(beside, num_workers=num_workers), expected)
 
 
-def test_a_file_of_sources_knows_its_samples_in_another_place(tmp_path: Path) -> None:
+def test_a_file_of_sources_knows_its_samples_in_another_place(photos: Path, tmp_path: Path) -> None:
     """Without a fingerprint, sample 0 is compared: by the content of its file, not by its path."""
-    rng = np.random.default_rng(0)
-    for name in ("here", "other"):
-        (tmp_path / name).mkdir()
-        for number in range(3):
-            image = Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8))
-            image.save(tmp_path / name / f"{number}.png")
-    shutil.copytree(tmp_path / "here", tmp_path / "there")
-    build_lmdb(Paths(tmp_path / "here"), tmp_path / "cache", codec="source", num_workers=0).close()
+    build_lmdb(Files(photos), tmp_path / "cache", codec="source", num_workers=0).close()
     cache = f"lmdb:{tmp_path / 'cache'}"
+    shutil.copytree(photos, tmp_path / "there")
 
-    moved = CachedDataset(Paths(tmp_path / "there"), cache=cache)
-
-    assert np.array_equal(moved[1][0], np.asarray(Image.open(tmp_path / "here" / "1.png")))
+    moved = CachedDataset(Files(tmp_path / "there"), cache=cache)
+    assert_same_samples(moved[1][0], ImageFolder(photos)[1][0])
+    shutil.copy(tmp_path / "there/odd/01.jpg", tmp_path / "there/even/00.jpg")
     with pytest.raises(CacheMismatchError, match="the content of sample 0 is"):
-        CachedDataset(Paths(tmp_path / "other"), cache=cache)
+        CachedDataset(Files(tmp_path / "there"), cache=cache)
 
 
 def test_a_file_of_sources_needs_undecoded_images(tmp_path: Path) -> None:
     """Decoded arrays would be stored as they are, under a name that promises files."""
-    arrays = tud.StackDataset(list(np.zeros((3, 8, 8, 3), np.uint8)), range(3))
-
+    arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
     with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
         build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
 
     assert list(tmp_path.iterdir()) == []
 
 
-class Paths(tud.Dataset[Any]):
-    """Undecoded images by their paths, without a fingerprint."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[EncodedImage, int]:
-        return EncodedImage(self.folder / f"{index}.png"), index
-
-
 def test_damaged_headers_are_left_out(damaged: Path, tmp_path: Path) -> None:
     """A build with on_error="skip" leaves out files whose header cannot be read."""
     (damaged / "a" / "2.jpg").write_bytes(b"no image")
-    source = fastload.cache.encoded.encoded_source(ImageFolder(damaged))
+    source = encoded_source(ImageFolder(damaged))
     path = tmp_path / "skipped.lmdb"
     build_lmdb(source, path, codec="source", num_workers=0, on_error="skip", max_errors=1.0).close()
 
     assert LMDBCache(path).num_cached == 7
-
-
-class OfPIL:
-    """Samples that no cache stores."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> Any:
-        return Image.new("RGB", (8, 6), (index, 0, 0)), index
-
-
-def test_without_a_cache_samples_may_be_of_any_type() -> None:
-    """Nothing is stored, so nothing is refused."""
-    dataset = CachedDataset(OfPIL(), lambda sample: (np.asarray(sample[0]), sample[1]), cache=None)
-
-    image, index = dataset[1]
-    assert (image.shape, int(image[0, 0, 0]), index) == ((6, 8, 3), 1, 1)
-
-
-def test_without_a_cache_the_dataset_s_own_arrays_are_safe() -> None:
-    """A transform that writes to its input does not change what the dataset holds."""
-    held = [np.zeros((4, 4, 3), np.uint8)]
-
-    def brighten(image: Any) -> Any:
-        image += 1
-        return image
-
-    dataset = CachedDataset(held, brighten, cache=None)
-
-    assert dataset[0].max() == dataset[0].max() == 1
-    assert held[0].max() == 0
-
-
-def test_decode_is_checked_when_it_is_set_later(photos: Path) -> None:
-    """A word that is not valid raises at the next access, and the right one works again."""
-    dataset = CachedDataset(ImageFolder(photos), pipeline(), cache=None)
-    dataset.decode = "quick"  # type: ignore[assignment]
-
-    with pytest.raises(ValueError, match='"exact" or "fast"'):
-        dataset[0]
-    dataset.decode = "fast"
-    assert dataset[0][0].shape == (SIDE, SIDE, 3)
-
-
-def test_the_files_of_a_folder_are_shared_under_another_spelling_of_its_path(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The paths in the cached samples may differ: the content of the files decides."""
-    first = CachedDataset(ImageFolder(photos), cache="ram-encoded")
-    assert first.fill(num_workers=0, progress=False).num_cached == len(first)
-    monkeypatch.chdir(photos.parent)
-
-    second = CachedDataset(ImageFolder(photos.name), cache="ram-encoded")
-
-    assert second.cache_info().num_cached == len(first)

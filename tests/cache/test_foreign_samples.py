@@ -42,33 +42,9 @@ def picture(index: int) -> Image.Image:
 
 
 def to_arrays(sample: Any) -> Any:
-    """The `prepare` of the documentation."""
-    image, label = sample
+    """The `prepare` of the documentation, for pairs and for rows."""
+    image, label = sample.values() if isinstance(sample, dict) else sample
     return np.asarray(image.convert("RGB")), label
-
-
-# --- torchvision -----------------------------------------------------------------------------------------
-
-
-class Pictures:
-    """As torchvision's ImageFolder: PIL images and int labels."""
-
-    classes = ("even", "odd")
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return picture(index), index % 2
-
-
-def test_pil_images_are_converted_by_prepare(cached: Callable[..., fastload.CachedDataset]) -> None:
-    """With `prepare`, samples are HWC uint8 arrays and the int labels; the classes stay."""
-    dataset = cached(Pictures(), prepare=to_arrays)
-
-    for index in range(NUM_SAMPLES):
-        assert_same_samples(dataset[index], (np.array(picture(index)), index % 2))
-    assert dataset.classes == ("even", "odd")
 
 
 def _coco(index: int) -> dict[str, Any]:
@@ -103,7 +79,9 @@ def _detection(index: int) -> dict[str, Any]:
 
 
 class Made:
-    """A dataset of the samples that a function makes."""
+    """A dataset of the samples that a function makes, with classes as torchvision's have."""
+
+    classes = ("even", "odd")
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
@@ -121,12 +99,24 @@ def test_annotations_are_cached_as_they_are(
 ) -> None:
     """Boxes in any number, also none, and nested annotations come back with their types and values."""
     dataset = cached(Made(make))
-
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], make(index))
+    assert dataset.classes == ("even", "odd")
 
 
-# --- Hugging Face datasets -------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["torchvision", "Hugging Face"])
+def test_pil_images_are_converted_by_prepare(
+    library: str, request: pytest.FixtureRequest, cached: Callable[..., fastload.CachedDataset]
+) -> None:
+    """With `prepare`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
+    pairs = Made(lambda index: (picture(index), index))
+    source = request.getfixturevalue("rows") if library == "Hugging Face" else pairs
+    dataset = cached(source, prepare=to_arrays)
+    for index in range(NUM_SAMPLES):
+        assert_same_samples(dataset[index], (np.array(picture(index)), index))
+    with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*prepare=function'):
+        fastload.CachedDataset(source)
 
 
 @pytest.fixture(scope="module")
@@ -138,21 +128,6 @@ def rows() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tqdm.std.tqdm.monitor_interval", 0)  # progress bars start a thread otherwise
         yield hugging_face.Dataset.from_dict(columns, features=hugging_face.Features(features))
-
-
-def row_to_arrays(row: Any) -> Any:
-    return np.asarray(row["image"].convert("RGB")), row["label"]
-
-
-@pytest.mark.slow
-def test_rows_are_converted_by_prepare(rows: Any, cached: Callable[..., fastload.CachedDataset]) -> None:
-    """A dataset of Hugging Face needs no wrapper; without `prepare`, the error names the column and it."""
-    dataset = cached(rows, prepare=row_to_arrays)
-
-    for index in range(NUM_SAMPLES):
-        assert_same_samples(dataset[index], (np.array(picture(index)), index))
-    with pytest.raises(UnsupportedSampleError, match=r'^\$\["image"\]: PIL\..*prepare=function'):
-        fastload.CachedDataset(rows)
 
 
 FORMATS: dict[str, Callable[[Any], Any]] = {
@@ -169,7 +144,6 @@ def test_rows_with_a_format_are_cached_as_they_are(
 ) -> None:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
-
     assert_same_samples(cached(formatted)[3], formatted[3])
     with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
         fastload.CachedDataset(rows.with_transform(_draw))
@@ -185,19 +159,13 @@ def _crop(batch: Any) -> Any:
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
     """A cache of rows has no `__getitems__`, so that rng="sample" works."""
-    dataset = fastload.CachedDataset(rows, prepare=row_to_arrays, transform=_shape_and_draw)
-    loaders = [
-        fastload.DataLoader(
-            dataset,
-            batch_size=2,
-            num_workers=num_workers,
-            rng="sample",
-            generator=torch.Generator().manual_seed(1),
-        )
-        for num_workers in (0, 2)
-    ]
-
-    assert torch.equal(*(torch.cat(list(loader)) for loader in loaders))
+    dataset = fastload.CachedDataset(rows, prepare=to_arrays, transform=_shape_and_draw)
+    found = []
+    for num_workers in (0, 2):
+        generator = torch.Generator().manual_seed(1)
+        loader = fastload.DataLoader(dataset, 2, num_workers=num_workers, rng="sample", generator=generator)
+        found.append(torch.cat(list(loader)))
+    assert torch.equal(*found)
 
 
 def _shape_and_draw(sample: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import pickle
 import random
@@ -13,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 from torch.utils.data import Subset
 
 import fastload
@@ -22,19 +22,14 @@ from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
-from tests.cache.zoo import Everything, Images, KnownImages, Pair, RaggedImages, RandomImages
+from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("way", ["random", "numpy", "torch"])
-def test_random_dataset_is_refused(way: str) -> None:
-    """A coin tossed for each sample, whoever tosses it, is found, with the leaf that it decides."""
-    with pytest.raises(RandomDatasetError, match=r'RandomImages\[0\].*\$\["meta"\]\[1\]') as caught:
-        CachedDataset(RandomImages(way))
-
-    assert "CachedDataset(dataset, transform)" in str(caught.value)
+def subset(dataset: Any, indices: Any) -> Any:
+    return Subset(dataset, indices)
 
 
 class Augmented(Images):
@@ -49,17 +44,42 @@ class Augmented(Images):
         return self.inner["transform"](image=image)["image"], label
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
-def test_pipeline_inside_the_dataset_is_refused(p: float) -> None:
-    """A random albumentations pipeline with generators of its own is found, also below a Subset."""
-    dataset = Augmented(A.Compose([A.HorizontalFlip(p=p)]))
-    for wrapped in (dataset, torch.utils.data.Subset(dataset, range(10))):  # type: ignore[arg-type]
-        with pytest.raises(RandomDatasetError):
-            CachedDataset(wrapped)
+BUFFER = np.zeros((8, 8, 3))
 
 
-def test_random_state_is_put_back() -> None:
-    """Construction, or a refusal, leaves every generator as it was, also those of a pipeline."""
+def in_one_buffer(index: int) -> Any:
+    """Random, in memory that the next sample overwrites."""
+    BUFFER[:] = np.random.rand()
+    return BUFFER
+
+
+FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)]))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "said"),
+    [
+        *(
+            (RandomImages(way), RandomDatasetError, r'RandomImages\[0\].*\$\["meta"\]\[1\]')
+            for way in ("random", "numpy", "torch")
+        ),
+        (FLIPPED, RandomDatasetError, r"CachedDataset\(dataset, transform\)"),
+        (Augmented(A.Compose([A.HorizontalFlip(p=0.9)])), RandomDatasetError, "Augmented"),
+        (subset(FLIPPED, range(10)), RandomDatasetError, "Subset"),
+        (Made(in_one_buffer), RandomDatasetError, r"\$ differs"),
+        (Made(lambda index: {"image": {1, 2}}), UnsupportedSampleError, r'\$\["image"\]'),
+    ],
+)
+def test_what_cannot_be_cached_is_refused_at_construction(
+    dataset: Any, error: type[Exception], said: str
+) -> None:
+    """Random samples, also by a pipeline inside or in reused memory, and other types; the leaf is named."""
+    with pytest.raises(error, match=said):
+        CachedDataset(dataset)
+
+
+def test_random_state_is_put_back(registry: Path) -> None:
+    """Making a cache, attaching to it, or a refusal leaves all generators as they were, a pipeline's too."""
     pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
     dataset = Augmented(pipeline)
     generators = [pipeline, *pipeline.transforms]
@@ -69,41 +89,12 @@ def test_random_state_is_put_back() -> None:
         return pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().numpy(), own))
 
     before = states()
-    CachedDataset(dataset)
+    first, second = (CachedDataset(dataset, cache_key="flipped") for _ in range(2))
+    assert first.cache.origin == second.cache.origin
     with pytest.raises(RandomDatasetError):
         CachedDataset(RandomImages("random"))
 
     assert states() == before
-
-
-class OneBuffer(Images):
-    """Random, and hands out the same memory at every access."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.buffer = np.zeros(4)
-
-    def sample(self, index: int) -> Any:
-        self.buffer[:] = np.random.rand()
-        return self.buffer
-
-
-def test_reused_memory_does_not_hide_randomness() -> None:
-    """A dataset whose second reading overwrites the first is compared with what the first had been."""
-    with pytest.raises(RandomDatasetError, match=r"\$ differs"):
-        CachedDataset(OneBuffer())
-
-
-class Nan(Images):
-    """Always the same, and not a number."""
-
-    def sample(self, index: int) -> Any:
-        return np.full(3, np.nan), float("nan"), torch.full((2,), float("nan"), dtype=torch.bfloat16)
-
-
-def test_nan_equals_nan() -> None:
-    """Samples with NaN are no reason to refuse."""
-    CachedDataset(Nan(3))
 
 
 @pytest.mark.parametrize(
@@ -125,24 +116,12 @@ def test_nan_equals_nan() -> None:
         (torch.zeros(2), np.zeros(2, np.float32), "$"),
         (Pair(1, 2), (1, 2), "$"),
         ([], (), "$"),
+        *((kind(float("nan")), kind(float("nan")), None) for kind in (float, np.float16, torch.tensor)),
     ],
 )
 def test_first_difference(one: Any, other: Any, path: str | None) -> None:
     """Samples are compared by type, dtype, shape and value, and the first leaf that differs is named."""
     assert first_difference(one, other) == path
-
-
-class Strange(Images):
-    """Returns a set."""
-
-    def sample(self, index: int) -> Any:
-        return {"image": {1, 2}}
-
-
-def test_unsupported_sample_is_found_at_construction() -> None:
-    """What cannot be cached is refused before the first epoch, not in a worker."""
-    with pytest.raises(UnsupportedSampleError, match=r'\$\["image"\]'):
-        CachedDataset(Strange(4))
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, 200])
@@ -158,32 +137,19 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
 # --- samples in memory ---------------------------------------------------------------------------------
 
 
-NUM_SAMPLES = 50
-
-
-class Rows:
+def labelled(rows: Any) -> Any:
     """Samples that are rows of one array."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        return {"label": index, "image": self.rows[index]}
+    return Made(lambda index: {"label": index, "image": rows[index]}, 50)
 
 
-class Buffer(Rows):
+def in_a_buffer(index: int) -> Any:
     """Samples that are made in one buffer, which the next one replaces."""
-
-    def __getitem__(self, index: int) -> Any:
-        self.rows[:] = index
-        return {"label": index, "image": self.rows[:]}
+    BUFFER[:] = index
+    return {"label": index, "image": BUFFER[:]}
 
 
 def pixels() -> Any:
-    return np.random.default_rng(0).integers(0, 256, (NUM_SAMPLES, 8, 8, 3), np.uint8)
+    return np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -192,14 +158,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [pixels(), pixels()[:, ::-1]])
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, caplog: Any) -> None:
-    """It names the memory and what to do; workers and epochs do not repeat it."""
+@pytest.mark.parametrize(("rows", "num_workers"), [(pixels(), 0), (pixels()[:, ::-1], 2)])
+def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, registry: Path, caplog: Any) -> None:
+    """It names the memory and what to do; workers, epochs and processes that join do not repeat it."""
     with caplog.at_level(logging.WARNING, "fastload"):
-        dataset = CachedDataset(Rows(rows))
+        first, _ = (CachedDataset(labelled(rows), cache_key="in memory") for _ in range(2))
         for _ in range(2):
-            for _ in fastload.DataLoader(dataset, 10, num_workers=num_workers):
+            for _ in fastload.DataLoader(first, 10, num_workers=num_workers):
                 pass
     (text,) = warnings_of(caplog)
 
@@ -207,38 +172,24 @@ def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, caplog: 
     assert "calls the transform itself" in text
 
 
-def test_each_process_that_joins_a_cache_is_silent(registry: Any, caplog: Any) -> None:
-    """Only the one that makes the cache says it."""
-    with caplog.at_level(logging.WARNING, "fastload"):
-        first = CachedDataset(Rows(pixels()), cache_key="in memory")
-        second = CachedDataset(Rows(pixels()), cache_key="in memory")
+OTHER_SAMPLES: dict[str, Any] = {
+    "made": lambda path: Images(50),
+    "ragged": lambda path: RaggedImages(50),
+    "file": lambda path: labelled(np.load(path / "rows.npy", mmap_mode="r")),
+    "torch's file": lambda path: labelled(torch.load(path / "rows.pt", mmap=True).numpy()),
+    "buffer": lambda path: Made(in_a_buffer, 50),
+    "cache on disk": lambda path: labelled(pixels()),
+}
 
-    assert len(warnings_of(caplog)) == 1
-    assert len(first) == len(second)
 
-
-@pytest.mark.parametrize("kind", ["made", "ragged", "file", "torch's file", "buffer"])
-def test_other_datasets_are_no_warning(kind: str, tmp_path: Path, caplog: Any) -> None:
-    """Samples that are made, or read from a mapped file, or that replace each other in a buffer."""
+@pytest.mark.parametrize("kind", OTHER_SAMPLES)
+def test_other_datasets_are_no_warning(kind: str, needs_lmdb: None, tmp_path: Path, caplog: Any) -> None:
+    """Samples that are made, in a mapped file, or replaced in a buffer; caches on disk take no memory."""
     np.save(tmp_path / "rows.npy", pixels())
     torch.save(torch.from_numpy(pixels()), tmp_path / "rows.pt")
-    datasets = {
-        "made": lambda: Images(NUM_SAMPLES),
-        "ragged": lambda: RaggedImages(NUM_SAMPLES),
-        "file": lambda: Rows(np.load(tmp_path / "rows.npy", mmap_mode="r")),
-        "torch's file": lambda: Rows(torch.load(tmp_path / "rows.pt", mmap=True).numpy()),
-        "buffer": lambda: Buffer(np.zeros((8, 8, 3), np.uint8)),
-    }
+    cache = f"lmdb:{tmp_path / 'x'}" if kind == "cache on disk" else "ram"
     with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(datasets[kind]())
-
-    assert warnings_of(caplog) == []
-
-
-def test_a_cache_on_disk_is_no_warning(needs_lmdb: None, tmp_path: Path, caplog: Any) -> None:
-    """It takes no memory, and is kept for later runs."""
-    with caplog.at_level(logging.WARNING, "fastload"):
-        CachedDataset(Rows(pixels()), cache=f"lmdb:{tmp_path / 'x'}", num_workers=0, progress=False)
+        CachedDataset(OTHER_SAMPLES[kind](tmp_path), cache=cache, num_workers=0, progress=False)
 
     assert warnings_of(caplog) == []
 
@@ -277,87 +228,71 @@ class Halve:
         return f"every {self.step}th row"
 
 
-def test_nobody_vouches_for_a_plain_dataset() -> None:
-    """A dataset without fingerprint() has none, also under a Subset."""
-    assert fingerprint_of(Images(8)) is None
-    assert fingerprint_of(Subset(Images(8), [0, 1])) is None
+KNOWN = KnownImages(8)
+PREPARED = A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Resize(8, 9), Halve(2), Halve(3)
 
 
-def test_a_dataset_vouches_for_itself() -> None:
-    """What fingerprint() says, the class and the number of samples make the name."""
-    names = {
-        known(dataset).name
-        for dataset in (KnownImages(8), KnownImages(8), KnownImages(9), KnownImages(8, version="2"))
-    }
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(KNOWN, {}), (KnownImages(9), {}), (KnownImages(8, version="2"), {})],
+        [(Images(8), {"key": "photos"}), (Images(8), {"key": "pictures"})],
+        [(subset(KNOWN, part), {}) for part in ([1, 2], [2, 1])] + [(subset(subset(KNOWN, [1]), [0]), {})],
+        [(KNOWN, {"prepare": part}) for part in PREPARED],
+    ],
+    ids=["dataset", "key", "subset", "prepare"],
+)
+def test_what_makes_the_samples_makes_the_name(parts: list[tuple[Any, dict[str, Any]]]) -> None:
+    """Content, class and length; a key instead; the indices of a subset, in order; a deterministic part."""
+    names = [known(dataset, **options).name for dataset, options in parts]
 
-    assert len(names) == 3
+    assert len(set(names)) == len(parts)
+    assert names == [known(copy.deepcopy(dataset), **options).name for dataset, options in parts]
 
 
-def test_a_key_is_the_name() -> None:
-    """With a key the name is the key's alone, so that another content under it is seen and refused."""
+def test_equal_parts_have_one_name() -> None:
+    """Indices of a subset by their values; with a key the name is the key's, so other content is seen."""
     one, other = known(Images(8), key="photos"), known(Images(9), key="photos")
 
-    assert one.name == other.name != known(Images(8), key="pictures").name
+    assert known(subset(KNOWN, [1, 2])).name == known(subset(KNOWN, np.array([1, 2]))).name
+    assert one.name == other.name
     assert one.differences(other) == ['num_samples is "8" here and "9" there']
+    assert known(KNOWN, prepare=halve, key="halves").parts["prepare"].endswith("test_guard.halve")
 
 
-def test_a_subset_is_its_indices() -> None:
-    """Subsets of one dataset share if they have the same indices in the same order."""
-    dataset = KnownImages(8)
-    names = [
-        known(subset).name
-        for subset in (
-            Subset(dataset, [1, 2]),
-            Subset(dataset, np.array([1, 2])),
-            Subset(dataset, [2, 1]),
-            Subset(Subset(dataset, [1, 2]), [0, 1]),
-        )
-    ]
-
-    assert names[0] == names[1]
-    assert len(set(names)) == 3
-
-
-def test_the_deterministic_part_counts() -> None:
-    """Pipelines of albumentations and objects with a fingerprint() tell themselves apart."""
-    dataset = KnownImages(8)
-    parts = [A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Compose([A.Resize(8, 9)]), Halve(2), Halve(3)]
-    names = {known(dataset, prepare=part).name for part in parts}
-
-    assert len(names) == 5
-    assert known(dataset, prepare=A.Resize(8, 8)).name in names
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Images(8), {}),
+        (subset(Images(8), [0, 1]), {}),
+        (KnownImages(8, version=None), {}),
+        (subset(KnownImages(8, version=None), [1, 2]), {}),
+        (KNOWN, {"prepare": halve}),
+        (KNOWN, {"prepare": A.Lambda(image=flip)}),
+    ],
+)
+def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any, options: Any) -> None:
+    """Then there is no fingerprint, unless the user gives a key."""
+    assert fingerprint_of(dataset, **options) is None
+    assert known(dataset, key="halves", **options).key == "halves"
 
 
-def test_a_function_needs_a_key() -> None:
-    """Of a function nobody knows what it does: with it a dataset is private, unless the user gives a key."""
-    dataset = KnownImages(8)
-
-    assert fingerprint_of(dataset, prepare=halve) is None
-    assert fingerprint_of(dataset, prepare=A.Lambda(image=flip)) is None
-    assert known(dataset, prepare=halve, key="halves").parts["prepare"].endswith("test_guard.halve")
-
-
-@pytest.mark.parametrize(("given_key", "error"), [(3, TypeError), (b"a", TypeError), ("", ValueError)])
-def test_odd_keys_are_refused(given_key: Any, error: type[Exception]) -> None:
-    """A key is a text that says something; a mistake does not wait for the day on which a cache is used."""
-    with pytest.raises(error, match=r"^cache_key (should be a str, but got|is empty: pass)"):
-        CachedDataset(Images(8), cache=None, cache_key=given_key)
-
-
-@pytest.mark.parametrize("said", [3, b"x", {"a": 1}, {1: "a"}])
-def test_odd_fingerprints_are_refused(said: Any) -> None:
-    """A fingerprint() that gives no text is an error that names the class and what it gave."""
-    with pytest.raises(TypeError, match=r"KnownImages\.fingerprint\(\) should return"):
-        fingerprint_of(KnownImages(8, version=said))
-
-
-def test_a_dataset_may_not_know_its_fingerprint() -> None:
-    """None means that there is none, also for a Subset; the log then names the dataset."""
-    dataset = KnownImages(8, version=None)
-
-    assert fingerprint_of(dataset) is None
-    assert fingerprint_of(Subset(dataset, [1, 2])) is None
-    assert "the fingerprint() of KnownImages is None" in CachedDataset(dataset).cache.explain()
+@pytest.mark.parametrize(
+    ("version", "key", "error", "said"),
+    [
+        ("1", 3, TypeError, "^cache_key should be a str, but got"),
+        ("1", b"a", TypeError, "^cache_key should be a str, but got"),
+        ("1", "", ValueError, "^cache_key is empty: pass"),
+        *(
+            (odd, None, TypeError, r"KnownImages\.fingerprint\(\) should")
+            for odd in (3, b"x", {"a": 1}, {1: "a"})
+        ),
+    ],
+)
+def test_odd_keys_and_fingerprints_are_refused(version: Any, key: Any, error: Any, said: str) -> None:
+    """A name is a text that says something; a mistake does not wait for the day on which a cache is used."""
+    with pytest.raises(error, match=said):
+        CachedDataset(KnownImages(8, version=version), cache="ram" if key is None else None, cache_key=key)
 
 
 @given(TEXTS, TEXTS)
@@ -371,35 +306,45 @@ def test_differences_are_all_and_only_those(here: dict[str, str], there: dict[st
     assert digest_of(dict(reversed(here.items()))) == digest_of(here)  # their order does not matter
 
 
-@pytest.mark.parametrize(
-    ("cache", "times"),
-    [
-        (None, 0),
-        ("ram", 1),
-        ("ram-encoded", 1),
-        (["ram", "ram-encoded"], 1),
-        ("lmdb", 1),
-        ("ram, lmdb", 1),
-    ],
-)
+CACHES = [
+    (None, 0),
+    ("ram", 1),
+    ("ram-encoded", 1),
+    (["ram", "ram-encoded"], 1),
+    ("lmdb", 1),
+    ("ram, lmdb", 1),
+]
+
+
+@pytest.mark.parametrize(("cache", "times"), CACHES)
 def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
-    cache: Any, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
+    cache: Any, times: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
 ) -> None:
     """Each time takes a stat of every file: none without a cache, one for every other."""
-    (tmp_path / "photos/cat").mkdir(parents=True)
-    Image.fromarray(np.zeros((5, 6, 3), np.uint8)).save(tmp_path / "photos/cat/0.png")
     asked = []
     digest = ImageFolder._local_digest
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
     path = f"lmdb:{tmp_path / 'cache'}"
     cache = {"lmdb": path, "ram, lmdb": ["ram", path]}.get(str(cache), cache)
 
-    dataset = CachedDataset(ImageFolder(tmp_path / "photos"), cache=cache, max_memory=1 << 20, progress=False)
+    dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22, progress=False)
     assert dataset[0][1] == 0
 
     assert len(asked) == times
 
 
-def test_explain_names_the_key_that_jobs_share() -> None:
-    """The key, not the parts, is what other jobs find the cache by."""
-    assert "cache_key: explained-v1" in CachedDataset(KnownImages(), cache_key="explained-v1").explain()
+@pytest.mark.parametrize(
+    ("dataset", "options", "said"),
+    [
+        (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
+        (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
+        (Images(8), {}, "because Images has neither"),
+        (Images(8), {"prepare": halve}, "because Images with prepare=halve has neither"),
+        (KnownImages(8), {"prepare": halve}, "because KnownImages with prepare=halve has neither"),
+    ],
+)
+def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(
+    dataset: Any, options: Any, said: str, registry: Path
+) -> None:
+    """The key, not the parts; else the user learns what needs a fingerprint()."""
+    assert said in CachedDataset(dataset, **options).cache.explain()

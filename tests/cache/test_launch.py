@@ -27,7 +27,7 @@ from fastload.cache.ram import owners
 from fastload.memory.shared_list import SharedList
 from fastload.nested.tree import first_difference
 from fastload.system import logs
-from tests.cache.build_zoo import exit_codes
+from tests.cache.build_zoo import BrokenImages, exit_codes
 from tests.cache.zoo import BareImages, Images
 
 if TYPE_CHECKING:
@@ -42,45 +42,32 @@ LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
 
-class Lines(logging.Handler):
-    """Keeps the texts of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def join(rank: int, store: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def open_in_turn(rank: int, store: Path, cases: Any) -> tuple[Any, Any]:
-    """Open caches, rank 0 first; gives of each who made it, why, the warnings, and wrong samples."""
-    lines = Lines()
-    logging.getLogger("fastload").addHandler(lines)
-    join(rank, store)
-    opened, found = [], []
-    for make in cases:
-        dataset, options = make(rank)
-        for turn in range(2):
-            if turn == rank:
-                ds = CachedDataset(dataset, **options)
-                ds.fill(num_workers=0)
-            dist.barrier()
-        wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
-        opened.append(ds)
-        found.append((ds.cache.origin.pid, ds.explain(), lines.texts[:], wrong))
-        lines.texts.clear()
-        logs.say_once.cache_clear()
-    return opened, found
-
-
-def run_ranks(start: Callable[..., Job], folder: Path, cases: Any) -> list[Any]:
+def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) -> list[Any]:
     """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
-    ranks = [start(open_in_turn, rank, folder / "store", cases) for rank in range(2)]
+
+    def open_in_turn(rank: int) -> tuple[Any, Any]:
+        join(rank, folder / "store")
+        opened, found = [], []
+        for make in cases:
+            dataset, options = make(rank)
+            caplog.clear()
+            logs.say_once.cache_clear()
+            for turn in range(2):  # rank 0 first
+                if turn == rank:
+                    ds = CachedDataset(dataset, **options)
+                    ds.fill(num_workers=0)
+                dist.barrier()
+            texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+            wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
+            opened.append(ds)
+            found.append((ds.cache.origin.pid, ds.explain(), texts, wrong))
+        return opened, found
+
+    ranks = [start(open_in_turn, rank) for rank in range(2)]
     pids = [rank.pid for rank in ranks]
     answers = [rank.answer() for rank in ranks]
     assert [wrong for answer in answers for *_, wrong in answer] == [[]] * 2 * len(cases)
@@ -124,65 +111,37 @@ def endless() -> list[Any]:
     return held
 
 
-@pytest.mark.slow
-def test_ranks_with_equal_datasets_share(start: Callable[..., Job], tmp_path: Path) -> None:
-    """Nobody need name the samples; the n-th caches belong together; ranks say so, and warn of nothing."""
-    cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make in EQUAL.values()),
-        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part})) for part in PREPARED.values()),
-    ]
-    for name, found in zip([*EQUAL, *PREPARED], run_ranks(start, tmp_path, cases), strict=True):
-        for maker, why, warnings in found:
-            assert (name, maker, warnings) == (name, 0, [])
-            assert "shared as cache" in why
-            assert "of the ranks of process group" in why
-
-
-class Broken(Images):
-    """A sample that ranks compare cannot be read."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == probed_indices(LENGTH)[-1]:
-            raise OSError("broken")
-        return super().__getitem__(index)
-
-
-def test_a_compared_sample_that_cannot_be_read_is_no_error_when_a_cache_is_made(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
-    """It is an error for whoever reads it; the ranks share the others."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        ds = CachedDataset(Broken(LENGTH))
-        return ds, ds.cache.origin.pid
-
-    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
-
-    assert len({rank.answer() for rank in ranks}) == 1
-
-
 def test_each_sample_is_read_once_but_those_that_are_compared(
-    start: Callable[..., Job], tmp_path: Path
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second rank reads what it compares, and nothing else."""
-    images = Images(LENGTH, log=tmp_path / "reads")
+    """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
+
+    A fork or a worker of a rank is none: it has inherited the connection to the store.
+    """
+    probed = probed_indices(LENGTH)
+    images = Images(LENGTH, log=tmp_path / "reads"), BrokenImages(LENGTH, bad=probed[-1:])
 
     def fill(rank: int, store: Path) -> tuple[Any, Any]:
         join(rank, store)
-        ds = CachedDataset(images)
+        opened = [CachedDataset(dataset) for dataset in images]
         dist.barrier()
         if rank == 0:
-            ds.fill(num_workers=0)
+            opened[0].fill(num_workers=0)
         dist.barrier()
-        return ds, ds.fill(num_workers=0).num_cached
+        is_rank = launch.names() != []
+        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
+        monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+        helpers = is_rank, codes, launch.names()
+        return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid, helpers)
 
     ranks = [start(fill, rank, tmp_path / "store") for rank in range(2)]
+    counts, makers, helpers = zip(*(rank.answer() for rank in ranks), strict=True)
 
-    assert [rank.answer() for rank in ranks] == [LENGTH, LENGTH]
-    probed = probed_indices(LENGTH)
-    assert {i for i, count in enumerate(images.reads) if count != 1} == set(probed)
-    assert sum(images.reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
+    assert counts == (LENGTH, LENGTH)
+    assert makers[0] == makers[1]
+    assert helpers == ((True, [7], []),) * 2
+    assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
+    assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
 
 
 # --- datasets that differ ---------------------------------------------------------------------------------
@@ -230,19 +189,30 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_ranks_with_different_datasets_keep_a_cache_each(start: Callable[..., Job], tmp_path: Path) -> None:
-    """All samples of both are right, and one warning of the second rank names the part that differs."""
+def test_ranks_share_a_cache_if_their_datasets_are_equal(
+    start: Callable[..., Job], tmp_path: Path, caplog: Any
+) -> None:
+    """Nobody need name the samples; others keep their own, and a warning names the part that differs."""
     cases = [
-        *((lambda rank, make=make: (make(rank), {})) for make, _ in DIFFERENT.values()),
-        lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}),
+        *((lambda rank, make=make: (make(rank), {}), "") for make in EQUAL.values()),
+        *((lambda rank, part=part: (Images(LENGTH), {"prepare": part}), "") for part in PREPARED.values()),
+        *((lambda rank, make=make: (make(rank), {}), said) for make, said in DIFFERENT.values()),
+        (lambda rank: (Images(LENGTH), {"prepare": A.Resize(8, 8 + rank)}), "prepare"),
     ]
-    texts = [*(text for _, text in DIFFERENT.values()), "prepare"]
-    for text, (first, second) in zip(texts, run_ranks(start, tmp_path, cases), strict=True):
-        assert (first[0], second[0]) == (0, 1)
-        (warning,) = second[2]
-        assert "private to this process and its workers" in warning
-        assert text in warning
-        assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+    names = [*EQUAL, *PREPARED, *DIFFERENT, "prepare"]
+    found = run_ranks(start, tmp_path, [make for make, _ in cases], caplog)
+    for name, (_, said), (first, second) in zip(names, cases, found, strict=True):
+        assert (name, first[0], second[0]) == (name, 0, 1 if said else 0)
+        if said:
+            (warning,) = second[2]
+            assert "private to this process and its workers" in warning
+            assert said in warning
+            assert warning.removeprefix("cache: ") in second[1].replace("\n", " ")
+            continue
+        for _, why, warnings in (first, second):
+            assert (name, warnings) == (name, [])
+            assert "shared as cache" in why
+            assert "of the ranks of process group" in why
 
 
 @pytest.mark.slow
@@ -285,6 +255,7 @@ TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MAST
         ({"MASTER_PORT": None}, {"MASTER_PORT": None, "LOCAL_RANK": "1"}, False),
         ({"LOCAL_RANK": None}, {"LOCAL_RANK": None}, False),  # two scripts of a shell
         ({"LOCAL_WORLD_SIZE": None}, {"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": "1"}, True),
+        ({}, {"LOCAL_RANK": "1", "parent": "another"}, False),  # as two nodes on one host
     ],
 )
 def test_the_launcher_s_variables_tell_ranks_from_other_processes(
@@ -294,10 +265,13 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     start: Callable[..., Job],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two children of one process are ranks of one launch only if it numbered them, in one job."""
+    """Two processes are ranks of one launch only if one parent numbered them, in one job."""
+    parents = {None: os.getpid(), "another": os.getppid()}
 
     def look(variables: dict[str, str | None]) -> tuple[Any, Any]:
+        parent = parents[variables.pop("parent", None)]
         started_with = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
+        monkeypatch.setattr(os, "getppid", lambda: parent)
         monkeypatch.setattr(launch, "started_with", lambda: started_with)
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
@@ -308,43 +282,6 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
 
     assert maker == first.pid
     assert second.answer() == (first.pid if is_one else second.pid)
-
-
-def test_children_of_two_processes_are_two_launches(
-    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two launchers with equal variables, as two nodes on one host."""
-
-    def look(parent: int, local_rank: str) -> tuple[Any, Any]:
-        monkeypatch.setattr(os, "getppid", lambda: parent)
-        monkeypatch.setattr(launch, "started_with", lambda: TORCHRUN | {"LOCAL_RANK": local_rank})
-        ds = CachedDataset(Images(LENGTH))
-        return ds, ds.cache.origin.pid
-
-    first = start(look, os.getpid(), "0")
-    first.answer()
-    second = start(look, os.getppid(), "1")
-
-    assert second.answer() == second.pid
-
-
-@pytest.mark.parametrize("kind", ["fork", "worker"])
-def test_a_process_that_works_for_a_rank_is_no_rank(
-    kind: str, start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has inherited the connection to the store, which two processes must not use."""
-
-    def look(rank: int, store: Path) -> tuple[Any, Any]:
-        join(rank, store)
-        ds = CachedDataset(Images(LENGTH))
-        if kind == "worker":
-            monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-            return ds, launch.names() == []
-        return ds, exit_codes(lambda: os._exit(7 if launch.names() == [] else 1)) == [7]
-
-    ranks = [start(look, rank, tmp_path / "store") for rank in range(2)]
-
-    assert [rank.answer() for rank in ranks] == [True, True]
 
 
 def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,69 +297,44 @@ def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch
 # --- what is compared -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrap", [lambda held: held, lambda held: [{"held": frozenset(held)}]])
-def test_the_order_of_a_set_does_not_count(wrap: Callable[[Any], Any]) -> None:
-    """Sets of strings have another order in each process."""
-    one, other = {0, 8}, {8, 0}
-    samples = {0: Images().sample(0)}
-
-    assert list(one) != list(other)
-    assert likeness(Holding(wrap(one)), None, samples) == likeness(Holding(wrap(other)), None, samples)
+def large(first: str) -> list[str]:
+    return [first * 1000] + ["x" * 1000] * 199_999
 
 
-def test_shared_lists_are_compared_by_their_items() -> None:
-    """Each rank makes its own; a slice is as good as a list of its items, and beginnings count."""
-    samples = {0: Images().sample(0)}
-    lists = [[{"label": 1}, {"label": 2}], [{"label": 0}, {"label": 1}, {"label": 2}], [{"label": 2}]]
-    one, longer, other = map(SharedList, lists)
-
-    found = [likeness(Holding(held), None, samples) for held in (one, longer[1:], other)]
-
-    assert found[0] == found[1] != found[2]
+def texts(**changed: str) -> list[str]:
+    """More than is compared where the limit is 10,000 bytes."""
+    return [changed.get(f"number_{number}", f"{number:050}") for number in range(5000)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attribute", "other"),
+    ("one", "other", "are_equal"),
     [
-        (lambda: np.zeros(40 << 20, np.float32), lambda: np.ones(40 << 20, np.float32)),
-        (lambda: ["x" * 1000] * 200_000, lambda: ["y" * 1000] + ["x" * 1000] * 199_999),
-        (torch.zeros(3), torch.zeros(3, dtype=torch.int32)),
-        ({"a": 1}, {"a": 2}),
-        ({"a", "b"}, {"a", "c"}),
-        (np.array(["a", None], dtype=object), np.array(["a", "b"], dtype=object)),
-        (max, min),
-        (Images, BareImages),
+        ({0, 8}, {8, 0}, True),  # sets of strings have another order in each process
+        ([{"held": frozenset({0, 8})}], [{"held": frozenset({8, 0})}], True),
+        ({"a", "b"}, {"a", "c"}, False),
+        ({"a": 1}, {"a": 2}, False),
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int32), False),
+        (np.array(["a", None], dtype=object), np.array(["a", "b"], dtype=object), False),
+        (SharedList([1, {"a": 2}]), SharedList([0, 1, {"a": 2}])[1:], True),  # each rank makes its own
+        (SharedList([1, {"a": 2}]), SharedList([{"a": 2}]), False),
+        (max, min, False),
+        (Images, BareImages, False),
+        (texts, lambda: texts(number_4999="another end"), True),
+        (texts, lambda: texts(number_3="another beginning"), False),
+        # Of values above 128 MiB, a part of the elements.
+        (lambda: np.zeros(40 << 20, np.float32), lambda: np.ones(40 << 20, np.float32), False),
+        (lambda: large("x"), lambda: large("y"), False),
     ],
-    ids=["large arrays", "long lists", "dtypes", "dicts", "sets", "objects", "functions", "classes"],
 )
-def test_attributes_are_compared(attribute: Any, other: Any) -> None:
-    """Of values above 128 MiB, a part of their elements."""
+def test_attributes_are_compared(
+    one: Any, other: Any, are_equal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their content, up to a number of bytes: a list of gigabytes would delay the start of every rank."""
     samples = {0: Images().sample(0)}
-    if isinstance(attribute, types.FunctionType):  # large values live as long as the test
-        attribute, other = attribute(), other()
+    if one is texts:
+        monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
+    if isinstance(one, types.FunctionType):  # large values live as long as the test
+        one, other = one(), other()
 
-    assert likeness(Holding(attribute), None, samples) != likeness(Holding(other), None, samples)
-
-
-def test_only_the_beginning_of_a_long_attribute_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of gigabytes would delay the start of every rank."""
-    monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
-    samples = {0: 1, 1: 2, 2: 3}
-    lists = [[f"{number:050}" for number in range(5000)] for _ in range(3)]
-    lists[1][4999], lists[2][3] = "another end", "another beginning"
-
-    first, same, other = (likeness(Holding(held), None, samples) for held in lists)
-
-    assert first == same != other
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 8, 10**9])
-def test_first_middle_last_and_other_samples_are_compared(length: int) -> None:
-    """The choice depends on the length alone."""
-    probed = probed_indices(length)
-
-    assert {0, length // 2, length - 1} <= set(probed)
-    assert all(0 <= index < length for index in probed)
-    assert len(probed) >= min(length, 5)
-    assert probed == probed_indices(length)
+    assert (likeness(Holding(one), None, samples) == likeness(Holding(other), None, samples)) == are_equal

@@ -1,13 +1,14 @@
-"""Caches in RAM where the system refuses: limits of a process, filters of system calls, no /proc."""
+"""Caches in RAM where the system refuses: limits of a process, no memory, no locks.
+
+tests/test_other_platforms.py has the systems that lack memfd, /proc and more.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import pickle
-import platform
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,25 +23,21 @@ from fastload.cache.build.build import build_lmdb, build_shard
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import owners
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode
 from fastload.errors import CacheError, SegmentError
-from fastload.memory import segment
-from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
+from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.kit.processes import Interpreter
 
 MB = 1 << 20
 GB = 1 << 30
-KINDS = [Images, RaggedImages, MixedImages]
 
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -93,12 +90,10 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
     monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
 
-    class Growing(Images):
-        def sample(self, index: int) -> Any:
-            small = index in (0, 10, 19)
-            return np.full(8 + index if small else 5000, index, np.uint8), index
+    def growing(index: int) -> Any:
+        return np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8), index
 
-    dataset = Growing(20)
+    dataset = Made(growing)
     ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
@@ -111,77 +106,54 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
 # --- limits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_that_is_enough_for_the_samples_costs_nothing(kind: type[Images], caplog: Any) -> None:
-    """Under a limit on the size of files far below the budget the cache is shared, whole and small."""
-    dataset = kind(30)
-    with limited(resource.RLIMIT_FSIZE, 4 * MB), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, max_memory="100GB")
-        assert_right(ds, dataset)
-
-    assert isinstance(ds.cache, SharedMemoryCache)
-    assert os.fstat(CachedDataset(kind(8), max_memory="100GB").cache.fd).st_size < GB
-    assert ds.cache_info().num_cached == 30
-    assert kind is RaggedImages or caplog.text == ""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_below_the_samples_makes_a_smaller_cache(kind: type[Images], caplog: Any) -> None:
-    """As much as the limit grants is cached, the rest is right, and a warning names sizes and limit."""
-    options = {} if kind is RaggedImages else {"shape": (64, 64, 3)}
-    dataset = kind(200, **options)
-    with limited(resource.RLIMIT_FSIZE, TABLE_AT + 200_000), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, max_memory="100GB")
-        assert_right(ds, dataset)
-
-    assert isinstance(ds.cache, SharedMemoryCache)
-    assert 0 < ds.cache_info().num_cached < 200
-    assert ds.cache_info().max_bytes < TABLE_AT + 200_000
-    assert "RLIMIT_FSIZE is 1,248,576" in caplog.records[0].getMessage()
-    assert "the cache has a segment of" in caplog.records[0].getMessage()
-
-
-@pytest.mark.parametrize(("kind", "key"), [(Images, None), (RaggedImages, "photos"), (MixedImages, None)])
-def test_a_limit_below_the_examples_makes_a_private_cache(
-    kind: type[Images], key: str | None, caplog: Any
+@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
+@pytest.mark.parametrize(
+    ("limit", "allowed", "is_shared", "is_whole", "said"),
+    [
+        (resource.RLIMIT_FSIZE, 8 * MB, True, True, []),
+        (
+            *(resource.RLIMIT_FSIZE, TABLE_AT + 200_000, True, False),
+            ["RLIMIT_FSIZE is 1,248,576", "the cache has a segment of"],
+        ),
+        (resource.RLIMIT_FSIZE, 4096, False, True, ["RLIMIT_FSIZE is 4,096", "1.0 GB"]),
+        (resource.RLIMIT_NOFILE, 3, False, True, ["RLIMIT_NOFILE is 3"]),
+        (resource.RLIMIT_AS, 200 * MB, True, True, []),
+    ],
+    ids=["enough", "below the samples", "below the examples", "no descriptors", "address space"],
+)
+def test_limits_make_a_cache_smaller_or_private(
+    kind: type[Images],
+    limit: int,
+    allowed: int,
+    is_shared: bool,
+    is_whole: bool,
+    said: list[str],
+    caplog: Any,
 ) -> None:
-    """Where not even a few samples can be shared each process caches for itself: one warning, no error."""
-    dataset = kind(30)
-    with limited(resource.RLIMIT_FSIZE, 4096), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, max_memory="1GB", cache_key=key)
+    """It holds as much as the limit grants; one warning names sizes and limit, and no sample is wrong."""
+    dataset = kind(200) if kind is RaggedImages else kind(200, shape=(64, 64, 3))
+    is_address_space = limit == resource.RLIMIT_AS
+    with (
+        limited(limit, allowed + is_address_space * mapped_bytes()),
+        caplog.at_level(logging.WARNING, "fastload"),
+    ):
+        ds = CachedDataset(dataset, max_memory="auto" if is_address_space else "1GB", cache_key="photos")
         assert_right(ds, dataset)
 
-    assert isinstance(ds.cache, PrivateCache)
-    assert ds.cache_info().num_cached == 30
-    (record,) = caplog.records
-    assert "RLIMIT_FSIZE is 4,096" in record.getMessage()
-    assert "1.0 GB" in record.getMessage()
-    assert "RLIMIT_FSIZE" in ds.cache.explain()
-
-
-def test_without_descriptors_left_the_cache_is_private(caplog: Any) -> None:
-    """RLIMIT_NOFILE is named, and samples come from the process's own memory."""
-    dataset = KnownImages(4)
-    with limited(resource.RLIMIT_NOFILE, 3), caplog.at_level(logging.WARNING, "fastload"):
-        ds = CachedDataset(dataset, max_memory=MB)
-        assert_right(ds, dataset)
-
-    assert isinstance(ds.cache, PrivateCache)
-    assert "RLIMIT_NOFILE is 3" in caplog.text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_limit_on_address_space_makes_a_smaller_segment(kind: type[Images]) -> None:
-    """What the process may map bounds the budget, and what the system refuses is asked for by half."""
-    options = {} if kind is RaggedImages else {"shape": (64, 64, 3)}
-    dataset = kind(30, **options)
-    with limited(resource.RLIMIT_AS, mapped_bytes() + 200 * MB):
-        ds = CachedDataset(dataset)
-        assert_right(ds, dataset)
-
-    assert isinstance(ds.cache, SharedMemoryCache)
-    assert ds.cache_info().num_cached == 30
-    assert os.fstat(ds.cache.fd).st_size < 200 * MB
+    info = ds.cache_info()
+    assert isinstance(ds.cache, SharedMemoryCache if is_shared else PrivateCache)
+    assert 3 < info.num_cached <= 200
+    assert (info.num_cached == 200) == is_whole
+    if is_shared:
+        assert os.fstat(ds.cache.fd).st_size <= allowed
+        assert info.max_bytes is not None
+        assert is_whole or info.max_bytes < allowed
+    else:
+        assert said[0].split()[0] in ds.cache.explain()
+        assert len(caplog.records) == 1
+    for text in said:
+        assert text in caplog.records[0].getMessage()
+    assert said or kind is RaggedImages or caplog.text == ""
 
 
 def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> None:
@@ -233,11 +205,8 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pyte
         for index in range(first, 800, 4):
             cache.put(index, index)
 
-    threads = [threading.Thread(target=fill, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(4)))
 
     assert cache.num_cached == 800
     assert cache.nbytes == sum(len(encode(index)) for index in range(800))
@@ -281,107 +250,6 @@ def test_without_locks_samples_of_several_sizes_are_cached_privately(
     assert private.cache_info().num_cached == 30
     (record,) = caplog.records
     assert "Function not implemented" in record.getMessage()
-
-
-def test_a_lock_that_is_refused_later_leaves_samples_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """A process without descriptors left serves samples uncached, and caches again when it has some."""
-    dataset = RaggedImages(30)
-    ds = CachedDataset(dataset, max_memory=MB)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        with monkeypatch.context() as patch:
-            patch.setattr(segment.Segment, "reopen", lambda _: os.open("/no/such", os.O_RDWR))
-            assert_right(ds, dataset)
-        assert ds.cache_info().num_cached == 3
-        assert_right(ds, dataset)
-
-    assert ds.cache_info().num_cached == 30
-    assert len(caplog.records) == 1
-
-
-# --- in a process of its own ------------------------------------------------------------------------------
-
-_PROGRAM = """
-import errno, json, logging, os, sys
-import fastload
-from tests.cache.zoo import Images, RaggedImages
-from tests.kit.batches import assert_same_samples
-from tests.kit.faults import hide_proc, refuse
-
-class Lines(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-
-lines = []
-logging.getLogger("fastload").addHandler(Lines())
-logging.getLogger("fastload").setLevel(logging.INFO)
-PREPARE
-found = {}
-for dataset in (Images(8), RaggedImages(8)):
-    for key in (None, type(dataset).__name__):
-        cached = fastload.CachedDataset(dataset, cache_key=key)
-        for _ in range(2):
-            for index in range(8):
-                assert_same_samples(cached[index], dataset.sample(index))
-        assert cached.cache_info().num_cached == 8
-        found[f"{type(dataset).__name__} {key}"] = cached.cache_info().layout
-for method in METHODS:
-    loader = fastload.DataLoader(Images(8), 2, num_workers=1, multiprocessing_context=method)
-    for _ in range(2):
-        assert [labels.tolist() for _, labels in loader] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-print(json.dumps([found, lines]))
-"""
-
-
-PRIVATE, SHARED = ["private"] * 2, ["uniform"] * 2
-TORCH = "workers use torch's own transport"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "methods", "layouts", "said"),
-    [
-        (
-            "memfd_create",
-            ["fork"],
-            [*PRIVATE, *PRIVATE],
-            {"Each process decodes every sample": 4, TORCH: 1, "Function not implemented": None},
-        ),
-        (
-            "pidfd_open",
-            ["fork", "fork"],
-            [*SHARED, "ragged", "ragged"],
-            {TORCH: 1, "denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not": 1},
-        ),
-        ("flock", ["fork"], [*SHARED, *PRIVATE], {TORCH: 0}),
-        ("/proc", ["fork", "forkserver"], [*SHARED, *PRIVATE], {"no registry of shared caches": 1}),
-    ],
-)
-def test_a_container_that_refuses(
-    call: str,
-    methods: list[str],
-    layouts: list[str],
-    said: dict[str, Any],
-    interpreter: Interpreter,
-    registry: Path,
-) -> None:
-    """Caches are private where they must be, workers use torch's transport, and each says so once."""
-    if call != "/proc" and platform.machine() not in ("x86_64", "aarch64"):
-        pytest.skip("the filter's numbers are of these machines")
-    prepare = "hide_proc() or sys.exit(77)" if call == "/proc" else f"refuse({call!r}, errno.ENOSYS)"
-    program = _PROGRAM.replace("PREPARE", prepare).replace("METHODS", repr(methods))
-    own = {owners.DIRECTORY_VARIABLE: str(registry)}  # other runs of this test have caches of these keys
-    done = interpreter.run(program, environment=own)
-    if done.returncode == 77:
-        pytest.skip("this user may not change what is mounted")
-    assert done.returncode == 0, done.stderr
-    found, lines = json.loads(done.stdout)
-
-    assert list(found.values()) == layouts
-    for text, times in said.items():
-        count = sum(text in line for line in lines)
-        assert count == times or (times is None and count)
 
 
 def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:

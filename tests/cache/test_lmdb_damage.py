@@ -6,11 +6,12 @@ them: whatever ends it is a failure of the test.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import random
 import shutil
 import tracemalloc
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -25,43 +26,40 @@ from fastload.cache.lmdb.files import open_file
 from fastload.cache.lmdb.format import write_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
+from tests.cache.build_zoo import BrokenImages
 from tests.cache.forge import BIG, BRANCH, LEAF, PAGE_BYTES, ROOT_AT, Forgery, Reader, SmallSamples, forge
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
     Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 NUM_SMALL = 600  # enough for a branch page over the leaves
+SOURCES: dict[str, tuple[Images, dict[str, Any]]] = {
+    "big": (Images(20), {}),  # in overflow pages
+    "small": (SmallSamples(NUM_SMALL), {}),  # in the tree
+    "shards": (BrokenImages(30, bad=[3, 4, 10, 28]), {"shards": 3, "on_error": "skip", "max_errors": 1.0}),
+}
 
 
 @pytest.fixture(scope="module")
-def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Finished caches: of 20 images, which lie in overflow pages, and of samples that lie in the tree."""
-    directory = tmp_path_factory.mktemp("contents")
-    build_lmdb(Images(20), directory / "big", num_workers=0).close()
-    build_lmdb(SmallSamples(NUM_SMALL), directory / "small", num_workers=0).close()
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
+    """Finished caches, and the samples that were written."""
+    directory, found = tmp_path_factory.mktemp("caches"), {}
+    for name, (dataset, options) in SOURCES.items():
+        build_lmdb(dataset, directory / name, num_workers=0, **options).close()
+        bad = getattr(dataset, "bad", [])
+        stored = [None if index in bad else dataset.sample(index) for index in range(len(dataset))]
+        found[name] = directory / name, stored
+    return found
 
 
 @pytest.fixture
-def path(contents: dict[str, bytes], tmp_path: Path) -> Path:
+def path(caches: dict[str, tuple[Path, list[Any]]], tmp_path: Path) -> Path:
     """A file of 20 images."""
-    (tmp_path / "cache").write_bytes(contents["big"])
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def small(contents: dict[str, bytes], tmp_path: Path) -> Path:
-    """A file of samples that lie in the tree."""
-    (tmp_path / "small").write_bytes(contents["small"])
-    return tmp_path / "small"
-
-
-# --- records -------------------------------------------------------------------------------------------
+    return Path(shutil.copy(caches["big"][0], tmp_path / "cache"))
 
 
 def rewrite(path: Path, change: Any) -> None:
@@ -75,57 +73,40 @@ def rewrite(path: Path, change: Any) -> None:
     write_description(str(path), description, num_pages, 4096)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.3, 0.7, 0.999])
-def test_truncated_file(share: float, path: Path) -> None:
-    """A file that is cut short raises when it is opened, before anything behind its end is touched."""
-    os.truncate(path, int(path.stat().st_size * share))
-
-    with pytest.raises(CacheCorruptError):
-        LMDBCache(path)
-
-
-def test_missing_record(path: Path) -> None:
-    """A record that is not there raises when the file is opened."""
+def test_a_file_that_lacks_something_is_refused(path: Path) -> None:
+    """When it is opened, before anything behind its end is touched, or when a record is not there."""
+    content = path.read_bytes()
     rewrite(path, lambda transaction: transaction.delete((5).to_bytes(8, "big")))
-
     with pytest.raises(CacheCorruptError, match="holds 19 samples, but should hold 20"):
         LMDBCache(path)
-
-
-@pytest.mark.parametrize("is_batch", [False, True])
-def test_flipped_bits_are_found(is_batch: bool, path: Path) -> None:
-    """A record with any bit flipped raises at its first read, with path and index; the others are right."""
-    rewrite(path, lambda transaction: transaction.put((5).to_bytes(8, "big"), flipped(transaction)))
-    cache = LMDBCache(path)
-    with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
-        cache.gather(np.array([4, 5, 6]), np.empty) if is_batch else cache.get(5)
-
-    assert cache.gather(np.array([4, 6]), np.empty) is not None
-    assert_same_samples([cache.get(4), cache.get(6)], [Images(20)[4], Images(20)[6]])
-
-
-def flipped(transaction: Any) -> bytes:
-    value = bytearray(transaction.get((5).to_bytes(8, "big")))
-    value[random.Random(0).randrange(400, len(value))] ^= 4
-    return bytes(value)
+    for share in (0.02, 0.3, 0.7, 0.999):
+        path.unlink()
+        path.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises(CacheCorruptError):
+            LMDBCache(path)
 
 
 @pytest.mark.parametrize("codec", ["raw", "png"])
-def test_verify_names_what_is_damaged(codec: str, tmp_path: Path) -> None:
-    """verify() gives the indices of damaged records, also of those that were read before the damage."""
-    path = tmp_path / "cache"
-    cache = build_lmdb(Images(20), path, num_workers=0, codec=codec, shards=2)
-    cache.get(15)
-    for index, shard in ((15, "00001-of-00002.lmdb"), (4, "00000-of-00002.lmdb")):
-        content = (path / shard).read_bytes()
-        at = content.index(b"FLrd" + content[content.index(index.to_bytes(8, "little") + b"FLrc") - 4 :][:4])
-        with open(path / shard, "r+b") as file:
-            file.seek(at + 600)
-            byte = file.read(1)[0]
-            file.seek(at + 600)
-            file.write(bytes([byte ^ 1]))
+@pytest.mark.parametrize("is_batch", [False, True])
+def test_flipped_bits_are_found(is_batch: bool, codec: str, tmp_path: Path) -> None:
+    """A record with any bit flipped raises at its first read, with path and index; the others are right."""
 
-    assert cache.verify() == [4, 15]
+    def flip_one(transaction: Any) -> None:
+        key = (5).to_bytes(8, "big")
+        value = bytearray(transaction.get(key))
+        value[random.Random(0).randrange(400, len(value))] ^= 4
+        transaction.put(key, bytes(value))
+
+    path = tmp_path / "cache"
+    build_lmdb(Images(20), path, num_workers=0, codec=codec).close()
+    rewrite(path, flip_one)
+    cache = LMDBCache(path)
+    assert cache.verify() == [5]
+    with pytest.raises(CacheCorruptError, match=f"{path}: sample 5"):
+        (is_batch and cache.gather(np.array([4, 5, 6]), np.empty)) or cache.get(5)
+
+    assert_same_samples([cache.get(4), cache.get(6)], [Images(20)[4], Images(20)[6]])
+    assert (cache.gather(np.array([4, 6]), np.empty) is None) == (codec == "png")
 
 
 # --- descriptions ----------------------------------------------------------------------------------------
@@ -162,66 +143,42 @@ LIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "lie"), [(name, lie) for name, lies in LIES.items() for lie in lies])
-def test_a_false_field_is_refused(name: str, lie: str, path: Path) -> None:
+TEXTS = [
+    *(b"[" * 200_000 + b"]" * 200_000, b"[1]", b"null", b"{zz", b'"\xff\xfe"', b"{}", b'{"version": 1}'),
+    b"1" * 9999,
+]
+CHANGES: dict[str, list[Callable[[Any], Any]]] = {
+    name: [lambda it, name=name, lie=lie: fields_with(it, name).update({name: lie}) for lie in lies.values()]
+    for name, lies in LIES.items()
+} | {
+    "a field too few": [
+        *(lambda it: it.fields.pop("plan"), lambda it: it.fields.pop("shard")),
+        lambda it: it.fields["plan"].pop("codec"),
+    ],
+    "one too many": [lambda it: it.fields.update(plans=1), lambda it: it.fields["plan"].update(codecs=1)],
+    "no description": [lambda _, text=text: text for text in TEXTS],
+}
+
+
+def fields_with(forgery: Forgery, name: str) -> dict[str, Any]:
+    """The part of the description that has a field."""
+    return forgery.fields if name in forgery.fields else forgery.fields["plan"]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_false_description_is_refused(name: str, path: Path) -> None:
     """A field of another type, or outside what the file can hold, raises with the path."""
-
-    def change(forgery: Forgery) -> None:
-        fields = forgery.fields if name in forgery.fields else forgery.fields["plan"]
-        fields[name] = LIES[name][lie]
-
-    forge(path, change)
-    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
-        LMDBCache(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"[" * 200_000 + b"]" * 200_000,
-        b"[1]",
-        b"null",
-        b"{zz",
-        b'"\xff\xfe"',
-        b"{}",
-        b'{"version": 1}',
-        b"1" * 9999,
-    ],
-    ids=["nested", "list", "null", "cut", "no text", "empty", "version alone", "long number"],
-)
-def test_a_text_that_is_no_description_is_refused(text: bytes, path: Path) -> None:
-    """Whatever stands where the description should be raises with the path."""
-    forge(path, lambda _: text)
-
-    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
-        LMDBCache(path)
-
-
-@pytest.mark.parametrize("version", [2, 0, -1, HUGE])
-def test_another_version_comes_first(version: int, path: Path) -> None:
-    """A file of another format version is not damaged, whatever else it says."""
-    forge(path, lambda _: json.dumps({"version": version, "new": []}).encode())
-
-    with pytest.raises(CacheMismatchError, match=f"{path} is a cache of format"):
-        LMDBCache(path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda fields: fields.pop("plan"),
-        lambda fields: fields.pop("shard"),
-        lambda fields: fields["plan"].pop("codec"),
-        lambda fields: fields.update(plans=1),
-        lambda fields: fields["plan"].update(codecs=1),
-    ],
-)
-def test_fields_are_exactly_those_of_the_format(change: Callable[[Any], Any], path: Path) -> None:
-    """A field too few or too many raises with the path."""
-    forge(path, lambda forgery: change(forgery.fields))
-
-    with pytest.raises(CacheCorruptError, match=f"^{path}: "):
-        LMDBCache(path)
+    good = path.read_bytes()
+    for change in CHANGES[name]:
+        path.write_bytes(good)
+        forge(path, change)
+        with pytest.raises(CacheCorruptError, match=f"^{path}: "):
+            LMDBCache(path)
+    for version in (2, 0, -1, HUGE):  # not damaged, whatever else it says
+        path.write_bytes(good)
+        forge(path, lambda _, version=version: json.dumps({"version": version, "new": []}).encode())
+        with pytest.raises(CacheMismatchError, match=f"{path} is a cache of format"):
+            LMDBCache(path)
 
 
 @pytest.mark.parametrize("lie", ["samples", "runs", "pages", "length"])
@@ -229,10 +186,9 @@ def test_a_lie_takes_no_memory(lie: str, path: Path) -> None:
     """Memory is never taken for what a file only states."""
 
     def change(forgery: Forgery) -> None:
-        if lie == "samples":
+        if lie in ("samples", "runs"):
             forgery.fields["plan"]["num_samples"] = 4 * 10**9
-        elif lie == "runs":
-            forgery.fields["plan"]["num_samples"] = 4 * 10**9
+        if lie == "runs":
             forgery.fields["missing"] = [[20, 10**9]]
         elif lie == "pages":
             forgery.fields["tree_runs"] = [[0, 10**12]]
@@ -276,34 +232,32 @@ def test_left_out_samples_take_no_memory_and_no_time(path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_shards_that_disagree_are_refused(tmp_path: Path) -> None:
-    """Shards of one build whose descriptions of the whole cache differ raise."""
-    path = tmp_path / "cache"
-    build_lmdb(Images(20), path, num_workers=0, shards=2).close()
-    # The range of shard 1 is the same for 20 samples as it is for 21 if one is left out.
-    shard = path / "00001-of-00002.lmdb"
-
-    def change(forgery: Forgery) -> None:
-        forgery.fields["plan"]["num_samples"] = 21
-        forgery.fields["missing"] = [[20, 1]]
-
-    forge(shard, change)
-    with pytest.raises(CacheMismatchError, match="shards of two caches"):
-        LMDBCache(path)
-
-
-def test_millions_of_lost_shards_are_not_listed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("plan", "missing", "said"),
+    [
+        # The range of shard 1 is the same for 20 samples as it is for 21 if one is left out.
+        ({"num_samples": 21}, [[20, 1]], "shards of two caches"),
+        ({"num_samples": 20 * 10**9, "num_shards": 10**9}, [], "has 1 of the 1,000,000,000 shards"),
+    ],
+)
+def test_shards_that_disagree_are_refused(
+    plan: dict[str, int], missing: list[list[int]], said: str, path: Path, tmp_path: Path
+) -> None:
     """An error names the first lost shard, however many a file claims there to be."""
-    (tmp_path / "cache").mkdir()
-    shard = tmp_path / "cache" / "0.lmdb"
-    build_lmdb(Images(20), shard, num_workers=0).close()
+    cache = tmp_path / "shards"
+    if missing:
+        build_lmdb(Images(20), cache, num_workers=0, shards=2).close()
+    else:
+        cache.mkdir()
+        path.rename(cache / "00001-of-00002.lmdb")
 
     def change(forgery: Forgery) -> None:
-        forgery.fields["plan"].update(num_samples=20 * 10**9, num_shards=10**9)
+        forgery.fields["plan"].update(plan)
+        forgery.fields["missing"] = missing
 
-    forge(shard, change)
-    with pytest.raises(CacheMismatchError, match=r"has 1 of the 1,000,000,000 shards"):
-        LMDBCache(tmp_path / "cache")
+    forge(cache / "00001-of-00002.lmdb", change)
+    with pytest.raises(CacheMismatchError, match=said):
+        LMDBCache(cache)
 
 
 # --- trees -----------------------------------------------------------------------------------------------
@@ -398,26 +352,22 @@ OVERFLOWS: dict[str, Callable[[Forgery], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def readers() -> Iterator[dict[str, Reader]]:
-    """Children that read files of both kinds."""
-    small, big = SmallSamples(NUM_SMALL), Images(20)
-    with (
-        Reader([small.sample(index) for index in range(NUM_SMALL)]) as of_small,
-        Reader([big.sample(index) for index in range(20)]) as of_big,
-    ):
-        yield {"small": of_small, "cache": of_big}
+def readers(caches: dict[str, tuple[Path, list[Any]]]) -> Iterator[dict[str, Reader]]:
+    """A child for each cache, which reads its copies."""
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(Reader(expected)) for name, (_, expected) in caches.items()}
 
 
 @pytest.mark.parametrize(
-    ("name", "lie"), [*(("small", lie) for lie in TREES), *(("cache", lie) for lie in OVERFLOWS)]
+    ("name", "lie"), [*(("small", lie) for lie in TREES), *(("big", lie) for lie in OVERFLOWS)]
 )
 def test_a_false_tree_is_refused(
-    name: str, lie: str, path: Path, small: Path, readers: dict[str, Reader]
+    name: str, lie: str, caches: dict[str, tuple[Path, list[Any]]], tmp_path: Path, readers: dict[str, Reader]
 ) -> None:
     """A tree with the right checksum that leads anywhere but to its samples raises with the path."""
-    forge(path.with_name(name), {**TREES, **OVERFLOWS}[lie], tree=True)
-
-    assert readers[name].read(path.with_name(name)) == "refused"
+    path = Path(shutil.copy(caches[name][0], tmp_path / name))
+    forge(path, {**TREES, **OVERFLOWS}[lie], tree=True)
+    assert readers[name].read(path) == "refused"
 
 
 def test_records_at_each_other_s_place_raise(path: Path) -> None:
@@ -439,51 +389,15 @@ def test_records_at_each_other_s_place_raise(path: Path) -> None:
         cache.gather(np.arange(20), np.empty)
 
 
-def test_the_older_state_does_not_matter(small: Path) -> None:
+def test_the_older_state_does_not_matter(path: Path) -> None:
     """A file holds two states, and only the newer one is read."""
 
     def change(forgery: Forgery) -> None:
         older = PAGE_BYTES - forgery.meta
         forgery.put("QQ", older + ROOT_AT, 10**7, 10**7)
 
-    forge(small, change, tree=True)
-    assert_same_samples(LMDBCache(small).get(7), SmallSamples(8).sample(7))
-
-
-# --- any mutation --------------------------------------------------------------------------------------
-
-
-class LeftOut:
-    """Samples of another dataset, of which some cannot be read."""
-
-    def __init__(self, samples: Images) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        if index % 7 in (3, 4):
-            raise OSError(f"no sample {index}")
-        return self.samples[index]
-
-
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, list[Any]]]:
-    """Finished caches, and the samples that were written."""
-    directory = tmp_path_factory.mktemp("caches")
-    images, small, shape = Images(20), SmallSamples(600), Images(60, shape=(8, 9, 3))
-    build_lmdb(images, directory / "big", num_workers=0).close()
-    build_lmdb(small, directory / "small", num_workers=0).close()
-    build_lmdb(
-        LeftOut(shape), directory / "shards", num_workers=0, shards=3, on_error="skip", max_errors=1.0
-    ).close()
-    stored = [None if index % 7 in (3, 4) else shape.sample(index) for index in range(60)]
-    return {
-        "big": (directory / "big", [images.sample(index) for index in range(20)]),
-        "small": (directory / "small", [small.sample(index) for index in range(600)]),
-        "shards": (directory / "shards", stored),
-    }
+    forge(path, change, tree=True)
+    assert_same_samples(LMDBCache(path).get(7), Images(20).sample(7))
 
 
 # --- mutations -------------------------------------------------------------------------------------------
@@ -586,39 +500,32 @@ MUTATIONS = {mutate.__name__: mutate for mutate in (flip, cut, splice, describe,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["big", "small", "shards"])
+@pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("way", MUTATIONS)
 def test_the_written_samples_or_an_error(
     way: str,
     name: str,
     caches: dict[str, tuple[Path, list[Any]]],
+    readers: dict[str, Reader],
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
     """A mutated file gives exactly the samples that were written, or errors of the cache that name it."""
-    source, expected = caches[name]
-    path = tmp_path / "mutated"
-    seen: set[str] = set()
-    examples = 300 if request.config.getoption("--thorough") else 40
-    with Reader(expected) as reader:
+    source, path, seen = caches[name][0], tmp_path / "mutated", set()
 
-        @given(st.data())
-        @settings(
-            max_examples=examples, derandomize=True, database=None,
-            suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        def read(data: st.DataObject) -> None:
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, path)
-                file = data.draw(st.sampled_from(sorted(path.iterdir())))
-            else:
-                file = path
-            content = (source / file.name if source.is_dir() else source).read_bytes()
-            mutated = MUTATIONS[way](data.draw, content)
-            file.unlink(missing_ok=True)  # a file of its own, as a copy from elsewhere would be
-            file.write_bytes(mutated)
-            seen.add(reader.read(path))
+    @given(st.data())
+    @settings(
+        max_examples=300 if request.config.getoption("--thorough") else 40,
+        derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def read(data: st.DataObject) -> None:
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, path)
+        file = data.draw(st.sampled_from(sorted(path.iterdir()))) if path.is_dir() else path
+        mutated = MUTATIONS[way](data.draw, file.read_bytes())
+        file.unlink()  # a file of its own, as a copy from elsewhere would be
+        file.write_bytes(mutated)
+        seen.add(readers[name].read(path))
 
-        read()
+    read()
     assert "refused" in seen

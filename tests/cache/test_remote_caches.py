@@ -39,7 +39,7 @@ from fastload.errors import (
 )
 from fastload.files import attempts
 from fastload.system.locks import held
-from tests.cache.build_zoo import Stopping, building, exit_codes
+from tests.cache.build_zoo import BrokenImages, Calling, exit_codes
 from tests.cache.zoo import Images, KnownImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
@@ -116,23 +116,29 @@ def reads() -> list[str]:
     return sorted(path.rpartition("/")[2] for path in FaultyFileSystem.reads.elements())
 
 
-# --- both ways -------------------------------------------------------------------------------------------
-
-
-def test_a_cache_at_a_url_gives_the_samples(cache_dir: Path) -> None:
-    """Nothing of the build stays on the disk; the copy is whole, and for this user alone."""
+@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
+def test_a_cache_at_a_url_gives_the_samples(
+    mask: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing of the build stays on the disk; the copy is whole, and this user's alone."""
     manifest, was_built = build()
-    copy = copy_of()
-
+    before = os.umask(mask)
+    try:
+        copy = copy_of()
+    finally:
+        os.umask(before)
     assert was_built
     assert names() == sorted([*SHARDS, "cache.json", "plan.json"])
     assert kept_builds(cache_dir) == []
     assert sorted(os.listdir(copy)) == [*SHARDS, "cache.json"]
     assert manifest.nbytes == sum((copy / name).stat().st_size for name in SHARDS)
     assert {path.name: path.stat().st_mode & 0o777 for path in cache_dir.iterdir()} == {
-        f"builds-{os.getuid()}": 0o700,
-        f"copies-{os.getuid()}": 0o700,
+        f"{kind}-{os.getuid()}": 0o700 for kind in ("builds", "copies")
     }
+    FaultyFileSystem.reads.clear()
+    copy_of()
+    assert reads() == ["cache.json"]
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
 
 
 def make_foreign(path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,32 +163,38 @@ def make_foreign(path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "change"), [("copies", "the mode"), ("builds", "the owner"), ("copies", "a link")]
+    ("name", "change"),
+    [("copies", "the mode"), ("builds", "the owner"), ("copies", "a link"), ("builds", "no directory")],
 )
-def test_a_directory_that_another_user_can_have_written_is_an_error(
+def test_a_directory_that_is_not_this_users_is_an_error(
     name: str, change: str, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It says why, and names the variable; nothing is written there."""
     build()
     shutil.rmtree(cache_dir)
     own = cache_dir / f"{name}-{os.getuid()}"
-    own.mkdir(parents=True, mode=0o700)
-    make_foreign(own, change, monkeypatch)
-
-    with pytest.raises(CacheError, match=rf"{own} is not a directory that only this user can write") as error:
+    if change == "no directory":
+        cache_dir.touch()
+    else:
+        own.mkdir(parents=True, mode=0o700)
+        make_foreign(own, change, monkeypatch)
+    said = rf"cannot write|{own} is not a directory that only this user can write"
+    with pytest.raises(CacheError, match=said) as error:
         LMDBCache(URL) if name == "copies" else build()
 
-    said = [str(error.value), *getattr(error.value, "__notes__", [])]
-    assert any(copies.DIRECTORY_VARIABLE in text for text in said)
-    assert [*own.iterdir()] == []
+    said = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
+    assert copies.DIRECTORY_VARIABLE in said
+    assert change == "no directory" or [*own.iterdir()] == []
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         *((".", change) for change in ("the mode", "the owner", "a link")),
-        *((SHARDS[0], change) for change in ("the mode", "the owner", "a link")),
+        *((SHARDS[0], change) for change in ("the mode", "the owner", "a link", "unfinished")),
         ("cache.json", "the mode"),
+        ("cache.json", "the digest of a shard"),  # it is the copy of another manifest
+        (SHARDS[0], "removed"),
     ],
 )
 def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
@@ -192,162 +204,68 @@ def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
     build()
     copy = copy_of()
     (copy / SHARDS[0]).write_bytes(bytes((copy / SHARDS[0]).stat().st_size))
-    make_foreign(copy / name, change, monkeypatch)
-
-    copy_of()
-
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warning.startswith(f"{copy / name} could be from a different user")
-    assert warning.endswith("the copy is downloaded again")
-
-
-def test_an_unfinished_download_that_another_user_can_have_written_is_not_continued() -> None:
-    """Its shards have lasting names, and were not checked by this user."""
-    build()
-    copy = copy_of()
-    shard = copy.rename(copy.with_name(f"{copy.name}.partial")) / SHARDS[0]
-    shard.write_bytes(bytes(shard.stat().st_size))
-    shard.chmod(0o666)
-
-    copy_of()
-
-
-def test_a_copy_that_is_exchanged_while_it_is_opened_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may write in the directory of several users can rename the directories in it."""
-    build()
-    copy = copy_of()
-    inner, opened = copies.open_cache, []
-
-    def exchanged(path: str) -> Any:
-        opened.append(path)
-        (copy / SHARDS[0]).chmod(0o666 if len(opened) == 1 else 0o644)
-        try:
-            return inner(path)
-        finally:
-            if len(opened) == 1:  # the file that is open has another mode than the one that is there now
-                good = copy.with_name("good")
-                shutil.copy(copy / SHARDS[0], good)
-                good.chmod(0o644)
-                good.rename(copy / SHARDS[0])
-
-    monkeypatch.setattr(copies, "open_cache", exchanged)
-    copy_of()
-
-    assert opened == [str(copy)] * 2
-
-
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
-def test_a_complete_copy_costs_the_manifest(mask: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Copies are written by this user alone, also where new files are by default a group's."""
-    build()
-    before = os.umask(mask)
-    try:
-        copy_of()
-    finally:
-        os.umask(before)
-    FaultyFileSystem.reads.clear()
-    copy_of()
-
-    assert reads() == ["cache.json"]
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-@pytest.mark.parametrize("owner", [0, 4321])
-def test_a_copy_of_root_is_used_and_one_of_another_user_is_not(owner: int) -> None:
-    """Nothing is downloaded but the manifest if an administrator has placed the copy."""
-    build()
-    copy = copy_of()
-    for path in (copy, *copy.iterdir()):
-        os.chown(path, owner, owner)
-    FaultyFileSystem.reads.clear()
-    copy_of()
-
-    assert reads() == ([] if owner == 0 else SHARDS) + ["cache.json"]
-
-
-@pytest.mark.parametrize("lacks", ["a shard", "the digest of a shard"])
-def test_a_copy_that_is_not_the_cache_at_the_url_is_completed(lacks: str) -> None:
-    """Removed files are downloaded; the copy of another manifest is, although it has the right lengths."""
-    build()
-    copy = copy_of()
-    if lacks == "a shard":
-        os.unlink(copy / SHARDS[2])
-    else:
-        fields = json.loads((copy / "cache.json").read_text())
+    if change == "removed":
+        (copy / name).unlink()
+    elif change == "the digest of a shard":
+        fields = json.loads((copy / name).read_text())
         fields["shards"][0]["blake2b"] = "0" * len(fields["shards"][0]["blake2b"])
-        (copy / "cache.json").write_text(json.dumps(fields))
-        (copy / SHARDS[0]).write_bytes(bytes((copy / SHARDS[0]).stat().st_size))
+        (copy / name).write_text(json.dumps(fields))
+    elif change == "unfinished":
+        (copy / name).chmod(0o666)
+        copy = copy.rename(f"{copy}.partial")
+    else:
+        make_foreign(copy / name, change, monkeypatch)
     FaultyFileSystem.reads.clear()
     copy_of()
 
-    assert lacks != "a shard" or reads() == [SHARDS[2], "cache.json"]
-
-
-# --- building --------------------------------------------------------------------------------------------
+    assert change != "removed" or reads() == [name, "cache.json"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (change not in ("removed", "the digest of a shard"))
+    for warning in warnings:
+        assert warning.startswith(f"{copy / name} could be from a different user")
+        assert warning.endswith("the copy is downloaded again")
 
 
 def test_a_shard_has_about_the_bytes_of_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the size of the first sample: 20 images of a bit more than 2304 bytes; it is one shard at least."""
     monkeypatch.setattr(plan, "SHARD_BYTES", 5 * 2500)
-
     assert build(shards=None)[0].plan.num_shards == 4
     assert [one.name for one in build(Images(2), f"{URL}2", shards=None)[0].shards] == ["00000-of-00001.lmdb"]
 
 
-def failing_put(monkeypatch: pytest.MonkeyPatch, end: str, times: int, error: Exception) -> None:
-    """Uploads of files whose names end in a text fail, some number of times."""
+@pytest.mark.parametrize(
+    ("error", "times", "said"),
+    [
+        (ConnectionError("reset"), 5, None),
+        (ConnectionError("reset"), 100, "tried 6 times"),
+        (PermissionError("denied"), 1, "PermissionError: denied"),
+        (None, 100, "bytes arrived of"),  # the store shows a part of the file
+    ],
+)
+def test_uploads_are_tried_again_or_an_error_with_the_url(
+    error: Exception | None, times: int, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards are kept: the next build reads only samples of shards that are neither here nor there."""
     inner, left = FaultyFileSystem.put_file, [error] * times
 
     def put_file(fs: Any, local: str, path: str, **options: Any) -> Any:
-        if path.endswith(end) and left:
-            raise left.pop()
-        return inner(fs, local, path, **options)
+        if not path.endswith(SHARDS[2]) or not left:
+            return inner(fs, local, path, **options)
+        if fault := left.pop():
+            raise fault
+        return FaultyFileSystem.pipe_file(fs, path, cut(Path(local).read_bytes()))
 
     monkeypatch.setattr(FaultyFileSystem, "put_file", put_file)
-
-
-def test_uploads_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection is reset five times."""
-    failing_put(monkeypatch, SHARDS[1], 5, ConnectionError("reset"))
-
-    _, was_built = build()
-
-    assert was_built
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [(ConnectionError("reset"), "tried 6 times"), (PermissionError("denied"), "PermissionError: denied")],
-)
-def test_a_store_that_refuses_is_an_error_with_its_url(
-    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shards are kept: the next build reads only samples of shards that are neither here nor there."""
-    with monkeypatch.context() as patch:
-        failing_put(patch, SHARDS[2], 100, error)
-        with pytest.raises(CacheError, match=rf"cannot write {URL}/{SHARDS[2]}: .*{said}.*build again"):
-            build()
+    if said is None:
+        assert build()[1]
+        return
+    with pytest.raises(CacheError, match=rf"{URL}/{SHARDS[2]}: .*{said}"):
+        build()
+    assert names() == sorted([*SHARDS[: 3 if error is None else 2], "plan.json"])
+    left.clear()
     again = Images(20)
     build(again)
-
     assert again.reads == [1] + [0] * 19
-    copy_of()
-
-
-def test_a_half_written_shard_is_never_taken_for_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store shows a part of a file, and the build dies; the shard is uploaded again."""
-
-    def half(fs: Any, local: str, path: str, **_: Any) -> None:
-        data = Path(local).read_bytes()
-        FaultyFileSystem.pipe_file(fs, path, data[: len(data) // 2])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FaultyFileSystem, "put_file", half)
-        with pytest.raises(CacheError, match=r"bytes arrived of"):
-            build()
-    assert names() == [SHARDS[0], "plan.json"]
-    build()
     copy_of()
 
 
@@ -378,45 +296,24 @@ def test_at_most_two_finished_shards_wait_on_the_disk(
     assert found == [2]
 
 
-def test_a_build_whose_plan_is_replaced_writes_no_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another machine has begun a build of its own meanwhile."""
-    inner = upload._Upload.put
+def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
+    """One of this host is told; one of another machine replaces the plan; a local one has its own id."""
 
-    def replacing(*args: Any) -> None:
+    def meanwhile() -> None:
+        with pytest.raises(CacheBusyError, match=rf"{URL} is being built by"):
+            build()
         fields = json.loads(content("plan.json"))
         fields["plan"]["build_id"] = "abc"
         change("plan.json", json.dumps(fields).encode())
-        inner(*args)
-
-    monkeypatch.setattr(upload._Upload, "put", replacing)
 
     with pytest.raises(CacheError, match=r"plan.json was removed or replaced"):
-        build()
+        build(Calling(20, 14, meanwhile))
     assert "cache.json" not in names()
-
-
-@pytest.mark.usefixtures("needs_lmdb")
-def test_two_builds_of_a_host_for_one_url_exclude_each_other(cache_dir: Path) -> None:
-    """The error names the URL and the other builder."""
-    scratch = cache_dir / f"builds-{os.getuid()}" / copies.digest_of_url(URL)
-    scratch.parent.mkdir(parents=True, mode=0o700)
-    with (
-        building(scratch) as pid,
-        pytest.raises(CacheBusyError, match=rf"{URL} is being built by process {pid}"),
-    ):
-        build()
-
-
-def test_a_directory_that_cannot_be_written_is_an_error_that_names_the_variable(cache_dir: Path) -> None:
-    """There is a file where the directory for builds should be."""
-    cache_dir.touch()
-    with pytest.raises(CacheError, match=r"cannot write") as caught:
-        build()
-
-    assert any(copies.DIRECTORY_VARIABLE in note for note in caught.value.__notes__)
-
-
-# --- a local cache that is uploaded too ------------------------------------------------------------------
+    FaultyFileSystem.reset()
+    build()
+    build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
+    with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
+        build(path=str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("state", ["nothing", "finished", "unfinished"])
@@ -438,42 +335,23 @@ def test_a_cache_is_kept_and_uploaded(state: str, tmp_path: Path) -> None:
     cache.close()
 
 
-def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
-    """The local cache has another id than the one at the URL."""
-    build()
-    build_lmdb(Images(20), tmp_path / "x", shards=3, num_workers=0).close()
-
-    with pytest.raises(CacheMismatchError, match=r"has a different build from .*/x: omit the local DEST"):
-        build(path=str(tmp_path / "x"))
-
-
 # --- opening ---------------------------------------------------------------------------------------------
 
 
-def test_a_cached_dataset_checks_the_samples() -> None:
-    """The error names the URL."""
+def test_a_cached_dataset_takes_the_url_of_a_finished_cache_of_its_samples() -> None:
+    """Else the error has the URL and the command; nothing is built or uploaded that nobody asked for."""
+    for begin in (lambda: None, lambda: build(BrokenImages(20, stop=15))):
+        with contextlib.suppress(KeyboardInterrupt):
+            begin()
+        before = names()
+        with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
+            fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")
+        assert names() == before
     build()
-
     assert fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")[3][1] == 3
-    with pytest.raises(CacheMismatchError, match=r"number of samples is 21 here") as caught:
+    instead = rf"from_cache\('{URL}'\). If the dataset is right, build its cache at a different URL"
+    with pytest.raises(CacheMismatchError, match=rf"number of samples is 21 here.*{instead}"):
         fastload.CachedDataset(Images(21), cache=f"lmdb:{URL}")
-    assert f"from_cache('{URL}'). If the dataset is right, build its cache at a different URL" in str(
-        caught.value
-    )
-
-
-@pytest.mark.parametrize("state", ["nothing", "unfinished"])
-def test_a_url_without_a_finished_cache_is_an_error_with_the_command(state: str) -> None:
-    """Nothing is built or uploaded that nobody asked for."""
-    if state == "unfinished":
-        with pytest.raises(KeyboardInterrupt):
-            build(Stopping(20, 15))
-    before = names()
-
-    with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
-        fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")
-
-    assert names() == before
 
 
 def test_a_cache_that_was_built_again_gets_another_copy() -> None:
@@ -482,9 +360,7 @@ def test_a_cache_that_was_built_again_gets_another_copy() -> None:
     old = LMDBCache(URL)
     FaultyFileSystem.reset()
     build(Images(10))
-
     new = LMDBCache(URL)
-
     assert (old.num_samples, new.num_samples) == (20, 10)
     assert len(copied()) == 2
     old.close()
@@ -523,16 +399,6 @@ def test_a_complete_copy_is_opened_while_the_network_is_down(
     fault.__traceback__ = None
 
 
-def test_drops_and_truncated_bodies_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part of a shard by itself."""
-    build()
-    monkeypatch.setattr(copies, "_PART_BYTES", len(content(SHARDS[0])) // 3)
-    FaultyFileSystem.faults[SHARDS[0]] = [raising(ConnectionError("reset")), cut, cut]
-    copy_of()
-
-    assert sum(FaultyFileSystem.reads[f"/bucket/caches/train/{name}"] for name in SHARDS) >= 9
-
-
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -541,8 +407,10 @@ def test_drops_and_truncated_bodies_are_tried_again(monkeypatch: pytest.MonkeyPa
         (lambda data: None, f"there is no file at .*{SHARDS[1]}"),
     ],
 )
-def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[bytes], Any], said: str) -> None:
-    """Good shards are kept for the next attempt."""
+def test_a_damaged_shard_is_an_error_and_never_a_copy(
+    damage: Callable[[bytes], Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Good shards are kept for the next attempt; faults that pass are tried again, each part by itself."""
     build()
     data = content(SHARDS[1])
     FaultyFileSystem().rm_file(f"{URL}/{SHARDS[1]}")
@@ -553,7 +421,11 @@ def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Callable[[bytes], 
 
     assert [name.endswith(".partial") for name in copied() if not name.endswith(".lock")] == [True]
     change(SHARDS[1], data)
+    monkeypatch.setattr(copies, "_PART_BYTES", len(data) // 3)
+    FaultyFileSystem.reads.clear()
+    FaultyFileSystem.faults[SHARDS[1]] = [raising(ConnectionError("reset")), cut, cut]
     copy_of()
+    assert reads().count(SHARDS[1]) >= 3 + 3
 
 
 def test_a_forged_manifest_is_refused() -> None:
@@ -584,9 +456,7 @@ def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(
-            CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names a different"
-        ):
+        with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names a diff"):
             LMDBCache(URL)
     copy_of()
 
@@ -599,7 +469,6 @@ def test_a_manifest_with_any_damage_is_refused_or_names_its_shards(position: int
         build()
     data = content("cache.json")
     position %= len(data)
-
     try:
         found = parse_manifest(data[:position] + noise + data[position + 1 :])
     except ValueError:
@@ -633,7 +502,6 @@ def open_it(url: str, log: Path) -> None:
 def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
     """One downloads, and the others wait for it."""
     build(url=store)
-
     assert exit_codes(*[functools.partial(open_it, store, tmp_path / "log")] * 4) == [0] * 4
     assert len((tmp_path / "log").read_text().splitlines()) == 3
     assert len(copied()) == 1
@@ -661,47 +529,38 @@ def test_a_process_that_waits_for_a_download_says_so(
     assert f"cache: waiting: another process downloads {URL} to {path}" in caplog.text
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_copy_that_is_removed_at_its_opening_is_downloaded_again(
+@pytest.mark.parametrize("moment", ["removed before", "removed after", "exchanged"])
+def test_a_copy_that_changes_at_its_opening_is_downloaded_again(
     moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Just before its files are opened, or just after."""
+    """Whoever may write in the directory of several users can also rename the directories in it."""
     build()
-    copy_of()
-    open_cache, left = copies.open_cache, [moment]
+    copy, inner, opened = copy_of(), copies.open_cache, []
 
-    def removing(path: str) -> Any:
-        now = left.pop() if left else ""
-        if now == "before":
+    def open_cache(path: str) -> Any:
+        opened.append(path)
+        is_first, shard = len(opened) == 1, copy / SHARDS[0]
+        if is_first and moment == "removed before":
             shutil.rmtree(path)
-        opened = open_cache(path)
-        if now == "after":
+        if is_first and moment == "exchanged":  # what is open has another mode than what is there later
+            good = Path(shutil.copy(shard, f"{copy}.good"))
+            shard.chmod(0o666)
+        found = inner(path)
+        if is_first and moment == "exchanged":
+            good.replace(shard)
+        if is_first and moment == "removed after":
             shutil.rmtree(path)
-        return opened
+        return found
 
-    monkeypatch.setattr(copies, "open_cache", removing)
-
-    assert copy_of().exists()
-
-
-def test_the_remains_of_a_build_that_was_killed_at_its_end_are_removed(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next build finds the finished cache."""
-    with monkeypatch.context() as patch:
-        patch.setattr(upload.shutil, "rmtree", lambda *_, **__: None)
-        build()
-    assert len(kept_builds(cache_dir)) == 1
-
-    build()
-
-    assert kept_builds(cache_dir) == []
+    monkeypatch.setattr(copies, "open_cache", open_cache)
+    assert copy_of() == copy
+    assert opened == [str(copy)] * 2
 
 
 def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None:
-    """Run a function, and die at a call of a method of the store's client."""
-    inner = getattr(LocalFileSystem, method)
-    left = [calls]
+    """Run a function, and die at a call of a method of the store's client, or of rmtree()."""
+    owner: Any = upload.shutil if method == "rmtree" else LocalFileSystem
+    inner, left = getattr(owner, method), [calls]
 
     def call(*args: Any, **options: Any) -> Any:
         left[0] -= 1
@@ -709,44 +568,38 @@ def die_at(calls: int, method: str, run: Callable[..., Any], *args: Any) -> None
             os.kill(os.getpid(), signal.SIGKILL)
         return inner(*args, **options)
 
-    setattr(LocalFileSystem, method, call)
+    setattr(owner, method, call)
     run(*args)
-
-
-@pytest.mark.parametrize("calls", [0, 4])
-def test_a_download_that_was_killed_continues(
-    calls: int, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shards that it has finished are not read again."""
-    monkeypatch.setattr(copies, "_AT_ONCE", 1)
-    build(Images(20), store, shards=6)
-
-    dying = functools.partial(die_at, calls, "cat_file", LMDBCache, store)
-    assert exit_codes(dying) == [-signal.SIGKILL]
-    kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb")))
-
-    assert kept == max(0, calls - 1)  # one call reads the manifest
-    assert exit_codes(functools.partial(open_it, store, tmp_path / "log")) == [0]
-    assert len((tmp_path / "log").read_text().splitlines()) == 6 - kept
-    copy_of(store)
-    assert [name for name in copied() if "." in name] == []
 
 
 @pytest.mark.usefixtures("needs_lmdb")
 @pytest.mark.parametrize(
     ("method", "calls"),
     [
-        *(("put_file", 0), ("put_file", 2), ("pipe_file", 1), ("pipe_file", 4)),
+        *(("cat_file", 0), ("cat_file", 4), ("put_file", 0), ("put_file", 2), ("pipe_file", 1)),
         *(pytest.param("pipe_file", calls, marks=pytest.mark.thorough) for calls in (0, 2, 3)),
+        *(("pipe_file", 4), ("rmtree", 0)),  # its own files go at the very end
     ],
 )
-def test_a_build_that_was_killed_continues(calls: int, method: str, store: str, cache_dir: Path) -> None:
-    """At any upload of a shard, and at any upload of a small file."""
-    dying = functools.partial(die_at, calls, method, build, None, store)
+def test_a_download_or_a_build_that_was_killed_continues(
+    calls: int, method: str, store: str, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any read or upload; shards that a download has finished are not read again."""
+    monkeypatch.setattr(copies, "_AT_ONCE", 1)
+    is_download = method == "cat_file"
+    if is_download:
+        build(url=store, shards=6)
+    run = (LMDBCache, store) if is_download else (build, None, store)
+    dying = functools.partial(die_at, calls, method, *run)
     assert exit_codes(dying) == [-signal.SIGKILL]
+    kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb"))) if is_download else 0
+    assert kept == (max(0, calls - 1) if is_download else 0)  # one call reads the manifest
 
-    build(url=store)
+    build(url=store, shards=None)
+    assert exit_codes(functools.partial(open_it, store, tmp_path / "log")) == [0]
+    assert len((tmp_path / "log").read_text().splitlines()) == (6 - kept if is_download else 3)
     copy_of(store)
+    assert [name for name in copied() if "." in name] == []
     assert kept_builds(cache_dir) == []
 
 
@@ -766,34 +619,25 @@ def has_copy(url: str) -> bool:
     return any(name.startswith(copies.digest_of_url(url)) for name in copied())
 
 
-def test_a_list_of_copies_has_their_urls(three: list[str]) -> None:
-    """The name of a copy is a digest, from which nobody sees the URL; a cache that is no copy has no URL."""
+def test_lists_and_checks_of_copies_have_their_urls(three: list[str]) -> None:
+    """The name of a copy is a digest, from which nobody sees the URL; a damaged one is downloaded again."""
     for url in three[:2]:
         LMDBCache(url).close()
     own = Path(copies.copies_directory(), "own.lmdb")
     build_lmdb(KnownImages(4), str(own), num_workers=0, progress=False)
-
     found = inventory.list_caches(copies.copies_directory())
-
-    assert sorted((cache.url or "", cache.state) for cache in found) == [
-        ("", "finished"),
-        *((url, "finished") for url in sorted(three[:2])),
-    ]
-
-
-def test_a_damaged_copy_is_told_to_be_downloaded_and_not_built_again(three: list[str]) -> None:
-    """`fastload cache verify` names the command that removes the copy, and its URL."""
-    cache = LMDBCache(three[0])
-    cache.close()
-    shard = min(Path(cache.path).glob("*.lmdb"))
+    finished = [("", "finished"), *((url, "finished") for url in sorted(three[:2]))]
+    assert sorted((cache.url or "", cache.state) for cache in found) == finished
+    (copy,) = (cache.path for cache in found if cache.url == three[0])
+    shard = min(Path(copy).glob("*.lmdb"))
     data = bytearray(shard.read_bytes())
     data[data.index(Images(20).sample(0)[0].tobytes())] ^= 1
     shard.write_bytes(data)
 
-    result = run("verify", cache.path)
+    result = run("verify", copy)
 
     assert result.exit_code == 1
-    assert f"'fastload cache rm {cache.path}', and open {three[0]} again" in result.stdout
+    assert f"'fastload cache rm {copy}', and open {three[0]} again" in result.stdout
     assert "build" not in result.stdout
 
 
@@ -851,33 +695,19 @@ def test_the_copy_that_was_not_used_for_longest_is_removed(
 
 
 def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """All copies are in use, or none would make enough room; no copy is removed."""
-    with ExitStack() as stack:
-        for url in three[:2]:
-            stack.callback(LMDBCache(url).close)
-
-        with pytest.raises(
-            CacheError,
-            match=r"takes 1\d\d\.\d kB, and all copies in .* can take .* in use take .*FASTLOAD_CACHE_BYTES",
-        ):
-            LMDBCache(three[2])
-
-        assert [has_copy(url) for url in three] == [True, True, False]
-    monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
-    with pytest.raises(CacheError, match=r"can take 1\.0 kB"):
-        LMDBCache(three[2])
-    assert [has_copy(url) for url in three] == [True, True, False]
-
-
-def test_unfinished_downloads_make_room(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that failed is as good as a copy that nobody has open."""
+    """All copies are in use, or none would make enough room; what a failed download has left does."""
     FaultyFileSystem.faults[f"a/{SHARDS[2]}"] = [raising(PermissionError("denied"))]
     with pytest.raises(CacheError, match="denied"):
         LMDBCache(three[0])
     assert has_copy(three[0])
-    copy_of(three[1])
-    copy_of(three[2])
-
+    with contextlib.closing(LMDBCache(three[1])), contextlib.closing(LMDBCache(three[2])):
+        assert [has_copy(url) for url in three] == [False, True, True]
+        numbers = r"takes 1\d\d\.\d kB, and all copies in .* can take .* in use take .*FASTLOAD_CACHE_BYTES"
+        with pytest.raises(CacheError, match=numbers):
+            LMDBCache(three[0])
+    monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
+    with pytest.raises(CacheError, match=r"can take 1\.0 kB"):
+        LMDBCache(three[0])
     assert [has_copy(url) for url in three] == [False, True, True]
 
 
@@ -893,6 +723,3 @@ def test_the_limit_has_the_forms_of_sizes(cache_dir: Path, monkeypatch: pytest.M
         monkeypatch.setenv(copies.BYTES_VARIABLE, text)
         with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
             LMDBCache(URL)
-
-
-# --- files -----------------------------------------------------------------------------------------------

@@ -1,28 +1,40 @@
-"""Shards that single processes build, and the cache that is joined from them."""
+"""Shards that single processes or tasks of an executor build, and the cache that is joined from them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
+import threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb, build_shard, join
+from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
 from fastload.cache.fingerprint import Fingerprint
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, TooManyFailuresError
+from fastload.errors import (
+    CacheBusyError,
+    CacheError,
+    CacheMismatchError,
+    RandomDatasetError,
+    TooManyFailuresError,
+)
 from fastload.system import locks
-from tests.cache.build_zoo import BrokenImages, Stopping, exit_codes
-from tests.cache.zoo import Everything, Images, RaggedImages
+from tests.cache.build_zoo import BrokenImages, Calling, die, exit_codes, odd
+from tests.cache.zoo import Everything, Images, RandomImages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from fastload.cache.build.build import BuiltShard
@@ -30,11 +42,6 @@ if TYPE_CHECKING:
 
 def shard_of(dataset: Any, path: Any, shard: int, num_shards: int, **options: Any) -> BuiltShard:
     return build_shard(dataset, path, shard, num_shards, num_workers=0, progress=False, **options)
-
-
-def all_shards(dataset: Any, path: Any, num_shards: int, **options: Any) -> None:
-    for shard in range(num_shards):
-        shard_of(dataset, path, shard, num_shards, **options)
 
 
 def local_twin(dataset: Any, path: Path, twin: Path, **options: Any) -> Path:
@@ -61,29 +68,10 @@ def own_files(path: Path) -> list[str]:
     return sorted(name for name in os.listdir(f"{path}.partial") if name.startswith("."))
 
 
-class Calling(Images):
-    """Calls a function when it reads one sample."""
-
-    def __init__(self, num_samples: int, at: int, call: Any) -> None:
-        super().__init__(num_samples)
-        self.at = at
-        self.call = call
-
-    def sample(self, index: int) -> Any:
-        if index == self.at:
-            self.at = -1
-            self.call()
-        return super().sample(index)
-
-
-# --- the result ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "num_shards", "options"),
     [
         (Images, 4, {}),
-        (RaggedImages, 4, {"codec": "png"}),
         (Everything, 4, {"codec": "jpeg", "quality": 80}),
         (BrokenImages, 4, {"on_error": "skip", "max_errors": 1.0}),
         (Images, 1, {}),
@@ -93,101 +81,71 @@ def test_a_joined_cache_is_that_of_a_local_build(
     kind: Any, num_shards: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Byte for byte, whoever builds which shard in which order; one shard is a file."""
-    known = Fingerprint({"files": "a"})
     dataset = BrokenImages(30, bad=[3, 8, 29]) if kind is BrokenImages else kind(30)
+    options = {"fingerprint": Fingerprint({"files": "a"}), **options}
     for shard in reversed(range(num_shards)):
         num_workers = 2 if shard == 3 and kind is Images else 0
-        own = {"num_workers": num_workers, "fingerprint": known, **options}
-        build_shard(dataset, tmp_path / "cache", shard, num_shards, **own)
-    twin = local_twin(dataset, tmp_path / "cache", tmp_path / "twin", fingerprint=known, **options)
-
+        build_shard(dataset, tmp_path / "cache", shard, num_shards, num_workers=num_workers, **options)
+    twin = local_twin(dataset, tmp_path / "cache", tmp_path / "twin", **options)
     cache = join(tmp_path / "cache")
-
     assert files_at(tmp_path / "cache") == files_at(twin)
     assert (cache.num_shards, cache.parts, cache.verify()) == (num_shards, {"files": "a"}, [])
     assert {"cache", "twin", "cache.errors.jsonl", "twin.errors.jsonl"} >= set(os.listdir(tmp_path))
 
 
-def test_a_shard_says_what_was_built(tmp_path: Path) -> None:
-    """Three samples make three shards, whatever number was asked for; a second call builds none."""
-    built = [shard_of(Images(3), tmp_path / "cache", shard, 8) for shard in [*range(8), 1]]
+def test_building_and_joining_twice_is_harmless(tmp_path: Path) -> None:
+    """Three samples make three shards, whatever number was asked for; a second call builds or joins none."""
+    path = tmp_path / "cache"
+    built = [shard_of(Images(3), path, shard, 8) for shard in [*range(8), 1]]
 
     assert [one.num_samples for one in built] == [1, 1, 1, 0, 0, 0, 0, 0, 1]
     assert [one.was_built for one in built] == [True] * 3 + [False] * 6
     assert built[8].nbytes == built[1].nbytes > 0
-    assert join(tmp_path / "cache").num_shards == 3
-
-
-def test_joining_twice_is_harmless(tmp_path: Path) -> None:
-    """The second call opens the cache; a shard that is built once more finds it, too."""
-    all_shards(Images(20), tmp_path / "cache", 3)
-    join(tmp_path / "cache").close()
-    before = files_at(tmp_path / "cache")
-
-    assert "joined before" in join(tmp_path / "cache").explain()
-    assert shard_of(Images(20), tmp_path / "cache", 2, 3).is_joined
-    assert files_at(tmp_path / "cache") == before
-    assert os.listdir(tmp_path) == ["cache"]
+    assert join(path).num_shards == 3
+    before = files_at(path)
+    assert "joined before" in join(path).explain()
+    assert shard_of(Images(3), path, 2, 3).is_joined
+    assert (files_at(path), os.listdir(tmp_path)) == (before, ["cache"])
     with pytest.raises(CacheMismatchError, match="number of samples"):
-        shard_of(Images(21), tmp_path / "cache", 2, 3)
+        shard_of(Images(21), path, 2, 3)
 
 
-# --- what is missing -------------------------------------------------------------------------------------
-
-
-def test_join_names_missing_shards_as_commands(tmp_path: Path) -> None:
-    """The numbers are those of `build-shard`, the first one in a command, and everything is kept."""
-    for shard in (0, 1, 3, 4, 5):
-        shard_of(Images(20), tmp_path / "cache", shard, 7)
-    with pytest.raises(CacheError) as caught:
-        join(tmp_path / "cache")
-
-    command = f"fastload cache build-shard SOURCE {tmp_path}/cache"
-    assert str(caught.value).startswith("2 of 7 shards are missing or damaged: 3, 7. ")
-    assert f"'{command} 3/7', then join again" in str(caught.value)
-    for shard in (2, 6):
-        shard_of(Images(20), tmp_path / "cache", shard, 7)
-    assert join(tmp_path / "cache").verify() == []
-
-
-def test_join_says_what_is_there(tmp_path: Path) -> None:
-    """Ten missing shards are named at most; an empty directory is nothing; a budget is checked at once."""
+def test_join_and_lists_name_what_is_missing(tmp_path: Path) -> None:
+    """Ten shards at most, by the numbers of `build-shard`, the first in a command; everything is kept."""
+    path = tmp_path / "cache"
     for _ in range(2):
         with pytest.raises(FileNotFoundError, match="neither a cache nor a shard"):
-            join(tmp_path / "cache")
+            join(path)
         (tmp_path / "cache.partial").mkdir(exist_ok=True)
-    shard_of(Images(500), tmp_path / "cache", 4, 500)
-    with pytest.raises(CacheError, match=r"^499 of 500 shards are missing or damaged: 1, .*, \.\.\.\. Build"):
-        join(tmp_path / "cache")
+    for shard in (0, 1, 3, 4, 5):
+        shard_of(Images(20), path, shard, 7)
+    command = f"fastload cache build-shard SOURCE {path}"
+    missing = r"^2 of 7 shards are missing or damaged: 3, 7\. .*"
+    with pytest.raises(CacheError, match=rf"{missing}'{command} 3/7', then join again"):
+        join(path)
     with pytest.raises(ValueError, match="max_errors"):
-        join(tmp_path / "cache", max_errors=-1)
-
-
-# --- samples that are left out ---------------------------------------------------------------------------
+        join(path, max_errors=-1)
+    for problem in (
+        "2 of 7 shards are missing: run the build again",
+        "all 7 shards are built: run 'fastload",
+    ):
+        (found,) = inventory.list_caches(str(tmp_path))
+        assert found.state == "unfinished"
+        assert (found.problem or "").startswith(problem)
+        for shard in (2, 6):
+            shard_of(Images(20), path, shard, 7)
+    assert join(path).verify() == []
+    shard_of(Images(500), tmp_path / "other", 4, 500)
+    with pytest.raises(CacheError, match=r"^499 of 500 shards are missing or damaged: 1, .*, \.\.\.\. Build"):
+        join(tmp_path / "other")
 
 
 def test_a_shard_above_max_errors_ends_early(tmp_path: Path) -> None:
     """It is not finished; it is built again with a larger `max_errors`."""
-    options: dict[str, Any] = {"on_error": "skip"}
-    with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
-        shard_of(BrokenImages(40, bad=[21, 23, 25]), tmp_path / "cache", 1, 2, max_errors=1, **options)
     dataset = BrokenImages(40, bad=[21, 23, 25])
-
-    assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, **options).num_left_out == 3
-
-
-# --- other plans -----------------------------------------------------------------------------------------
-
-
-def test_one_process_finishes_what_single_shards_began(tmp_path: Path) -> None:
-    """A build of the whole follows the plan of the shards, and reads only what is missing."""
-    shard_of(Images(20), tmp_path / "cache", 1, 2)
-    dataset = Images(20)
-
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0)
-
-    assert cache.verify() == []
-    assert dataset.reads == [1] * 10 + [0] * 10
+    with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
+        shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=1, on_error="skip")
+    assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, on_error="skip").num_left_out == 3
 
 
 @pytest.mark.parametrize(
@@ -203,21 +161,20 @@ def test_numbers_that_are_not_valid(shard: Any, num_shards: Any, said: str, tmp_
         build_shard(Images(4), tmp_path / "cache", shard, num_shards)
 
 
-# --- several processes -----------------------------------------------------------------------------------
+def test_a_shard_that_is_being_built_is_neither_built_nor_removed(tmp_path: Path) -> None:
+    """A second builder and `rm` are told, and the first builder finishes."""
+    path, said = tmp_path / "cache", []
 
-
-def test_two_builders_of_one_shard_exclude_each_other(tmp_path: Path) -> None:
-    """The second one is told, and the first one finishes."""
-
-    def again() -> None:
+    def meanwhile() -> None:
         with pytest.raises(CacheBusyError, match=r"00001-of-00002\.lmdb is being built by another thread"):
-            shard_of(Images(20), tmp_path / "cache", 1, 2)
+            shard_of(Images(20), path, 1, 2)
+        said.extend(one.state for one in inventory.list_caches(str(tmp_path)))
+        with pytest.raises(CacheBusyError, match=r"shards of .* are being built"):
+            inventory.remove(str(path))
 
-    shard_of(Calling(20, 14, again), tmp_path / "cache", 1, 2)
-
+    assert shard_of(Calling(20, 14, meanwhile), path, 1, 2).was_built
+    assert said == ["building"]
     assert sorted(os.listdir(tmp_path / "cache.partial")) == ["00001-of-00002.lmdb", "plan.json"]
-    shard_of(Images(20), tmp_path / "cache", 0, 2)
-    assert join(tmp_path / "cache").verify() == []
 
 
 @pytest.mark.parametrize("instead", ["nothing", "one process", "other shards"])
@@ -232,7 +189,7 @@ def test_a_directory_that_is_removed_meanwhile_is_an_error(instead: str, tmp_pat
         partial.rmdir()
         if instead == "one process":
             with pytest.raises(KeyboardInterrupt):
-                build_lmdb(Stopping(30, 19), path, num_workers=0, shards=3)
+                build_lmdb(BrokenImages(30, stop=19), path, num_workers=0, shards=3)
         if instead == "other shards":
             shard_of(Images(30), path, 0, 3)
         if partial.exists():
@@ -247,14 +204,14 @@ def test_a_directory_that_is_removed_meanwhile_is_an_error(instead: str, tmp_pat
 
 @pytest.mark.slow
 def test_processes_that_begin_at_once_agree_on_one_plan(tmp_path: Path) -> None:
-    """Six processes, released by one event; their shards have one id."""
-    barrier = multiprocessing.get_context("fork").Barrier(6)
+    """Four processes, released by one event; their shards have one id."""
+    barrier = multiprocessing.get_context("fork").Barrier(4)
 
     def build(shard: int) -> None:
         barrier.wait()
-        shard_of(Images(24), tmp_path / "cache", shard, 6)
+        shard_of(Images(24), tmp_path / "cache", shard, 4)
 
-    assert exit_codes(*(functools.partial(build, shard) for shard in range(6))) == [0] * 6
+    assert exit_codes(*(functools.partial(build, shard) for shard in range(4))) == [0] * 4
     assert own_files(tmp_path / "cache") == []
     assert join(tmp_path / "cache").verify() == []
 
@@ -264,8 +221,7 @@ def test_leftovers_of_a_killed_process_go(way: str, tmp_path: Path) -> None:
     """With the next build of the same shard, with join, and with rm; the shard is built from its start."""
     pytest.importorskip("lmdb")
     path = tmp_path / "cache"
-    dying = Calling(20, 14, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    assert exit_codes(lambda: shard_of(dying, path, 1, 2)) == [-signal.SIGKILL]
+    assert exit_codes(lambda: shard_of(Calling(20, 14, die), path, 1, 2)) == [-signal.SIGKILL]
     (leftover,) = [path.with_name("cache.partial") / name for name in own_files(path) if "-lock" not in name]
     if way == "rm":
         inventory.remove(str(path))
@@ -287,55 +243,18 @@ def test_leftovers_of_a_killed_process_go(way: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(path)) == ["00000-of-00002.lmdb", "00001-of-00002.lmdb"]
 
 
-def test_a_shard_that_is_being_built_here_is_not_removed(tmp_path: Path) -> None:
-    """`rm` says that a process is at work, and the process finishes its shard."""
-    said = []
-
-    def try_to_remove() -> None:
-        said.append([one.state for one in inventory.list_caches(str(tmp_path))])
-        with pytest.raises(CacheBusyError, match=r"shards of .* are being built"):
-            inventory.remove(str(tmp_path / "cache"))
-
-    assert shard_of(Calling(20, 14, try_to_remove), tmp_path / "cache", 1, 2).was_built
-    assert said == [["building"]]
-
-
 @pytest.mark.parametrize("name", ["notes.txt", ".00000-of-00002.lmdb.swp", "00000-of-00002.errors.txt"])
 def test_foreign_files_stay(name: str, tmp_path: Path) -> None:
     """A build of a shard, join and rm refuse a directory with a file of another program."""
-    all_shards(Images(4), tmp_path / "cache", 2)
+    path = tmp_path / "cache"
+    shard_of(Images(4), path, 0, 2)
     (tmp_path / "cache.partial" / name).write_text("mine")
     before = files_at(tmp_path / "cache.partial")
-    for attempt in (
-        lambda: shard_of(Images(4), tmp_path / "cache", 0, 2),
-        lambda: join(tmp_path / "cache"),
-        lambda: inventory.remove(str(tmp_path / "cache")),
-    ):
+    refused = lambda: shard_of(Images(4), path, 1, 2), lambda: join(path), lambda: inventory.remove(str(path))
+    for attempt in refused:
         with pytest.raises(CacheError, match=r"cache\.partial"):
             attempt()
-
     assert files_at(tmp_path / "cache.partial") == before
-
-
-@pytest.mark.parametrize(
-    ("shards", "problem"),
-    [
-        ([0], "1 of 2 shards are missing: run the build again"),
-        ([0, 1], "all 2 shards are built: run 'fastload cache join"),
-    ],
-)
-def test_unfinished_shards_are_listed(shards: Sequence[int], problem: str, tmp_path: Path) -> None:
-    """With what is left to do."""
-    for shard in shards:
-        shard_of(Images(4), tmp_path / "cache", shard, 2)
-    (found,) = inventory.list_caches(str(tmp_path))
-
-    assert found.state == "unfinished"
-    assert found.problem is not None
-    assert found.problem.startswith(problem)
-
-
-# --- a system that refuses -------------------------------------------------------------------------------
 
 
 def test_a_file_system_without_locks_and_hard_links(
@@ -348,11 +267,199 @@ def test_a_file_system_without_locks_and_hard_links(
 
     monkeypatch.setattr(locks.fcntl, "lockf", refuse)
     monkeypatch.setattr(os, "link", refuse)
-    all_shards(Images(6), tmp_path / "cache", 2)
+    for shard in range(2):
+        shard_of(Images(6), tmp_path / "cache", shard, 2)
     with caplog.at_level(logging.INFO, "fastload"):
         assert join(tmp_path / "cache").verify() == []
 
     assert "not locked, because" in caplog.text
     assert os.listdir(tmp_path) == ["cache"]
     inventory.remove(str(tmp_path / "cache"))
+    assert os.listdir(tmp_path) == []
+
+
+# --- tasks of an executor; no Ray ------------------------------------------------------------------------
+
+
+class OneByOne(ThreadPoolExecutor):
+    """Runs tasks in one thread, as copies that were pickled.
+
+    Args:
+        before: Called with the shard before each task.
+        attempts: How often a task is tried that raises TransientTaskError.
+    """
+
+    def __init__(self, before: Callable[[int], Any] = lambda _: None, attempts: int = 2) -> None:
+        super().__init__(1)
+        self.before = before
+        self.attempts = attempts
+        self.ran: list[int] = []
+        self.is_ended = threading.Event()
+
+    def submit(self, task: Any, /, *args: Any, **_: Any) -> Future[Any]:
+        return super().submit(self._run, pickle.dumps(task), *args)
+
+    def _run(self, task: bytes, shard: int) -> Any:
+        self.ran.append(shard)
+        for attempt in range(self.attempts):
+            try:
+                self.before(shard)
+                return pickle.loads(pickle.dumps(pickle.loads(task)(shard)))
+            except TransientTaskError:
+                if attempt == self.attempts - 1:
+                    raise
+        raise AssertionError(attempt)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.is_ended.set()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+
+
+@pytest.fixture
+def executors() -> Iterator[Callable[..., OneByOne]]:
+    """Makes executors, and ends their threads."""
+    with contextlib.ExitStack() as stack:
+        yield lambda *args, **options: stack.enter_context(OneByOne(*args, **options))
+
+
+def images(num_samples: int = 40, bad: Sequence[int] = ()) -> Callable[[], Any]:
+    return functools.partial(BrokenImages, num_samples, bad=bad)
+
+
+def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """A few for each CPU, and one where an autoscaled cluster has none yet; the executor is not ended."""
+    executor = executors()
+    cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2, progress=False)
+    assert executor.ran == list(range(8))
+    assert not executor.is_ended.is_set()
+    assert "from 8 shards" in cache.explain()
+    assert build_on(executors(), images(), tmp_path / "other", num_cpus=0).num_shards == 1
+    again = executors()
+    assert "match the dataset" in build_on(again, images(), tmp_path / "cache", num_cpus=3).explain()
+    assert again.ran == []
+
+
+def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
+    """The build needs no cluster."""
+    with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as executor:
+        cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2)
+    assert (cache.num_shards, cache.verify()) == (8, [])
+
+
+def test_a_large_cluster_gets_shards_that_a_process_can_open(tmp_path: Path) -> None:
+    """Each open shard takes two descriptors, of which a process may have 1024."""
+    submitted = []
+
+    class Counting(OneByOne):
+        def submit(self, task: Any, /, *_: Any, **__: Any) -> Future[Any]:
+            submitted.append(task.num_shards)
+            raise KeyboardInterrupt
+
+    with Counting() as executor, pytest.raises(KeyboardInterrupt):
+        build_on(executor, images(2000), tmp_path / "cache", num_cpus=4096, progress=False)
+
+    assert submitted == [128]
+
+
+def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
+    """A worker of a cluster runs other tasks later; the dataset keeps its directory while it is read."""
+    (tmp_path / "elsewhere").mkdir()
+    before, during = os.getcwd(), []
+
+    def opened() -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        return Calling(8, 3, lambda: during.append(os.getcwd()))
+
+    settings = {"codec": None, "quality": None, "on_error": "raise"}
+    assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), 1, settings)(0), str)
+
+    assert during == [os.fspath(tmp_path / "elsewhere")]
+    assert os.getcwd() == before
+
+
+def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """The next one takes the number of shards from the plan, and builds those that are missing."""
+
+    def die(shard: int) -> None:
+        if shard == 2:
+            raise KeyboardInterrupt
+        if shard == 3:
+            first.is_ended.wait(100)
+
+    first = executors(before=die)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        build_on(first, images(), tmp_path / "cache", num_cpus=2, shards=5)
+    second = executors()
+    cache = build_on(second, images(), tmp_path / "cache", num_cpus=2)
+
+    assert "build again to resume" in caught.value.__notes__[-1]
+    assert first.is_ended.is_set()
+    assert second.ran in ([2, 3, 4], [2, 4])  # the task in progress may have finished
+    assert cache.verify() == []
+
+
+def test_failures_are_told_together_and_the_rest_is_kept(
+    executors: Callable[..., OneByOne], tmp_path: Path
+) -> None:
+    """The error lists ten shards, with machines, reasons and samples; the next run builds only those."""
+    host = os.uname().nodename
+    with pytest.raises(CacheError) as caught:
+        build_on(executors(), images(40, bad=[7, 33]), tmp_path / "cache", num_cpus=2, shards=4)
+    told = str(caught.value)
+    assert told.startswith(f"2 of 4 shards were not built: shard 1/4 on {host}: ImageReadError: ")
+    assert "; in sample 7 of the dataset; shard 4/4 on " in told
+    assert f"Finished shards are kept at {tmp_path}/cache.partial" in caught.value.__notes__[-1]
+    executor = executors()
+    assert build_on(executor, images(40), tmp_path / "cache", num_cpus=2).num_cached == 40
+    assert sorted(executor.ran) == [0, 3]
+
+    with pytest.raises(CacheError, match=r"^14 of 15 shards .* shard 11/15 on .*; and 4 more\. ") as caught:
+        build_on(executors(), images(30, bad=range(2, 30)), tmp_path / "many", num_cpus=2, shards=15)
+    assert str(caught.value).count("ImageReadError") == 10
+    strange = functools.partial(Calling, 20, 7, odd)  # whose error cannot be pickled
+    with pytest.raises(CacheError, match=r"shard 2/3 on .*: OddError: an odd picture; in sample 7"):
+        build_on(executors(), strange, tmp_path / "odd", num_cpus=2, shards=3)
+
+
+@pytest.mark.parametrize("bad", [[2, 13, 23], [7, 8, 9]], ids=["together", "one shard alone"])
+def test_a_build_above_max_errors_ends_at_once(
+    executors: Callable[..., OneByOne], bad: list[int], tmp_path: Path
+) -> None:
+    """The other tasks are cancelled; finished shards are kept, and count again later."""
+    executor = executors(before=lambda shard: shard == 6 and executor.is_ended.wait(100))
+    path, options = tmp_path / "cache", {"num_cpus": 2, "on_error": "skip"}
+    for runner, shards in ((executor, 8), (executors(), None)):
+        with pytest.raises(TooManyFailuresError, match=r"3 samples could not be read, .* allows 2 of 40"):
+            build_on(runner, images(40, bad=bad), path, shards=shards, max_errors=2, **options)
+    assert executor.is_ended.is_set()
+    assert executor.ran[6:] in ([], [6])  # the rest was cancelled
+    assert build_on(executors(), images(40, bad=bad), path, max_errors=3, **options).num_cached == 37
+
+
+def test_a_disk_that_is_full_once_is_tried_again(
+    executors: Callable[..., OneByOne], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The executor repeats such a task; if it never passes, the error says so."""
+    real = os.rename
+    refused = []
+
+    def refuse_once(*args: Any, **options: Any) -> None:
+        if "00001-of" in str(args[1]) and (not refused or always):
+            refused.append(args[0])
+            raise OSError(28, os.strerror(28))
+        real(*args, **options)
+
+    always = False
+    monkeypatch.setattr(os, "rename", refuse_once)
+    assert build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3).verify() == []
+    assert len(refused) == 1
+    always = True
+    with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3 on .*No space left"):
+        build_on(executors(), images(), tmp_path / "other", num_cpus=2, shards=3)
+
+
+def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Before a plan is made."""
+    with pytest.raises(RandomDatasetError):
+        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
     assert os.listdir(tmp_path) == []

@@ -1,31 +1,43 @@
-"""SharedMemoryCache: the contract, its layouts, its budget, and what happens when a writer dies or stops."""
+"""SharedMemoryCache: the contract, layouts, budget, faults and `retain`; test_ram_model.py has the rest."""
 
 from __future__ import annotations
 
-import dataclasses
-import fcntl
+import errno
+import gc
 import logging
 import os
+import pickle
 import random
-import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import PIL.Image
 import pytest
+import torch
+import torch.utils.data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastload
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.ram import layout, owners, registry
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
+from fastload.errors import SegmentError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Images, MixedImages, RaggedImages
+from tests.cache.zoo import Files, Images, KnownImages, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -36,16 +48,45 @@ if TYPE_CHECKING:
 MB = 1 << 20
 # Of a cache of small images and labels: header, table, pages that are used in part, gaps between columns.
 OVERHEAD = 2 * 4096 + 2 * 4096 + 128
+ROW_BYTES = 32 * 24 * 3 + 8
+
+pytestmark = pytest.mark.usefixtures("registry")
+
+
+def make(dataset: Images, max_memory: int = 64 * MB) -> SharedMemoryCache:
+    """An empty cache, its layout chosen as CachedDataset chooses it."""
+    last = len(dataset) - 1
+    examples = [dataset.sample(index) for index in (0, len(dataset) // 2, last)]
+    return SharedMemoryCache(len(dataset), examples, max_memory=max_memory)
+
+
+def put_all(cache: Any, dataset: Images) -> list[int]:
+    """Store all samples; the indices of those that were taken."""
+    return [index for index in range(len(dataset)) if cache.put(index, dataset.sample(index))]
 
 
 def filled(dataset: Images, max_memory: int = 64 * MB) -> SharedMemoryCache:
-    """A cache of all samples that fit, its layout chosen as CachedDataset chooses it."""
-    last = len(dataset) - 1
-    examples = [dataset.sample(index) for index in (0, len(dataset) // 2, last)]
-    cache = SharedMemoryCache(len(dataset), examples, max_memory=max_memory)
-    for index in range(len(dataset)):
-        cache.put(index, dataset.sample(index))
+    """A cache of all samples that fit."""
+    cache = make(dataset, max_memory)
+    put_all(cache, dataset)
     return cache
+
+
+def cached(cache: Any) -> list[int]:
+    """The indices that are cached."""
+    return [index for index in range(cache.num_samples) if index in cache]
+
+
+def some(*indices: int) -> Any:
+    return np.array(sorted(indices), np.intp)
+
+
+def assert_right(cache: Any, dataset: Images) -> None:
+    """Each sample that the cache gives is the dataset's."""
+    for index in range(len(dataset)):
+        sample = cache.get(index)
+        assert (sample is not None) == (index in cache)
+        assert sample is None or first_difference(sample, dataset.sample(index)) is None
 
 
 class TestSharedMemoryCache(SharedContract):
@@ -60,105 +101,56 @@ class TestPrivateCache(CacheContract):
 
     def make(self, dataset: Images, tmp_path: Any) -> PrivateCache:
         cache = PrivateCache(len(dataset), max_memory=MB)
-        for index in range(len(dataset)):
-            assert cache.put(index, dataset.sample(index))
+        put_all(cache, dataset)
         return cache
 
 
-def test_odd_samples_go_to_the_ragged_area() -> None:
-    """Samples that do not match the columns are cached beside them, and come back right."""
-    dataset = MixedImages(30)
-    cache = filled(dataset)
-
-    assert cache.layout == "uniform"
-    assert filled(RaggedImages(12)).layout == "ragged"
-    assert cache.num_cached == 30
-    for index in range(30):
-        assert_same_samples(cache.get(index), dataset.sample(index))
-    for index in range(30):
-        is_row = cache.gather(np.array([index]), np.empty) is not None
-        assert is_row == (dataset.sample(index)[0].shape[0] == 32)
+# --- the budget -------------------------------------------------------------------------------------------
 
 
-def test_odd_samples_may_use_the_rows_they_leave_empty() -> None:
-    """With a budget for the columns alone, a smaller odd sample takes the place that its row leaves."""
-    dataset = MixedImages(30, shape=(64, 64, 3))
-    row_bytes = 64 * 64 * 3 + 8
-    cache = filled(dataset, OVERHEAD + 30 * row_bytes)
-
-    assert cache.capacity == 30
-    assert cache.num_cached == 30
-
-
-def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
-    """A text longer than its column and an int beyond 64 bits are cached all the same."""
-    samples = [("a", 1), ("b" * 500, 1), ("c", 1 << 80), ("", -(1 << 63))]
-    cache = SharedMemoryCache(4, samples[:1], max_memory=MB)
-    for index, sample in enumerate(samples):
-        assert cache.put(index, sample)
-
-    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(4)]
-    assert are_rows == [True, False, False, True]
-    assert [cache.get(index) for index in range(4)] == samples
-
-
-TEN_ROWS = OVERHEAD + 10 * (32 * 24 * 3 + 8)
-"""A budget for ten of `Images`."""
-
-
-def test_rows_hold_any_subset_that_fits() -> None:
-    """Samples of any index are stored until the budget is used up; each is read and gathered right."""
-    dataset = Images(30)
-    cache = SharedMemoryCache(30, [dataset.sample(0)], max_memory=TEN_ROWS)
-    order = random.Random(1).sample(range(30), 30)
-    stored = [cache.put(index, dataset.sample(index)) for index in order]
-    images, labels = cache.gather(np.array(order[:10]), np.empty)  # type: ignore[misc]
-
-    assert cache.capacity == 10
-    assert stored == [True] * 10 + [False] * 20
-    assert [index for index in range(30) if index in cache] == sorted(order[:10])
-    assert labels.tolist() == order[:10]
-    for place, index in enumerate(order[:10]):
-        assert_same_samples(cache.get(index), dataset.sample(index))
-        assert np.array_equal(images[place].numpy(), dataset.sample(index)[0])
-    assert cache.nbytes <= TEN_ROWS
-
-
-def test_small_rows_of_a_random_subset_take_no_more_memory_than_the_budget() -> None:
-    """Rows fill whole pages: a tenth of 20,000 numbers takes a tenth of the memory, wherever they lie."""
-    cache = SharedMemoryCache(20_000, [0], max_memory=OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000)
-    order = random.Random(1).sample(range(20_000), 20_000)
-    stored = [index for index in order if cache.put(index, index)]
-
-    assert stored == order[: cache.capacity]
-    assert len(stored) == 2000
-    assert cache.nbytes <= cache.max_bytes
-
-
-class Tiny(Images):
+def tiny(index: int) -> Any:
     """Pairs of numbers, some of which are of another kind, and too large for their row."""
-
-    def sample(self, index: int) -> Any:
-        return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
+    return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
 
 
-class Large(Images):
+def large(index: int) -> Any:
     """Rows of more than two pages; some samples are a little smaller."""
+    return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
 
-    def sample(self, index: int) -> Any:
-        return np.full((100, 101 - index % 2 * (index > 15)), index, np.uint8)
+
+@pytest.mark.parametrize(
+    ("dataset", "max_memory", "num_fitting"),
+    [
+        (Images(30), OVERHEAD + 10 * ROW_BYTES, 10),
+        # A smaller odd sample takes the place that its row leaves.
+        (MixedImages(30, shape=(64, 64, 3)), OVERHEAD + 30 * (64 * 64 * 3 + 8), 30),
+        # Rows fill whole pages, wherever the samples lie in the dataset.
+        (Made(int, 20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
+    ],
+    ids=["rows", "odd samples in place of rows", "small rows"],
+)
+def test_a_budget_holds_any_subset_that_fits(dataset: Images, max_memory: int, num_fitting: int) -> None:
+    """Samples of any index are stored until the budget is used up, and take no more than it."""
+    cache = SharedMemoryCache(len(dataset), [dataset.sample(0)], max_memory=max_memory)
+    order = random.Random(1).sample(range(len(dataset)), len(dataset))
+    stored = [index for index in order if cache.put(index, dataset.sample(index))]
+
+    assert (cache.layout, cache.capacity) == ("uniform", num_fitting)
+    assert stored == order[:num_fitting]
+    assert cache.nbytes <= cache.max_bytes == max_memory
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Tiny, Large, MixedImages])
+@pytest.mark.parametrize(
+    "dataset", [Made(tiny, 1000), Made(large, 30), MixedImages(60)], ids=["tiny", "large", "mixed"]
+)
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_odd_samples_and_rows_together_stay_within_the_budget(
-    kind: type[Images], share: float, seed: int
+    dataset: Images, share: float, seed: int
 ) -> None:
     """Pages that both kinds touch in part count, and a page of a row counts while another row lies in it."""
-    size = {Tiny: 1000, Large: 30, MixedImages: 60}[kind]
-    dataset = kind(size)
+    size = len(dataset)
     samples = [dataset.sample(index) for index in range(size)]
     needed = OVERHEAD + sum(len(encode(sample)) for sample in samples)
     cache = SharedMemoryCache(size, samples[:1], max_memory=8192 + int(share * needed))
@@ -166,41 +158,90 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(
         cache.put(index, samples[index])
 
     assert cache.nbytes <= max(cache.max_bytes, round_up(4096 + 8 * size, 4096))
-    for index in range(size):
-        assert index not in cache or first_difference(cache.get(index), samples[index]) is None
+    assert_right(cache, dataset)
 
 
-def test_put_twice_is_safe() -> None:
-    """A second put of a sample is taken as done and uses no memory."""
-    for dataset in (Images(12), RaggedImages(12)):
-        cache = filled(dataset)
-        before = cache.nbytes, cache.num_cached
+@pytest.mark.parametrize("max_memory", [9000, 22_500])
+def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
+    """Records lie one after another: a sample is left out only where less is left than its record takes."""
+    dataset = RaggedImages(30)
+    cache = make(dataset, max_memory)
+    left_bytes = cache._plan.room_bytes
+    fitting = []
+    for index in range(30):
+        nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
+        if nbytes <= left_bytes:
+            left_bytes -= nbytes
+            fitting.append(index)
 
-        assert cache.put(3, dataset.sample(3))
-        assert (cache.nbytes, cache.num_cached) == before
-        assert_same_samples(cache.get(3), dataset.sample(3))
-
-
-def test_refused_memory_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """When the system has no more memory samples are not cached, and one line says so."""
-    cache = SharedMemoryCache(4, [1], max_memory=MB)
-    cache.put(0, 1)
-
-    def refuse(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        assert not cache.put(1, 2)
-        assert not cache.put(2, 3)
-
-    assert len(caplog.records) == 1
-    assert cache.get(0) == 1
-    assert cache.get(1) is None
+    assert put_all(cache, dataset) == cached(cache) == fitting
 
 
-def test_half_seen_entry_is_empty() -> None:
-    """An entry that leads elsewhere than to its own record, as one seen half-written would, is empty."""
+def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
+    """A text over twice as long as the longest example, or an int beyond 64 bits, is cached all the same."""
+    examples = [("a" * 50, 1)]
+    samples = [*examples, ("b" * 100, 1), ("c" * 101, 1), ("d", 1 << 80), ("", -(1 << 63))]
+    cache = SharedMemoryCache(5, examples, max_memory=MB)
+    for index, sample in enumerate(samples):
+        assert cache.put(index, sample)
+
+    are_rows = [cache.gather(np.array([index]), np.empty) is not None for index in range(5)]
+    assert are_rows == [True, True, False, False, True]
+    assert [cache.get(index) for index in range(5)] == samples
+
+
+def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
+    """What was stored, in whole pages; a closed cache has none, lacks nothing and retains nothing."""
+    cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], max_memory=1000 * MB)
+    cache.put(500, np.ones(MB, np.uint8))
+    nbytes = cache.nbytes
+    cache.close()
+    cache.retain(some(1))
+
+    assert MB < nbytes < MB + 64 * 1024
+    assert nbytes % 4096 == 0
+    assert (cache.nbytes, cache.num_cached, cache.generation, cache.fd) == (0, 0, 0, -1)
+    assert cache.missing().tolist() == []
+
+
+# --- faults -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "error", "recovers"),
+    [
+        (os, "pwrite", "No space left on device", False),
+        (Segment, "reopen", "No locks available", True),
+        (locks, "try_lock", "No locks available", True),
+    ],
+    ids=["memory", "descriptor", "lock"],
+)
+def test_what_the_system_refuses_leaves_samples_out_and_is_said_once(
+    where: Any, name: str, error: str, recovers: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """No space is claimed without the lock; what is stored stays; without memory the cache grows no more."""
+
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(37, error)
+
+    say_once.cache_clear()
+    dataset = RaggedImages(4)
+    cache = make(dataset)
+    cache.put(0, dataset.sample(0))
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fastload"):
+        patch.setattr(where, name, refuse)
+        put_all(cache, dataset)
+
+        assert cached(cache) == [0]
+
+    assert [error in text for text in caplog.messages] == [True]
+    put_all(cache, dataset)
+    assert cached(cache) == ([0, 1, 2, 3] if recovers else [0])
+    assert_right(cache, dataset)
+
+
+def test_a_half_seen_entry_is_empty_and_a_torn_pointer_leads_nowhere() -> None:
+    """What another process is still writing, or has not finished, is not followed."""
     dataset = RaggedImages(12)
     cache = filled(dataset)
     own, other = cache._now.entries[3], cache._now.entries[4]
@@ -208,26 +249,11 @@ def test_half_seen_entry_is_empty() -> None:
         cache._now.publish(3, entry)
         assert cache.get(3) is None
     cache._now.publish(3, own)
+    segment = cache._now.segment
+    os.pwrite(segment.fd, os.urandom(44), layout.SUCCESSOR_AT + 8)
+    os.pwrite(segment.fd, (9).to_bytes(8, "little"), layout.SUCCESSOR_AT)
 
-    assert_same_samples(cache.get(3), dataset.sample(3))
-
-
-def test_stopped_lock_holder_delays_nobody(start: Callable[..., Job]) -> None:
-    """While a stopped process holds the lock samples go uncached; once it is killed they are cached."""
-    dataset = RaggedImages(4)
-    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], max_memory=MB)
-
-    def hold_the_lock() -> Any:
-        fcntl.flock(cache._now.segment.reopen(), fcntl.LOCK_EX)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    job = start(hold_the_lock)
-    os.waitid(os.P_PID, job.pid, os.WSTOPPED)
-    assert not cache.put(0, dataset.sample(0))
-    assert cache.get(0) is None
-    job.kill()
-
-    assert cache.put(0, dataset.sample(0))
+    assert state(cache, dataset) == (1, list(range(12)))
 
 
 def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,97 +266,11 @@ def test_fork_does_not_break_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
         return real(fd, wait_s=wait_s)
 
     monkeypatch.setattr(locks, "try_lock", lock_and_copy)
-    dataset = RaggedImages(3)
-    cache = filled(dataset)
+    cache = filled(RaggedImages(3))
     for fd in copies:
         os.close(fd)
 
     assert cache.num_cached == 3
-
-
-@pytest.mark.parametrize("max_memory", [9000, 16_500, 22_500])
-def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
-    """Records lie one after another: a sample is left out only where less is left than its record takes."""
-    dataset = RaggedImages(30)
-    cache = filled(dataset, max_memory)
-    left_bytes = cache._plan.room_bytes
-    fitting = []
-    for index in range(30):
-        nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
-        if nbytes <= left_bytes:
-            left_bytes -= nbytes
-            fitting.append(index)
-
-    assert [index for index in range(30) if index in cache] == fitting
-
-
-@pytest.mark.parametrize("num_fitting", [1, 4])
-def test_samples_beyond_the_planned_area_are_left_out_though_the_budget_has_room(
-    num_fitting: int, caplog: Any
-) -> None:
-    """Nothing is written behind the ragged area, where the description of the cache lies."""
-    samples = [np.full(1000, n, np.uint8) for n in range(8)]
-    cache = SharedMemoryCache(8, [samples[0], np.zeros(5, np.uint8)], max_memory=MB)
-    record_bytes = round_up(FRAME_BYTES + record_parts(*flatten(samples[0]))[1], ALIGNMENT_BYTES)
-    cache._now.plan = dataclasses.replace(cache._plan, ragged_bytes=num_fitting * record_bytes + 64)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        cached = [cache.put(index, sample) for index, sample in enumerate(samples)]
-
-    assert cached == [index < num_fitting for index in range(8)]
-    assert len(caplog.records) == 1
-    for index in range(num_fitting):
-        assert_same_samples(cache.get(index), samples[index])
-
-
-@pytest.mark.parametrize("where", ["open", "lock"])
-def test_a_refused_lock_leaves_ragged_samples_out_and_is_reported_once(
-    where: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
-    """No space is claimed without the lock, and no descriptor stays open."""
-    say_once.cache_clear()
-
-    def refuse(*_: Any, **__: Any) -> int:
-        raise OSError(37, "No locks available")
-
-    dataset = RaggedImages(4)
-    cache = SharedMemoryCache(4, [dataset.sample(0), dataset.sample(1)], max_memory=MB)
-    if where == "open":
-        monkeypatch.setattr(Segment, "reopen", refuse)
-    else:
-        monkeypatch.setattr(locks, "try_lock", refuse)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        assert not any(cache.put(index, dataset.sample(index)) for index in range(4))
-
-    assert ["No locks available" in record.getMessage() for record in caplog.records] == [True]
-    assert cache.num_cached == 0
-
-
-def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
-    """At least what was stored, in whole pages; none after close()."""
-    cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], max_memory=1000 * MB)
-    cache.put(500, np.ones(MB, np.uint8))
-    nbytes = cache.nbytes
-    cache.close()
-
-    assert MB < nbytes < MB + 64 * 1024
-    assert nbytes % 4096 == 0
-    assert (cache.nbytes, cache.num_cached) == (0, 0)
-
-
-def test_missing_samples_are_those_that_are_not_stored_and_have_room() -> None:
-    """In a uniform cache as many as rows are left, the first ones; in a closed one, none."""
-    images = Images(30)
-    small = SharedMemoryCache(30, [images.sample(0)], max_memory=TEN_ROWS)
-    for index in (0, 3, 20):
-        small.put(index, images.sample(index))
-    ragged = RaggedImages(5)
-    large = SharedMemoryCache(5, [ragged.sample(0), ragged.sample(1)], max_memory=MB)
-    large.put(2, ragged.sample(2))
-    found = small.missing().tolist(), large.missing().tolist()
-    small.close()
-
-    assert found == ([1, 2, 4, 5, 6, 7, 8], [0, 1, 3, 4])
-    assert small.missing().tolist() == []
 
 
 @pytest.mark.parametrize("max_bytes", [1, 1000])
@@ -348,6 +288,358 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(
     cache = SharedMemoryCache(2, samples, max_memory=10 * MB)
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
-
-    for index, sample in enumerate(samples):
         assert_same_samples(cache.get(index), sample)
+
+
+# --- generations and processes ----------------------------------------------------------------------------
+
+
+def state(cache: SharedMemoryCache, dataset: Images) -> tuple[int, list[int]]:
+    """The generation that a process uses, and the samples that it finds, which must be right."""
+    assert_right(cache, dataset)
+    return cache.generation, cached(cache)
+
+
+def retain(cache: SharedMemoryCache, indices: list[int]) -> int:
+    """Run in a job: retain some samples; gives the generation afterwards."""
+    cache.retain(some(*indices))
+    return cache.generation
+
+
+def is_held(cache: Any, inode: int) -> bool:
+    """Whether a process holds memory with this inode, by a descriptor or a mapping."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if os.stat(f"/proc/self/fd/{fd}").st_ino == inode:
+                return True
+        except OSError:  # the descriptor of the listing itself
+            continue
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(int(line.split()[4]) == inode for line in lines if layout.SEGMENT_NAME in line)
+
+
+def put_shuffled(cache: SharedMemoryCache, dataset: Images, seed: int) -> int:
+    """Run in a job: store all samples in an order of its own, twice."""
+    order = np.random.RandomState(seed).permutation(len(dataset)).tolist()
+    return sum(cache.put(index, dataset.sample(index)) for index in [*order, *order])
+
+
+@pytest.fixture
+def start_with(start: Callable[..., Job]) -> Callable[[Any], Job]:
+    """Starts jobs that hold a cache."""
+
+    def start_with(cache: Any) -> Job:
+        job = start(lambda: (cache, None))
+        job.answer()
+        return job
+
+    return start_with
+
+
+def test_old_memory_goes_once_all_have_followed_and_nobody_holds_a_sample(
+    start_with: Callable[[Any], Job],
+) -> None:
+    """A process that has followed holds the old memory neither by a descriptor nor by a mapping."""
+    dataset = Images(30, shape=(64, 64, 3))
+    cache = filled(dataset)
+    job = start_with(cache)
+    sample, before = cache.get(7), cache.nbytes
+    old = os.fstat(cache.fd).st_ino
+    cache.retain(some(8, 9))
+    cache.retain(some(10, 11))
+    put_all(cache, dataset)
+    were_held = is_held(cache, old), job.ask(is_held, old)
+    assert_same_samples(sample, dataset.sample(7))
+    del sample
+    gc.collect()
+
+    assert were_held == (True, True)
+    assert not is_held(cache, old)
+    assert job.ask(state, dataset) == (3, [10, 11])
+    assert not job.ask(is_held, old)
+    assert before > 30 * 64 * 64 * 3
+    assert cache.nbytes < 2 * (64 * 64 * 3 + 8) + 6 * 4096
+
+
+def test_a_generation_that_went_with_its_maker_is_told(start_with: Callable[[Any], Job], caplog: Any) -> None:
+    """If nobody else holds it, all go on with the old one; a pickle of it says where it was looked for."""
+    dataset = Images(30)
+    cache = filled(dataset)
+    job = start_with(cache)
+    made = job.ask(retain, [1, 2])
+    job.kill()
+    with caplog.at_level(logging.INFO, "fastload"):
+        after = state(cache, dataset)
+    text = pickle.dumps(cache)
+    cache.close()
+
+    assert (made, after) == (2, (1, list(range(30))))
+    assert "the new one is gone" in caplog.text
+    with pytest.raises(SegmentError, match=f"the descriptor of process {os.getpid()} cannot be opened"):
+        pickle.loads(text)
+
+
+def test_threads_read_and_store_while_the_cache_moves() -> None:
+    """Each thread always sees one whole generation: samples are right, with the old descriptor closed too."""
+    dataset = MixedImages(30)
+    cache = make(dataset, OVERHEAD + 10 * ROW_BYTES)
+    stop = threading.Event()
+
+    def use(first: int) -> None:
+        while not stop.is_set():
+            for index in range(30):
+                cache.put((first + index) % 30, dataset.sample((first + index) % 30))
+            for index in range(30):  # other threads may drop samples meanwhile
+                if (sample := cache.get(index)) is not None:
+                    assert_same_samples(sample, dataset.sample(index))
+
+    with ThreadPoolExecutor(3) as pool:
+        threads = [pool.submit(use, first) for first in (0, 10, 20)]
+        for turn in range(20):
+            cache.retain(some(*((turn * 7 + step) % 30 for step in range(12))))
+        stop.set()
+        for thread in threads:
+            thread.result()
+    assert_right(cache, dataset)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
+def test_processes_that_store_and_retain_at_once(
+    kind: type[Images], start_with: Callable[[Any], Job]
+) -> None:
+    """What they store fits and is right; one of equal calls of retain() does the work; all agree."""
+    dataset = kind(80)
+    max_memory = OVERHEAD + 20 * ROW_BYTES
+    cache = make(dataset, max_memory)
+    jobs = [start_with(cache) for _ in range(3)]
+    for part in (None, range(0, 80, 2), range(40, 80)):
+        cache.retain(None if part is None else some(*part))
+        for seed, job in enumerate(jobs):
+            job.begin(put_shuffled, dataset, seed)
+        for job in jobs:
+            job.answer()
+        held = cached(cache)
+
+        assert held
+        assert cache.nbytes <= max_memory + 3 * 4096
+        assert part is None or set(held) <= set(part)
+        assert kind is not Images or len(held) <= 20
+        assert_right(cache, dataset)
+    for are_equal in (True, False):
+        before = cache.generation
+        for number, job in enumerate(jobs):
+            job.begin(retain, [1, 2] if are_equal else [1, 2, 10 + number])
+        numbers = [job.answer() for job in jobs]
+        states = [job.ask(state, dataset) for job in jobs]
+        after = before + (1 if are_equal else 3)
+
+        assert states == [(after, [])] * 3
+        assert state(cache, dataset) == (after, [])
+        # A process may see the next generation of another one before it reads the number of its own.
+        assert max(numbers) == after
+        assert min(numbers) > before
+
+
+# --- generations of registered caches ---------------------------------------------------------------------
+
+
+def found(dataset: Images) -> SharedMemoryCache:
+    """The registered cache of these samples."""
+    fingerprint = fingerprint_of(dataset)
+    assert fingerprint is not None
+    cache = registry.find(fingerprint, len(dataset))
+    assert cache is not None
+    return cache
+
+
+def named(dataset: KnownImages) -> SharedMemoryCache:
+    """A registered cache of all samples."""
+    fingerprint = fingerprint_of(dataset)
+    assert fingerprint is not None
+    cache = registry.create(fingerprint, len(dataset), [dataset.sample(0), dataset.sample(1)], 64 * MB)
+    put_all(cache, dataset)
+    return cache
+
+
+def test_ranks_find_generations_through_each_other(start: Callable[..., Job]) -> None:
+    """A late one asks the others if the maker has died, a new one finds the newest; entries stay valid."""
+    dataset = KnownImages(30)
+    cache = named(dataset)
+    maker, other = (start(lambda: (found(dataset), None)) for _ in range(2))
+    maker.answer(), other.answer()
+    before = owners.entries()
+    maker.ask(retain, [1, 2, 3])
+    followed = other.ask(state, dataset)
+    maker.kill()
+    reached = state(cache, dataset)
+    cache.retain(some(1, 2))
+    entries = {entry.pid: entry for entry in owners.entries()}
+    (live,) = registry.live_caches()
+    owners.unregister(entries[os.getpid()])
+    late = start(lambda: ((cache := found(dataset)), state(cache, dataset)))
+
+    assert followed == reached == (2, [])
+    assert set(entries.values()) == {entry for entry in before if entry.pid != maker.pid}
+    assert (live.num_cached, live.nbytes) == (0, cache.nbytes)
+    assert late.answer() == (3, [])
+
+
+def test_a_generation_that_cannot_be_reached_is_followed_by_retain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without descriptors stays with its generation, which is right, until it retains itself."""
+
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    dataset = KnownImages(30)
+    one, two = named(dataset), found(dataset)
+    states = [state(two, dataset)]
+    one.retain(some(1, 2, 3))
+    with monkeypatch.context() as patch:
+        patch.setattr("fastload.cache.ram.owners.open_in_process", refuse)
+        states.append(state(two, dataset))
+    states.append(state(two, dataset))
+    two.retain(some(1, 2, 3))
+
+    assert states == [(1, list(range(30)))] * 3
+    assert state(two, dataset) == (2, [])
+
+
+# --- retain of datasets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        *([5, 3, 3, 4], (3, 4, 5), range(3, 6), np.array([3, 4, 5], np.uint8)),
+        *(torch.tensor([3, 4, 5]), [np.int64(5), 4, 3]),
+    ],
+    ids=str,
+)
+def test_indices_come_in_many_forms(indices: Any) -> None:
+    """Lists, tuples, ranges, arrays and tensors of ints, in any order; fill() then stores those alone."""
+    ds = CachedDataset(Images(20), max_memory=MB)
+    ds.retain(indices)
+    ds.fill(num_workers=0)
+
+    assert cached(ds.cache) == [3, 4, 5]
+
+
+class OtherCache(PrivateCache):
+    """A cache of the user's, without `retain`."""
+
+    retain: Any = None
+
+
+ODD = [
+    [0.5],
+    np.zeros(3),
+    torch.zeros(3),
+    [True, False],
+    3,
+    "abc",
+    {1, 2},
+    [[1], [2]],
+    [[1], [2, 3]],
+    [1 << 80],
+]
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "said"),
+    [
+        *((indices, TypeError, r"retain\(\) needs a one-dimensional.*but got ") for indices in ODD),
+        *(([3, i], IndexError, f"index {i}, but the dataset has 20 samples") for i in (-1, 20, 1 << 62)),
+        ("no method", TypeError, r"OtherCache has no method retain\(indices\)"),
+    ],
+)
+def test_what_cannot_be_retained_is_an_error(indices: Any, error: type[Exception], said: str) -> None:
+    """Anything but a list of indices, and a cache without the method; and nothing changes."""
+    cache = OtherCache(20, max_memory=MB) if "method" in said else "ram"
+    ds = CachedDataset(Images(20), cache=cache, max_memory=MB)
+    ds.fill(num_workers=0)
+    with pytest.raises(error, match=said):
+        ds.retain(indices)
+
+    assert ds.cache_info().num_cached == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make_loader", "method"), [(fastload.DataLoader, "forkserver"), (torch.utils.data.DataLoader, "fork")]
+)
+def test_workers_that_live_on_follow(make_loader: Any, method: str, tmp_path: Path) -> None:
+    """They drop and store samples as the parts change; others are read at each access; batches are right."""
+    dataset = Images(40, log=tmp_path / "reads")
+    ds = CachedDataset(dataset, max_memory=OVERHEAD + 20 * ROW_BYTES)
+    options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+    loader = make_loader(ds, 4, shuffle=True, **options)
+    for part in (range(20), range(20, 40), range(10, 30)):
+        ds.retain(part)
+        for _ in range(4):  # a sample whose worker did not get the lock is stored in a later epoch
+            for images, labels in loader:
+                for image, label in zip(images, labels.tolist(), strict=True):
+                    assert np.array_equal(image.numpy(), dataset.sample(label)[0])
+        before = dataset.reads
+        for _ in loader:
+            pass
+        reads = np.subtract(dataset.reads, before)
+
+        assert cached(ds.cache) == list(part)
+        assert reads.tolist() == [0 if index in part else 1 for index in range(40)]
+    del loader
+
+
+def test_a_private_cache_drops_its_own_samples() -> None:
+    """Its pickle, which is empty, retains the same ones."""
+    dataset = Images(20)
+    cache = PrivateCache(20, max_memory=MB)
+    put_all(cache, dataset)
+    before = cache.nbytes
+    cache.retain(some(3, 4))
+    again = pickle.loads(pickle.dumps(cache))
+    left = cached(cache), cache.missing().tolist(), cache.nbytes
+    cache.retain(None)
+
+    assert left == ([3, 4], [], before // 10)
+    assert put_all(again, dataset) == [3, 4]
+    assert put_all(cache, dataset) == list(range(20))
+    assert_right(cache, dataset)
+
+
+@pytest.mark.parametrize(
+    ("make_cache", "num_cached"),
+    [(LMDBCache, 20), (lambda path: None, 0), (lambda path: ["ram", LMDBCache(path)], 2)],
+    ids=["file", "none", "ram over file"],
+)
+def test_samples_that_are_not_in_ram_come_from_where_they_are(
+    make_cache: Any, num_cached: int, path: Path
+) -> None:
+    """Only RAM retains: a file takes no memory that could be given back, and is read at every access."""
+    dataset = Images(20)
+    ds = CachedDataset(dataset, cache=make_cache(path), max_memory=MB)
+    ds.retain([1, 2])
+    before = sum(dataset.reads)
+    for index in range(20):
+        assert_same_samples(ds[index], dataset.sample(index))
+
+    assert ds.cache_info().num_cached == num_cached
+    assert sum(dataset.reads) - before == (20 if num_cached == 0 else 0)
+
+
+def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Path) -> None:
+    """Samples that are not retained take room in neither; a full first cache is tried again later."""
+    for index in range(40):
+        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(tmp_path / f"{index:02}.png")
+    decoded = Files(tmp_path, is_decoded=True)
+    ds = CachedDataset(Files(tmp_path), cache=["ram", "ram-encoded"], max_memory=240_000)
+    fast, slow = ds.cache.stores  # type: ignore[union-attr]
+    for index in range(40):
+        _ = ds[index]
+    for part in (range(20), range(20, 40)):
+        ds.retain(part)
+        for index in range(40):
+            assert_same_samples(ds[index], decoded[index])
+
+        assert 10 < len(cached(fast)) < 20
+        assert sorted([*cached(fast), *cached(slow)]) == list(part)

@@ -6,31 +6,33 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
+import pickle
 import stat
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
-import numpy as np
 import pytest
 import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.fingerprint import Fingerprint, fingerprint_of
+from fastload.cache.lmdb import copies
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import owners, registry
 from fastload.cache.ram.layout import DESCRIPTION_AT
 from fastload.cache.ram.owners import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
-from fastload.memory.segment import Segment
-from fastload.system import logs
+from fastload.memory.segment import Segment, pickled_for_other_machines
 from fastload.system.logs import say_once
 from tests.cache.build_zoo import exit_codes
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
+from tests.kit.remote import FaultyFileSystem, register
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,21 +68,24 @@ class KnownEverything(KnownImages, Everything):
     """Every kind of leaf, and it says so."""
 
 
-@pytest.mark.parametrize("kind", [KnownImages, KnownRagged, KnownEverything])
+@pytest.mark.parametrize(
+    ("dataset", "key"),
+    [(KnownImages(30), None), (KnownRagged(30), None), (KnownEverything(30), None), (Images(30), "photos")],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_second_job_finds_what_the_first_decoded(
-    kind: type[KnownImages], start: Callable[..., Job]
+    dataset: Images, key: str | None, start: Callable[..., Job]
 ) -> None:
-    """A job that opens a filled cache gets every sample right, and reads one from the source to compare."""
-    first = start(fill, kind(30))
+    """It gets every sample right, and reads one from the source to compare; a key shares any dataset."""
+    first = start(fill, dataset, key)
     assert first.answer() == first.pid
-    dataset = kind(30)
-    ds = CachedDataset(dataset)
+    ds = CachedDataset(dataset, cache_key=key)
 
     assert ds.cache_info().num_cached == 30
-    assert sum(dataset.reads) == 1
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
     assert sum(dataset.reads) == 1
+    assert CachedDataset(dataset, cache_key="pictures").cache.origin.pid == os.getpid()
 
 
 @pytest.mark.slow
@@ -115,15 +120,6 @@ def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> N
     assert len({job.answer()[0] for job in jobs}) == 1
 
 
-@pytest.mark.slow
-def test_a_key_shares_any_dataset(start: Callable[..., Job]) -> None:
-    """With cache_key= a dataset that says nothing of itself is shared by that name, and by no other."""
-    maker = start(fill, Images(30), "photos").answer()
-
-    assert start(look, Images(30), "photos").answer() == (maker, 30)
-    assert start(look, Images(30), "pictures").answer()[0] != maker
-
-
 LAUNCHERS = [
     {"LOCAL_WORLD_SIZE": "8"},
     {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # Lightning
@@ -132,21 +128,13 @@ LAUNCHERS = [
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
     {"SLURM_LOCALID": "3"},
 ]
-ALONE = [
+ALONE: list[dict[str, str]] = [
     {},
     {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # a rank on each of two hosts
     {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
     {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
     {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
 ]
-
-
-def set_launcher(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
-        monkeypatch.delenv(name, raising=False)
-    say_once.cache_clear()
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +144,11 @@ def test_ranks_are_warned_of_private_caches(
     variables: dict[str, str], world_size: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """One warning where a launcher, or a process group, shows that there are several ranks on a host."""
-    set_launcher(variables, monkeypatch)
+    say_once.cache_clear()
+    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world_size > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
     is_alone = variables in ALONE and world_size == 1
@@ -171,24 +163,6 @@ def test_ranks_are_warned_of_private_caches(
         monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
         CachedDataset(KnownImages(30))
         assert "so this one is private" in caplog.text
-
-
-def _halved(sample: Any) -> Any:
-    return sample[0][::2], sample[1]
-
-
-@pytest.mark.parametrize(
-    ("dataset", "prepare", "lacks"),
-    [
-        (Images(30), None, "because Images has neither"),
-        (Images(30), _halved, "because Images with prepare=_halved has neither"),
-        (KnownImages(30), _halved, "because KnownImages with prepare=_halved has neither"),
-    ],
-    ids=["dataset", "both", "prepare"],
-)
-def test_a_private_cache_names_the_part_without_a_fingerprint(dataset: Any, prepare: Any, lacks: str) -> None:
-    """The user learns what needs a fingerprint()."""
-    assert lacks in CachedDataset(dataset, prepare=prepare).cache.explain()
 
 
 def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> None:
@@ -206,25 +180,20 @@ def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> N
         CachedDataset(KnownImages(30))
 
 
-def test_memory_is_for_its_user_alone() -> None:
-    """The segment is open to its user only, and its size is sealed."""
-    ds = CachedDataset(KnownImages(3))
-
-    assert stat.S_IMODE(os.fstat(ds.cache.fd).st_mode) == 0o600
-    with pytest.raises(PermissionError):
-        os.ftruncate(ds.cache.fd, 0)
-
-
 @pytest.mark.parametrize(
-    "fault", ["foreign", "unsealed", "open to others", "damaged", "of another format", "of another name"]
+    "fault",
+    [
+        *("foreign", "unsealed", "open to others", "damaged", "of another format", "of another name"),
+        *("closed", *OTHER_KINDS),
+    ],
 )
-def test_what_is_no_cache_is_passed_over(fault: str) -> None:
-    """An entry that leads to anything but a sound cache of that name is passed over for a new cache."""
+def test_what_is_no_cache_is_passed_over(fault: str, start: Callable[..., Job]) -> None:
+    """An entry that leads to anything but a sound cache of that name is no error: the next one is asked."""
     dataset = KnownImages(3)
     fingerprint = fingerprint_of(dataset)
     assert fingerprint is not None
-    cache = SharedMemoryCache(3, [dataset.sample(0)], max_memory=MB, fingerprint=fingerprint)
-    name = fingerprint.name
+    made = fingerprint if fault != "of another name" else Fingerprint({"any": "thing"}, None)
+    cache = SharedMemoryCache(3, [dataset.sample(0)], max_memory=MB, fingerprint=made)
     segment = cache._now.segment
     if fault == "foreign":
         segment = Segment.create(MB, sealed=True)
@@ -237,38 +206,20 @@ def test_what_is_no_cache_is_passed_over(fault: str) -> None:
         os.pwrite(segment.fd, b"?", DESCRIPTION_AT + 5)
     elif fault == "of another format":
         os.pwrite(segment.fd, (2).to_bytes(4, "little"), 8)
-    else:
-        name = "0" * 32
-        fingerprint = type(fingerprint)({"any": "thing"}, None)
-        name = fingerprint.name
-    owners.register(name, segment.fd)
+    elif fault == "closed":
+        os.close(segment.fd)
+    elif fault != "of another name":
+        with something_else(fault) as other:
+            os.dup2(other, segment.fd)
+    owners.register(fingerprint.name, segment.fd)
 
     assert registry.find(fingerprint, 3) is None
-    segment.close()
-
-
-def hold_something_else(dataset: Images, kind: str) -> tuple[Any, Any]:
-    """Open a cache, and let its descriptor's number stand for something else, as daemonisers do."""
-    ds, pid = fill(dataset)
-    if kind == "closed":
-        os.close(ds.cache.fd)
-    else:
-        with something_else(kind) as other:
-            os.dup2(other, ds.cache.fd)
-    return ds, pid
-
-
-@pytest.mark.parametrize("kind", ["closed", *OTHER_KINDS])
-def test_a_number_that_stands_for_something_else_is_passed_over(kind: str, start: Callable[..., Job]) -> None:
-    """A process whose entry leads elsewhere is no error: the next owner is asked, else a cache is made."""
-    start(hold_something_else, KnownImages(30), kind).answer()
-    mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
-    first = mine.cache.origin.pid
-    other = start(look, KnownImages(30)).answer()
-
-    assert first == os.getpid()
-    assert other == (os.getpid(), 3)
+    mine = CachedDataset(dataset, max_memory=MB)
+    assert start(look, dataset).answer() == (os.getpid(), 3)
+    assert mine.cache.origin.created_s > cache.origin.created_s
     assert len(owners.entries()) == 3  # the false one too: its owner may make it true at any moment
+    if fault != "closed":
+        segment.close()
 
 
 @pytest.mark.parametrize("kind", ["directory", "other memory", "closed"])
@@ -301,90 +252,37 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
     assert second[1][1] == 1
 
 
-def test_an_owner_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Where /proc refuses, this process makes its own cache, and one line says so."""
-    say_once.cache_clear()
-    first = CachedDataset(KnownImages(3))
-
-    def refuse(self: owners.Entry) -> Segment:
-        raise SegmentError("its owner runs in a different PID namespace (container)")
-
-    monkeypatch.setattr(owners.Entry, "attach", refuse)
-    with caplog.at_level(logging.INFO, "fastload"):
-        second = CachedDataset(KnownImages(3))
-
-    assert second.cache.origin.created_s != first.cache.origin.created_s
-    assert "it cannot be shared: its owner runs in a different PID namespace" in caplog.text
-
-
-def test_a_closed_cache_is_not_found() -> None:
-    """close() takes the entry back; what another object of this process holds stays found."""
-    one, two = CachedDataset(KnownImages(3)), CachedDataset(KnownImages(3))
-    one.cache.close()
-    assert len(owners.entries()) == 1
-    two.cache.close()
-
-    assert owners.entries() == []
-
-
-def test_live_caches_are_listed(start: Callable[..., Job]) -> None:
-    """Each cache is listed once, with all who opened it by name, its key, parts and size."""
-    ds = CachedDataset(Images(30), cache_key="photos", max_memory=64 * MB)
+def test_live_caches_are_listed_until_they_are_closed(start: Callable[..., Job]) -> None:
+    """Each once, with who opened it, its key, parts and size; it is its user's, and its size is sealed."""
+    one, two = (CachedDataset(Images(30), cache_key="photos", max_memory=64 * MB) for _ in range(2))
     other = start(fill, Images(30), "photos")
     other.answer()
+    one.cache.close()
     (live,) = registry.live_caches()
+    nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
+    with pytest.raises(PermissionError):
+        os.ftruncate(two.cache.fd, 0)
+    two.cache.close()
 
     assert sorted(live.owners) == sorted([os.getpid(), other.pid])
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
     assert live.parts["num_samples"] == "30"
-    assert live.nbytes == ds.cache.nbytes
-    assert live.max_bytes == 64 * MB
+    assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
+    assert stat.S_IMODE(mode) == 0o600
+    assert [entry.pid for entry in owners.entries()] == [other.pid]
 
 
-def open_and_stop(dataset: Images) -> tuple[Any, Any]:
-    """Take the creation lock, and stop with it."""
-    lock = owners.creating()
-    assert lock.__enter__()
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return lock, None
-
-
-def test_a_stopped_creator_delays_nobody_for_long(
-    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While a stopped process holds the creation lock, others make private caches after a short wait."""
+def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While somebody holds the creation lock, others make private caches; an error of its holder frees it."""
     monkeypatch.setattr(owners, "_CREATION_WAIT_S", 0.01)
-    job = start(open_and_stop, KnownImages(3))
-    os.waitid(os.P_PID, job.pid, os.WSTOPPED)
-    ds = CachedDataset(KnownImages(3))
+    with pytest.raises(OSError, match="mine"), owners.creating():
+        raise OSError("mine")  # which is not taken for one of the lock
+    with owners.creating() as is_alone:
+        assert is_alone
+        ds = CachedDataset(KnownImages(3))
 
     assert "so this one is private" in ds.cache.explain()
     assert ds[1][1] == 1
-
-
-class Drawing(KnownImages):
-    """Draws a number for each sample, and does not use it."""
-
-    def sample(self, index: int) -> Any:
-        np.random.default_rng()
-        np.random.rand()
-        torch.rand(1)
-        return super().sample(index)
-
-
-def test_attaching_to_a_cache_leaves_the_random_state_alone() -> None:
-    """The rank that attaches reads sample 0 to compare it, and then draws what the other ranks draw."""
-    first = CachedDataset(Drawing(4))
-    first[0]
-    np.random.seed(1)
-    torch.manual_seed(1)
-    expected = np.random.rand(), torch.rand(1).item()
-    np.random.seed(1)
-    torch.manual_seed(1)
-
-    CachedDataset(Drawing(4))
-
-    assert (np.random.rand(), torch.rand(1).item()) == expected
 
 
 # --- the registry --------------------------------------------------------------------------------------
@@ -399,20 +297,13 @@ def registered(name: str, fd: int) -> Entry:
     return entry
 
 
-@given(st.text("0123456789abcdef", min_size=1), st.tuples(NUMBERS, NUMBERS, NUMBERS, NUMBERS))
-def test_an_entry_survives_its_file_name(name: str, numbers: tuple[int, int, int, int]) -> None:
-    """What a file name states is what was put into it."""
-    entry = Entry(name, *numbers)
+@given(st.text("0123456789abcdef", min_size=1), st.tuples(*[NUMBERS] * 4), st.text(max_size=40))
+def test_an_entry_survives_its_file_name(name: str, numbers: Any, other: str) -> None:
+    """What a file name states is what was put into it; any other text is none, and never an error."""
+    entry, odd = Entry(name, *numbers), Entry.parse(other)
 
     assert Entry.parse(entry.file_name) == entry
-
-
-@given(st.text(max_size=40))
-def test_other_files_are_no_entries(name: str) -> None:
-    """Any text is an entry's file name, or none; it is never an error."""
-    entry = Entry.parse(name)
-
-    assert entry is None or entry.name == name.split(".")[0]
+    assert odd is None or odd.name == other.split(".")[0]
 
 
 def test_entries_are_of_living_processes(registry: Path) -> None:
@@ -429,49 +320,33 @@ def test_entries_are_of_living_processes(registry: Path) -> None:
     assert owners.entries("a") == []
 
 
-@pytest.mark.parametrize("fault", ["open to others", "a link", "a file"])
-def test_a_directory_that_is_not_private_is_not_used(fault: str, registry: Path, caplog: Any) -> None:
-    """Where others could write, nothing is registered and nothing believed, and one line says so."""
-    if fault == "open to others":
-        registry.mkdir()
-        registry.chmod(0o755)
-    elif fault == "a link":
-        (registry.parent / "elsewhere").mkdir(0o700)
-        registry.symlink_to(registry.parent / "elsewhere")
-    else:
-        registry.touch(0o600)
-    with caplog.at_level(logging.WARNING, "fastload"):
-        assert owners.register("a", 7) is None
-        assert owners.entries("a") == []
-
-    assert "is not a private directory of this user" in caplog.text
-
-
-def test_an_owner_elsewhere_cannot_be_reached() -> None:
-    """An owner in a different PID namespace counts as alive, and asking it for memory says why that fails."""
-    entry = registered("a", 7)
-    other = Entry("a", entry.pid, entry.started, 7, entry.namespace + 1)
+def test_an_owner_that_cannot_be_reached(
+    registry: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """An error says why: elsewhere, closed, other memory, or forbidden; a cache is made, with a line."""
+    say_once.cache_clear()
+    first = CachedDataset(KnownImages(3))
+    (mine,) = owners.entries()
+    other = Entry(mine.name, mine.pid, mine.started, mine.fd, mine.namespace + 1)
+    (registry / mine.file_name).rename(registry / other.file_name)
+    with caplog.at_level(logging.INFO, "fastload"):
+        second = CachedDataset(KnownImages(3))
 
     assert other.is_alive
-    with pytest.raises(SegmentError, match="a different PID namespace"):
-        other.attach()
-
-
-def test_an_owner_that_cannot_be_reached_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says why: the descriptor was closed, is of other memory, or may not be opened."""
+    assert second.cache.origin.created_s != first.cache.origin.created_s
+    assert f"it cannot be shared: process {os.getpid()} runs in a different PID namespace" in caplog.text
     slot = Segment.create(1, name="fastload-slot")
     with contextlib.closing(slot), pytest.raises(SegmentError, match="is now /memfd:fastload-slot"):
         registered("a", slot.fd).attach()
-    entry = registered("a", 9999)
     with pytest.raises(SegmentError, match="No such file or directory"):
-        entry.attach()
+        registered("a", 9999).attach()
 
     def refuse(*_: Any) -> int:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(SegmentError, match=rf"process {os.getpid()} .*Permission denied"):
-        entry.attach()
+        mine.attach()
 
 
 def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> None:
@@ -492,53 +367,152 @@ def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> 
     assert not target.exists()
 
 
-def test_an_error_of_the_creator_is_its_own(registry: Path) -> None:
-    """An OSError from the creation of a cache is not taken for one of the lock, which is given back."""
-    with pytest.raises(OSError, match="mine"), owners.creating():
-        raise OSError("mine")
-    with owners.creating() as is_alone:
-        assert is_alone
+NOT_PRIVATE = "is not a private directory of this user"
 
 
-@pytest.mark.parametrize("fault", ["no directory", "no locks", "no list"])
-def test_without_a_registry_there_are_no_entries(
-    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+@pytest.mark.parametrize(
+    ("fault", "is_alone", "num_found", "said"),
+    [
+        *((fault, False, 0, NOT_PRIVATE) for fault in ("open to others", "a link", "a file")),
+        ("no directory", False, 0, "no registry of shared caches at /proc/no/registry"),
+        ("no /proc", False, 0, "it needs /proc, which does not exist"),
+        ("no locks", False, 1, "cannot lock the registry"),
+        ("no list", True, 0, "Function not implemented"),
+    ],
+)
+def test_without_a_registry_nothing_is_shared(
+    fault: str,
+    is_alone: bool,
+    num_found: int,
+    said: str,
+    registry: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
-    """Nobody may create a shared cache, and the log says why."""
-    registered("a", 7)
+    """Where others could write, or the system refuses, nothing is believed; one line says why."""
+    say_once.cache_clear()
+    real = os.stat
 
     def refuse(*_: Any) -> None:
         raise OSError(38, "Function not implemented")
-
-    if fault == "no directory":
-        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")  # each path is logged once
-    else:
-        monkeypatch.setattr(*((fcntl, "flock") if fault == "no locks" else (os, "listdir")), refuse)
-    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
-        assert is_alone == (fault == "no list")
-        assert len(owners.entries("a")) == (fault == "no locks")
-
-    said = {
-        "no directory": "no registry of shared caches at /proc/no/registry",
-        "no locks": "cannot lock the registry",
-    }
-    assert said.get(fault, "Function not implemented") in caplog.text
-
-
-def test_without_proc_there_is_no_registry(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """Nothing is registered and nothing believed, and one line says why."""
-    logs.say_once.cache_clear()
-    real = os.stat
 
     def hide(path: Any, *args: Any, **options: Any) -> os.stat_result:
         if str(path).startswith("/proc"):
             raise FileNotFoundError(2, "No such file or directory", path)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(os, "stat", hide)
-    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as is_alone:
-        found = owners.register("a", 7), owners.entries("a"), is_alone
+    if fault == "a link":
+        (registry.parent / "elsewhere").mkdir(0o700)
+        registry.symlink_to(registry.parent / "elsewhere")
+    elif fault == "a file":
+        registry.touch(0o600)
+    else:
+        registered("a", 7)
+    if fault == "open to others":
+        registry.chmod(0o755)
+    elif fault == "no directory":
+        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")
+    elif fault == "no /proc":
+        monkeypatch.setattr(os, "stat", hide)
+    elif fault in ("no locks", "no list"):
+        monkeypatch.setattr(*((fcntl, "flock") if fault == "no locks" else (os, "listdir")), refuse)
+    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as has_lock:
+        found = owners.entries("a")
+        entry = owners.register("a", 7)
 
-    assert found == (None, [], False)
-    (record,) = caplog.records
-    assert record.getMessage().endswith("it needs /proc, which does not exist")
+    assert (has_lock, len(found)) == (is_alone, num_found)
+    assert (entry is None) == fault.startswith(("open", "a ", "no d", "no /"))
+    assert caplog.text.count(said) == 1
+
+
+# --- on other machines ----------------------------------------------------------------------------------
+
+
+def sent(value: Any) -> bytes:
+    """Its pickle for other machines."""
+    with pickled_for_other_machines():
+        return pickle.dumps(value)
+
+
+def from_elsewhere(dataset: CachedDataset) -> bytes:
+    """The pickle of a cached dataset whose cache cannot be reached from here, as on a different machine."""
+    text = sent(dataset)
+    dataset.cache.close()
+    return text
+
+
+def test_on_the_same_machine_it_is_the_same_cache() -> None:
+    """Nodes of a cluster can share a machine."""
+    here = CachedDataset(Images(8))
+    there = pickle.loads(sent(here))
+    here.fill(num_workers=0)
+
+    assert there.cache_info().num_cached == 8
+
+
+@pytest.mark.parametrize(
+    "source", [Images(8), KnownImages(8), RaggedImages(8)], ids=lambda d: type(d).__name__
+)
+def test_a_machine_that_cannot_reach_the_cache_makes_one(source: Any) -> None:
+    """All workers of that machine share it, with the same layout; jobs find it by its fingerprint."""
+    first = CachedDataset(source)
+    layout = first.cache_info().layout
+    text = from_elsewhere(first)
+    one, other = pickle.loads(text), pickle.loads(text)
+    assert one.cache_info().num_cached == 0
+    one.fill(num_workers=0)
+
+    assert isinstance(other.cache, SharedMemoryCache)
+    assert (other.cache_info().num_cached, other.cache_info().layout) == (8, layout)
+    assert_same_samples([other[i] for i in range(8)], [source[i] for i in range(8)])
+    assert CachedDataset(source).cache_info().num_cached == (8 if isinstance(source, KnownImages) else 3)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_machine_with_less_memory_has_a_smaller_cache(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stores what fits, and all samples are right."""
+    source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
+    first = CachedDataset(source, max_memory=1 << 20)
+    limit = int(share * first.cache_info().max_bytes)
+    monkeypatch.setattr(registry, "parse_memory", lambda _: limit)
+    there = pickle.loads(from_elsewhere(first))
+
+    assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
+    assert there.cache_info().max_bytes == limit
+    assert 0 < there.cache_info().nbytes <= limit
+
+
+def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No sample is lost."""
+    text = from_elsewhere(CachedDataset(Images(8)))
+
+    def deny(*_: Any) -> None:
+        raise SegmentError("denied")
+
+    monkeypatch.setattr("fastload.cache.ram.layout.Layout.create_segment", deny)
+    there = pickle.loads(text)
+
+    assert there.cache_info().layout == "private"
+    assert_same_samples(there[3], Images(8)[3])
+
+
+def test_each_machine_copies_a_cache_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On first use; a plain pickle has no URL, and nothing of its credentials."""
+    register()
+    FaultyFileSystem.reset()
+    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "here"))
+    url = "faulty://bucket/caches/train"
+    build_at_url(Images(20), url, num_workers=0, progress=False, shards=3)
+    cache = LMDBCache(url, progress=False)
+    expected = [cache.get(i) for i in range(20)]
+    text, plain = sent(cache), pickle.dumps(cache)
+    (tmp_path / "here").rename(tmp_path / "gone")
+    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "there"))
+
+    assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
+    with pytest.raises(FileNotFoundError):
+        pickle.loads(plain).get(0)

@@ -5,12 +5,17 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections import namedtuple
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate
+
+from fastload.images.encoded import EncodedImage
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _collates_numpy_bools() -> bool:
@@ -175,6 +180,48 @@ class Triples(Images):
     def __getitem__(self, index: int) -> Any:
         image, label = super().__getitem__(index)[:2]
         return Triple(image, label, index)
+
+
+class Made(Images):
+    """Samples made by a function of the index."""
+
+    def __init__(self, make: Any, num_samples: int = 20) -> None:
+        super().__init__(num_samples)
+        self.make = make
+
+    def sample(self, index: int) -> Any:
+        return self.make(index)
+
+
+FORMS: dict[str, Any] = {
+    "alone": lambda image, label: image,
+    "pair": lambda image, label: (image, label),
+    "tuple": lambda image, label: (image, label, "text"),
+    "list": lambda image, label: [image, label],
+    "namedtuple": lambda image, label: Pair(image, label),
+    "dict": lambda image, label: {"image": image, "mask": image, "label": label},
+    "nested": lambda image, label: {"image": image, "more": [{"again": (image, label)}]},
+}
+
+
+class Files(Images):
+    """Undecoded images in samples of one form.
+
+    Args:
+        folder: Of the files, which may lie in its folders.
+        form: A name in FORMS.
+        is_decoded: Whether images are decoded instead.
+    """
+
+    def __init__(self, folder: Path, form: str = "pair", *, is_decoded: bool = False) -> None:
+        self.paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        super().__init__(len(self.paths))
+        self.form = form
+        self.is_decoded = is_decoded
+
+    def sample(self, index: int) -> Any:
+        image = EncodedImage(self.paths[index])
+        return FORMS[self.form](image.decode() if self.is_decoded else image, index)
 
 
 class OneAtATime(torch.utils.data.Dataset[Any]):

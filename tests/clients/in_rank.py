@@ -100,6 +100,19 @@ def sample(index: int) -> tuple[torch.Tensor, int]:
     return image + drawn[:, None, None], index
 
 
+def photos(height: int, width: int, count: int = 12, grey: int | None = None) -> Path:
+    """A folder of random PNGs of two classes; one of them can be grey."""
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    for number in range(count):
+        place = FOLDER / "photos" / "ab"[number % 2]
+        place.mkdir(parents=True, exist_ok=True)
+        shape = (height, width) if number == grey else (height, width, 3)
+        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(place / f"{number:02d}.png")
+    return FOLDER / "photos"
+
+
 class Photos(Dataset[Any]):
     """A map-style dataset whose samples draw random numbers, as augmentations do."""
 

@@ -32,6 +32,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 import fastload
 from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
 from tests.clients.in_rank import record
+from tests.kit.batches import assert_same_batches
+from tests.kit.datasets import Made, killed
 
 NODE = {"include_dashboard": False, "object_store_memory": 80_000_000, "num_cpus": 4}
 CHECKS: list[Any] = []
@@ -50,10 +52,8 @@ def check(function: Any) -> Any:
 class Numbered(Dataset):
     """Samples of one shape."""
 
-    length = 24
-
     def __len__(self) -> int:
-        return self.length
+        return 24
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((3, 8), index), index
@@ -64,6 +64,7 @@ class Mixed(Numbered):
 
     def __init__(self) -> None:
         self.table = np.arange(50_000)  # large enough for the object store
+        self.list = fastload.SharedList(range(100, 124))  # travels as a copy: its memory stays on its machine
         self.flip = A.Compose([A.RandomBrightnessContrast(p=1.0)])
 
     def __getitem__(self, index: int) -> Any:
@@ -71,7 +72,7 @@ class Mixed(Numbered):
         image = np.full((16, 16, 3), 100 + index, np.uint8)
         return {
             "pair": Pair(torch.rand(2, 3), f"sample {index}"),
-            "array": self.table[index : index + 4] * 2,
+            "array": self.table[index : index + 4] * self.list[index],
             "draws": (random.random(), float(np.random.rand()), info.id, info.num_workers, info.seed),
             "image": self.flip(image=image)["image"],
         }
@@ -110,12 +111,15 @@ class Stream(IterableDataset):
 
 
 class Counting(Numbered):
-    """A map-style dataset with a state, which each worker's copy counts up."""
+    """A map-style dataset with a state, which each copy counts up; sample 9 can end its process."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, folder: Path | None = None) -> None:
+        self.count, self.folder = 0, folder
 
     def __getitem__(self, index: int) -> Any:
+        if index == 9 and self.folder and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         self.count += 1
         return index, self.count
 
@@ -135,29 +139,6 @@ class Failing(Numbered):
         if index == 5:
             raise RefusedError(f"sample {index}")
         return index
-
-
-class Large(Numbered):
-    """Batches of 12 MB."""
-
-    length = 40
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((3_000_000,), index, dtype=torch.uint8)
-
-
-class Fatal(Numbered):
-    """Sample 9 ends its process, once per file."""
-
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 9 and (self.folder is None or not (self.folder / "died").exists()):
-            if self.folder is not None:
-                (self.folder / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return torch.full((300_000,), index)
 
 
 class Held(Numbered):
@@ -210,38 +191,8 @@ def batches(dataset: Any, kind: str = "ray", **options: Any) -> list[Any]:
         return list(loader)
 
 
-class loader_of:
-    """A block with a loader, which is closed at its end."""
-
-    def __init__(self, dataset: Any, kind: str = "ray", **options: Any) -> None:
-        self.loader = fastload.DataLoader(dataset, worker_type=kind, **options)
-
-    def __enter__(self) -> Any:
-        return self.loader
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.loader.close()
-
-
-def same(one: Any, other: Any, path: str = "batch") -> None:
-    """Both are equal bit for bit, with all types."""
-    assert type(one) is type(other), (path, type(one), type(other))
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.stride()) == (other.dtype, other.stride()), path
-        assert torch.equal(one, other), path
-    elif isinstance(one, np.ndarray):
-        assert one.dtype == other.dtype, path
-        assert np.array_equal(one, other), path
-    elif isinstance(one, dict):
-        assert list(one) == list(other), path
-        for key in one:
-            same(one[key], other[key], f"{path}[{key!r}]")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), path
-        for number, (left, right) in enumerate(zip(one, other, strict=True)):
-            same(left, right, f"{path}[{number}]")
-    else:
-        assert one == other, (path, one, other)
+def loader_of(dataset: Any, kind: str = "ray", **options: Any) -> Any:
+    return fastload.DataLoader(dataset, worker_type=kind, **options)
 
 
 def raised(kind: Any, function: Any) -> str:
@@ -276,9 +227,11 @@ def nothing_is_left() -> None:
     wait_until(lambda: references() == 0, "objects are left")
 
 
-def folder_of(name: str) -> Path:
+def folder_of(name: str, *, hold: bool = False) -> Path:
     folder = Path(os.environ["CLIENT_FOLDER"]) / name
     folder.mkdir()
+    if hold:
+        (folder / "hold").touch()
     return folder
 
 
@@ -287,38 +240,21 @@ def folder_of(name: str) -> Path:
 
 @check
 def batches_are_those_of_processes() -> None:
-    """Bit for bit and type for type: dicts, strings, namedtuples, ragged samples, and all random numbers."""
+    """Bit for bit and type for type, with all random numbers; on a device; with replaced samples."""
     for dataset, options in (
         (Mixed(), {}),
         (Mixed(), {"rng": "sample"}),
         (Ragged(), {"collate_fn": as_list}),
         (Numbered(), {"batch_size": None, "num_workers": 3}),
         (Numbered(), {"pin_memory": True, "drop_last": True, "batch_size": 7}),
+        (Numbered(), {"device": "cpu", "device_transform": lambda batch: [batch[0] + 1, batch[1]]}),
+        (Numbered(), {"batch_size": 1}),  # all are kept: more than there are slots
+        (Failing(), {"on_error": "replace", "max_errors": 3}),
         (Stream(), {}),
     ):
-        same(batches(dataset, **options), batches(dataset, "process", **options))
-
-
-@check
-def rng_by_sample_is_the_same_for_any_number_of_workers() -> None:
-    """With rng="sample"."""
-    expected = batches(Numbered(), "process", rng="sample", num_workers=0)
-    same(batches(Numbered(), rng="sample", num_workers=1), expected)
-
-
-@check
-def batches_that_are_kept_never_change() -> None:
-    """More of them than there are slots."""
-    kept = batches(Numbered(), shuffle=False, batch_size=1)
-    assert [int(index) for _, index in kept] == list(range(24))
-    assert all(bool((tensor == index).all()) for tensor, index in kept)
-
-
-@check
-def batches_arrive_on_a_device() -> None:
-    """device= and device_transform= get them as from worker processes."""
-    options = {"device": "cpu", "device_transform": lambda batch: [batch[0] + 1, batch[1]]}
-    same(batches(Numbered(), **options), batches(Numbered(), "process", **options))
+        assert_same_batches(batches(dataset, "process", **options), batches(dataset, **options))
+    alone = batches(Numbered(), "process", rng="sample", num_workers=0)
+    assert_same_batches(alone, batches(Numbered(), rng="sample", num_workers=1))
 
 
 @check
@@ -359,34 +295,30 @@ def errors_keep_their_class_and_place() -> None:
 
 
 @check
-def failed_samples_are_replaced() -> None:
-    """on_error="replace" gives what it gives with worker processes."""
-    options = {"on_error": "replace", "max_errors": 3}
-    same(batches(Failing(), **options), batches(Failing(), "process", **options))
-
-
-@check
-def a_slow_sample_times_out(folder: str = "timeout") -> None:
-    """As in torch, with torch's text; the loader can go on."""
-    place = folder_of(folder)
-    (place / "hold").touch()
-    with loader_of(Held(place), num_workers=1, timeout=3, batch_size=2, persistent_workers=True) as loader:
-        iterator = iter(loader)
-        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
-        assert "timed out after 3 seconds" in raised(RuntimeError, lambda: next(iterator))
-        (place / "hold").unlink()
-        assert next(iterator).tolist() == [0, 1]
+def a_wait_that_ends_loses_no_batch() -> None:
+    """After a time-out, with torch's text, and after Ctrl-C the next call waits for the same batch."""
+    for name in ("timeout", "interrupt"):
+        place = folder_of(name, hold=True)
+        timeout = 3 if name == "timeout" else 0
+        with loader_of(Held(place), num_workers=1, timeout=timeout, batch_size=2) as loader:
+            iterator = iter(loader)
+            wait_until(lambda: (place / "reads-0").exists(), "no sample is read")  # noqa: B023
+            if timeout:
+                assert "timed out after 3 seconds" in raised(RuntimeError, lambda: next(iterator))  # noqa: B023
+            else:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                raised(KeyboardInterrupt, lambda: next(iterator))  # noqa: B023
+            (place / "hold").unlink()
+            assert next(iterator).tolist() == [0, 1]
+            assert len(list(iterator)) == 11
+        nothing_is_left()
 
 
 @check
 def persistent_workers_stay() -> None:
     """The same processes serve all epochs, also after an epoch that was left in the middle."""
-
-    class Pids(Numbered):
-        def __getitem__(self, index: int) -> Any:
-            return index, os.getpid()
-
-    with loader_of(Pids(), num_workers=2, batch_size=4, persistent_workers=True) as loader:
+    dataset = Made(lambda index: (index, os.getpid()), 24)
+    with loader_of(dataset, num_workers=2, batch_size=4, persistent_workers=True) as loader:
         pids = []
         for epoch in range(3):
             found = []
@@ -411,11 +343,9 @@ def a_state_resumes_with_other_workers() -> None:
         (Stream(), ("ray", 2), ("process", 2)),
         (Counting(), ("ray", 2), ("ray", 2)),
     ):
-        is_stream = isinstance(dataset, IterableDataset)
         options: Any = {"batch_size": 2}
         if isinstance(dataset, Mixed):
             options |= {"rng": "sample", "shuffle": True}
-        whole = []
         torch.manual_seed(5)
         with loader_of(dataset, before[0], num_workers=before[1], **options) as loader:
             iterator = iter(loader)
@@ -429,14 +359,14 @@ def a_state_resumes_with_other_workers() -> None:
         if isinstance(dataset, Mixed):
             for batch in [*rest, *whole]:
                 del batch["draws"]  # the number of the worker is among them
-        assert len(rest) == (9 if not is_stream else len(whole))
-        same(rest, whole)
+        assert len(rest) == (len(whole) if isinstance(dataset, IterableDataset) else 9)
+        assert_same_batches(whole, rest)
 
 
 @check
-def a_cache_is_shared_by_the_node(folder: str = "cache") -> None:
+def a_cache_is_shared_by_the_node() -> None:
     """Each sample is read once by all workers of two epochs, and this process sees what they stored."""
-    place = folder_of(folder)
+    place = folder_of("cache")
     cached = fastload.CachedDataset(Decoded(place))
     options: Any = {"batch_size": 4, "num_workers": 3, "persistent_workers": True}
     with loader_of(cached, **options) as loader:
@@ -448,10 +378,9 @@ def a_cache_is_shared_by_the_node(folder: str = "cache") -> None:
 
 
 @check
-def indices_are_announced_ahead(folder: str = "ahead") -> None:
+def indices_are_announced_ahead() -> None:
     """A dataset that reads ahead knows the next batches when it makes one."""
-    place = folder_of(folder)
-    (place / "hold").touch()
+    place = folder_of("ahead", hold=True)
     options: Any = {"num_workers": 1, "batch_size": 2, "prefetch_factor": 4, "collate_fn": list}
     with loader_of(Ahead(place), **options) as loader:
         iterator = iter(loader)
@@ -464,27 +393,18 @@ def indices_are_announced_ahead(folder: str = "ahead") -> None:
         assert len(got) == 12
 
 
-@check
-def a_shared_list_travels() -> None:
-    """As a copy, because its memory stays on its machine."""
-
-    class Listed(Numbered):
-        def __init__(self) -> None:
-            self.items = fastload.SharedList(range(100, 124))
-
-        def __getitem__(self, index: int) -> Any:
-            return self.items[index]
-
-    assert torch.cat(batches(Listed(), shuffle=False)).tolist() == list(range(100, 124))
-
-
 # --- memory ----------------------------------------------------------------------------------------------
 
 
 @check
 def large_batches_pass_a_small_store() -> None:
     """2 x 3 batches of 12 MB are in flight, in stores of 80 MB, while the caller is slow."""
-    with loader_of(Large(), num_workers=3, batch_size=4, prefetch_factor=2) as loader:
+    with loader_of(
+        Made(lambda index: torch.full((3_000_000,), index, dtype=torch.uint8), 40),
+        num_workers=3,
+        batch_size=4,
+        prefetch_factor=2,
+    ) as loader:
         most = 0
         for number, batch in enumerate(loader):
             assert batch.shape == (4, 3_000_000)
@@ -498,9 +418,9 @@ def large_batches_pass_a_small_store() -> None:
 
 
 @check
-def close_in_any_state_leaves_nothing(folder: str = "close") -> None:
+def close_in_any_state_leaves_nothing() -> None:
     """Before the actors run, in the middle, with a held sample, at the end, twice, and without close()."""
-    place = folder_of(folder)
+    place = folder_of("close")
     for stage in ("at once", "middle", "held", "end", "dropped", "thread"):
         held = stage in ("held", "thread")
         if held:
@@ -532,89 +452,51 @@ def close_in_any_state_leaves_nothing(folder: str = "close") -> None:
 
 
 @check
-def ctrl_c_ends_a_wait_and_loses_no_batch(folder: str = "interrupt") -> None:
-    """The next call waits for the same batch."""
-    place = folder_of(folder)
-    (place / "hold").touch()
-    with loader_of(Held(place), num_workers=1, batch_size=2) as loader:
-        iterator = iter(loader)
-        wait_until(lambda: (place / "reads-0").exists(), "no sample is read")
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        raised(KeyboardInterrupt, lambda: next(iterator))
-        (place / "hold").unlink()
-        assert next(iterator).tolist() == [0, 1]
-        assert len(list(iterator)) == 11
-    nothing_is_left()
-
-
-@check
 def a_dead_actor_is_an_error() -> None:
     """It names the worker, the machine, and the batch; nothing is left."""
-    text = raised(WorkerDiedError, lambda: batches(Fatal(None), shuffle=False))
-    assert "worker 0 on " in text, text
-    # The process can be gone before its answer to batch 0 has left it.
-    assert re.search(r"It was working on batch (0, index \[0, 1, 2, 3\]|2, index \[8, 9, 10, 11\])", text), (
-        text
-    )
+    text = raised(WorkerDiedError, lambda: batches(Made(killed, 24), shuffle=False))
+    assert "worker 1 on " in text, text
+    # The process can be gone before its answer to batch 1 has left it.
+    assert re.search(
+        r"It was working on batch (1, index \[4, 5, 6, 7\]|3, index \[12, 13, 14, 15\])", text
+    ), text
     nothing_is_left()
 
 
 @check
-def a_dead_actor_is_replaced(folder: str = "replaced") -> None:
-    """Its unfinished batches are made again, in order."""
-    got = batches(Fatal(folder_of(folder)), shuffle=False, max_worker_restarts=1)
-    assert [int(row[0]) for batch in got for row in batch] == list(range(24))
-
-
-@check
-def a_replaced_worker_continues_with_its_state(folder: str = "state") -> None:
-    """The state of the last batch that the caller got."""
-    place = folder_of(folder)
-
-    class Both(Counting):
-        def __getitem__(self, index: int) -> Any:
-            if index == 9 and not (place / "died").exists():
-                (place / "died").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getitem__(index)
-
-    got = batches(Both(), shuffle=False, num_workers=2, batch_size=2, max_worker_restarts=1)
-    expected = batches(Counting(), "process", shuffle=False, num_workers=2, batch_size=2)
-    same(got, expected)
+def a_dead_actor_is_replaced() -> None:
+    """Its batches are made again, in order, with the state of the last one that the caller got."""
+    options: Any = {"shuffle": False, "batch_size": 2}
+    got = batches(Counting(folder_of("state")), max_worker_restarts=1, **options)
+    assert_same_batches(batches(Counting(), "process", **options), got)
 
 
 # --- where actors run, and messages ------------------------------------------------------------------------
 
 
-class Nodes(Numbered):
-    def __getitem__(self, index: int) -> Any:
+def seen_by(make: Any, **options: Any) -> set[Any]:
+    """What all samples are."""
+    return {sample for batch in batches(Made(make, 24), collate_fn=list, **options) for sample in batch}
+
+
+@check
+def actors_run_where_they_shall() -> None:
+    """Over both nodes; away from the consumer's on demand; in the placement group that ray_options gives."""
+
+    def node(_: int = 0) -> Any:
         return ray.get_runtime_context().get_node_id()
 
-
-@check
-def actors_are_spread() -> None:
-    """Over both nodes; and away from the consumer's on demand."""
-    own = ray.get_runtime_context().get_node_id()
-    spread = {node for batch in batches(Nodes(), num_workers=4, collate_fn=list) for node in batch}
-    assert len(spread) == 2
-    options = {"ray_options": {"exclude_driver_node": True}}
-    away = {node for batch in batches(Nodes(), num_workers=2, collate_fn=list, **options) for node in batch}
+    assert len(seen_by(node, num_workers=4)) == 2
+    away = seen_by(node, ray_options={"exclude_driver_node": True})
     assert len(away) == 1
-    assert own not in away
+    assert node() not in away
 
-
-@check
-def actors_use_a_placement_group() -> None:
-    """The one that ray_options gives."""
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
     ray.get(group.ready())
-
-    class Groups(Numbered):
-        def __getitem__(self, index: int) -> Any:
-            return ray.util.get_current_placement_group().id.hex()
-
-    found = batches(Groups(), num_workers=2, collate_fn=list, ray_options={"placement_group": group})
-    assert {name for batch in found for name in batch} == {group.id.hex()}
+    found = seen_by(
+        lambda _: ray.util.get_current_placement_group().id.hex(), ray_options={"placement_group": group}
+    )
+    assert found == {group.id.hex()}
     ray.util.remove_placement_group(group)
 
 

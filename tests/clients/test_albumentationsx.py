@@ -120,25 +120,18 @@ record("cached", len(set(found[4:])))
 OTHER_CLAIMS = {
     'with rng="worker" it seeds itself, and fastload sets none of its generators': """
         test_claims.py::test_pipelines_draw_the_same_without_workers_as_with_one
-        test_collate_pipelines.py::TestStreams::test_no_worker_draws_what_one_worker_draws
-        test_collate_pipelines.py::TestStreams::test_no_worker_through_torch_s_iterator
-        test_collate_pipelines.py::TestTheDatasetsStreams::test_a_pipeline_of_both_draws_as_the_dataset_s
-        test_collate_pipelines.py::TestTheDatasetsStreams::test_they_are_fixed
-        test_collate_pipelines.py::TestTheUsersOwn::test_between_batches_and_after_them
-        test_collate_pipelines.py::TestThreads::test_an_attribute_with_the_name_of_a_global_pipeline_is_copied
-        test_collate_pipelines.py::TestThreads::test_a_method_of_the_dataset_uses_its_thread_s_dataset
-        test_local_pipelines.py::TestStreams::test_a_resumed_epoch_begins_its_streams_anew
-        test_local_pipelines.py::TestStreams::test_datapipes_too
-        test_local_pipelines.py::TestStreams::test_no_worker_draws_what_one_worker_draws
-        test_local_pipelines.py::TestStreams::test_the_loader_s_seed_decides
-        test_local_pipelines.py::TestTheUsersOwn::test_a_dataset_that_iterates_a_loader_over_itself
-        test_local_pipelines.py::TestTheUsersOwn::test_after_a_pipeline_that_cannot_be_set
-        test_local_pipelines.py::TestTheUsersOwn::test_after_an_error
-        test_local_pipelines.py::TestTheUsersOwn::test_two_iterators_at_once
+        test_seeding.py::test_after_a_pipeline_that_cannot_be_set
+        test_seeding.py::test_no_worker_draws_what_one_worker_draws
+        test_seeding.py::test_streams_are_those_of_earlier_releases
+        test_seeding.py::test_the_loader_s_seed_decides
+        test_seeding.py::test_the_user_s_pipelines_have_their_own_generators_between_batches
+        test_seeding.py::test_threads_draw_what_processes_draw
+        test_seeding.py::test_two_iterators_at_once
+        test_seeding.py::test_two_workers_draw_different_numbers
     """,
     "they state what albumentations 2.0.8 does in torch's loader, or where it keeps its generators": """
-        test_seeding.py::test_no_part_keeps_a_generator_elsewhere
-        test_seeding.py::test_torchs_loader_repeats_crops_across_workers
+        test_seeding.py::test_all_parts_of_a_pipeline_share_one_pair
+        test_seeding.py::test_seed_worker_gives_each_worker_its_own_crops
     """,
 }
 

@@ -9,24 +9,12 @@ from tests.clients.harness import run
 if TYPE_CHECKING:
     from pathlib import Path
 
-PHOTOS = """
+COMMON = """
 import numpy as np
 import torch
-from PIL import Image
 
 import fastload
-from tests.clients.in_rank import FOLDER, digest, record
-
-
-def photos():
-    '''A folder of PNGs of one size for each of two classes; some are grey.'''
-    draw = np.random.default_rng(0)
-    for number in range(12):
-        place = FOLDER / "photos" / "ab"[number % 2]
-        place.mkdir(parents=True, exist_ok=True)
-        shape = (20, 24) if number == 5 else (20, 24, 3)
-        Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(place / f"{number:02d}.png")
-    return FOLDER / "photos"
+from tests.clients.in_rank import digest, photos, record
 
 
 def check(dataset, expected, **options):
@@ -54,7 +42,7 @@ def refused(dataset, *words):
 ROWS = """
 import datasets
 
-folder = photos()
+folder = photos(20, 24, grey=5)
 rows = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
 refused(rows, "PIL", "prepare")
 
@@ -73,7 +61,7 @@ TORCHVISION = """
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-folder = photos()
+folder = photos(20, 24, grey=5)
 refused(ImageFolder(folder), "PIL", "prepare")
 
 
@@ -98,7 +86,8 @@ from monai.data import Dataset, MetaTensor
 from monai.transforms import Compose, EnsureChannelFirstd, EnsureTyped, LoadImaged, ScaleIntensityd
 
 keys = ["image", "label"]
-files = [{"image": str(path), "label": str(path)} for path in sorted(photos().glob("a/*.png"))[:4]]
+paths = sorted(photos(20, 24).glob("a/*.png"))[:4]
+files = [{"image": str(path), "label": str(path)} for path in paths]
 scans = Dataset(files, Compose([LoadImaged(keys), EnsureChannelFirstd(keys), ScaleIntensityd("image")]))
 assert isinstance(scans[0]["image"], MetaTensor)
 refused(scans, "MetaTensor")
@@ -129,7 +118,7 @@ record("cached", dataset.cache_info().num_cached)
 
 
 def _records(script: str, folder: Path) -> list[tuple[str, int]]:
-    return run(PHOTOS + script, folder, "torch").check_end().named()[0]
+    return run(COMMON + script, folder, "torch").check_end().named()[0]
 
 
 def test_hugging_face_rows(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ COMMON = """
 import torch
 
 import fastload
-from tests.clients.in_rank import FOLDER, Model, Photos, record
+from tests.clients.in_rank import FOLDER, Model, Photos, photos, record
 
 dataset, model = Photos(), Model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -49,13 +49,7 @@ module = Module()
     ),
     "Accelerate": (
         """
-import numpy as np
-from PIL import Image
-
-for number in range(16):
-    (FOLDER / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-    path = FOLDER / "photos" / "ab"[number % 2] / f"{number}.png"
-    Image.fromarray(np.full((64, 64, 3), number, np.uint8)).save(path)
+photos(64, 64, 16)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 """,
@@ -87,17 +81,7 @@ arguments = transformers.TrainingArguments(
     ),
     "torchdata": ("", SEES_BATCHES),
     "timm": (
-        """
-import numpy as np
-import timm.data
-from PIL import Image
-
-for number in range(16):
-    (FOLDER / "photos" / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
-    path = FOLDER / "photos" / "ab"[number % 2] / f"{number}.png"
-    Image.fromarray(np.full((40, 48, 3), number, np.uint8)).save(path)
-dataset = timm.data.ImageDataset(str(FOLDER / "photos"))
-""",
+        "import timm.data\ndataset = timm.data.ImageDataset(str(photos(40, 48, 16)))\n",
         SEES_BATCHES,
     ),
     "ignite": (

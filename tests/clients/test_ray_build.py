@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,6 +27,7 @@ import os, resource, signal, sys, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
+from fastload.errors import CacheError, TooManyFailuresError
 from fastload.integrations import ray_build
 from tests.cache.build_zoo import BrokenImages
 
@@ -62,112 +65,102 @@ def wait_for(name):
         time.sleep(0.02)
 """
 
-PLAIN = (
-    SETUP
-    + """
-if __name__ == "__main__":
-    cluster, node = start()
-    (FOLDER / "address").write_text(cluster.address)
-    ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
-    cluster.shutdown()
-"""
-)
-
-NODE_DIES = (
-    SETUP
-    + """
+# What the driver does on the cluster; the second node may wait.
+ON_TWO_NODES = {
+    "a node dies": """
 import threading
 
-if __name__ == "__main__":
-    cluster, node = start()
-    (FOLDER / "hold-second").touch()
+(FOLDER / "hold-second").touch()
 
-    def kill():
-        wait_for("reads-second")
-        cluster.remove_node(node, allow_graceful=False)
+def kill():
+    wait_for("reads-second")
+    cluster.remove_node(node, allow_graceful=False)
 
-    threading.Thread(target=kill, daemon=True).start()
-    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
-    assert cache.verify() == []
-    assert (FOLDER / "hold-second").exists()
-    cluster.shutdown()
-"""
-)
-
-DRIVER_DIES = (
-    SETUP
-    + """
+threading.Thread(target=kill, daemon=True).start()
+cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
+assert (FOLDER / "hold-second").exists()
+""",
+    "the driver dies": """
 import subprocess
 
+(FOLDER / "hold-second").touch()
+driver = subprocess.Popen([sys.executable, sys.argv[0], cluster.address])
+wait_for("reads-second")
+while not list((FOLDER / "cache.partial").glob("0*.lmdb")):
+    time.sleep(0.02)
+driver.send_signal(signal.SIGKILL)
+driver.wait()
+held = int((FOLDER / "reads-second").read_text())
+while os.path.exists(f"/proc/{held}"):  # Ray ends the tasks of a driver that died
+    time.sleep(0.02)
+finished = sorted(path.name for path in (FOLDER / "cache.partial").glob("0*.lmdb"))
+assert 0 < len(finished) < 6, finished
+inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
+(FOLDER / "hold-second").unlink()
+cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
+assert cache.num_shards == 6
+assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
+""",
+    "a disk is full": """
+cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6, max_retries=20)
+assert (FOLDER / "reads-second").exists()
+""",
+}
+
+# What the driver does on one node.
+FULL_EVERYWHERE = """
+os.environ["DISK_BYTES"] = "5000"
+START
+del os.environ["DISK_BYTES"]
+try:
+    ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1)
+except CacheError as error:
+    (FOLDER / "error").write_text(str(error))
+"""
+SKIPPING = """
+os.environ["BAD"] = "3 40 63"
+START
+for name, options in (("raise", {}), ("limit", {"on_error": "skip", "max_errors": 2})):
+    try:
+        ray_build.build(images, FOLDER / "cache", shards=4, **options)
+    except (CacheError, TooManyFailuresError) as error:
+        (FOLDER / name).write_text(f"{type(error).__name__}: {error}")
+ray_build.build(images, FOLDER / "cache", on_error="skip", max_errors=1.0)
+"""
+INTERRUPTED = """
+START
+os.environ["NODE"] = "driver"  # its own reads are not held
+try:
+    ray_build.build(images, FOLDER / "cache", shards=4)
+except KeyboardInterrupt:
+    (FOLDER / "interrupted").touch()
+    assert not (FOLDER / "cache.partial").exists()
+(FOLDER / "hold-head").unlink()
+assert ray_build.build(images, FOLDER / "cache").verify() == []
+"""
+
+
+def on_two_nodes(body: str, **second: str) -> str:
+    """A script that starts a cluster, and builds on it if it has an argument."""
+    body = f"cluster, node = start(**{second!r})\n{body}\nassert cache.verify() == []\ncluster.shutdown()"
+    return (
+        SETUP
+        + """
 if __name__ == "__main__" and sys.argv[1:]:
     ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)
 elif __name__ == "__main__":
-    cluster, node = start()
-    (FOLDER / "hold-second").touch()
-    driver = subprocess.Popen([sys.executable, sys.argv[0], cluster.address])
-    wait_for("reads-second")
-    while not list((FOLDER / "cache.partial").glob("0*.lmdb")):
-        time.sleep(0.02)
-    driver.send_signal(signal.SIGKILL)
-    driver.wait()
-    held = int((FOLDER / "reads-second").read_text())
-    while os.path.exists(f"/proc/{held}"):  # Ray ends the tasks of a driver that died
-        time.sleep(0.02)
-    finished = sorted(path.name for path in (FOLDER / "cache.partial").glob("0*.lmdb"))
-    assert 0 < len(finished) < 6, finished
-    inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
-    (FOLDER / "hold-second").unlink()
-    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
-    assert cache.num_shards == 6 and cache.verify() == []
-    assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
-    cluster.shutdown()
 """
-)
+        + textwrap.indent(body, "    ")
+    )
 
-FULL_DISK = (
-    SETUP
-    + """
-if __name__ == "__main__":
-    cluster, node = start(DISK_BYTES="5000")
-    cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6, max_retries=20)
-    assert cache.verify() == []
-    assert (FOLDER / "reads-second").exists()
-    cluster.shutdown()
-"""
-)
 
-FULL_EVERYWHERE = (
-    SETUP
-    + """
-if __name__ == "__main__":
-    os.environ["DISK_BYTES"] = "5000"
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
-    del os.environ["DISK_BYTES"]
-    from fastload.errors import CacheError
-    try:
-        ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1)
-    except CacheError as error:
-        (FOLDER / "error").write_text(str(error))
-    ray.shutdown()
-"""
-)
+def on_one_node(body: str) -> str:
+    start = (
+        "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)"
+    )
+    body = body.replace("START", start) + "ray.shutdown()\n"
+    return SETUP + '\nif __name__ == "__main__":\n' + textwrap.indent(body, "    ")
 
-SKIPPING = (
-    SETUP
-    + """
-if __name__ == "__main__":
-    os.environ["BAD"] = "3 40 63"
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
-    from fastload.errors import CacheError, TooManyFailuresError
-    for name, options in (("raise", {}), ("limit", {"on_error": "skip", "max_errors": 2})):
-        try:
-            ray_build.build(images, FOLDER / "cache", shards=4, **options)
-        except (CacheError, TooManyFailuresError) as error:
-            (FOLDER / name).write_text(f"{type(error).__name__}: {error}")
-    ray_build.build(images, FOLDER / "cache", on_error="skip", max_errors=1.0)
-    ray.shutdown()
-"""
-)
 
 LIMIT_S = 150.0
 
@@ -177,8 +170,6 @@ def local_twin(folder: Path, **options: Any) -> Path:
     plan = LMDBCache(folder / "cache").plan
     partial = folder / "twin.partial"
     partial.mkdir()
-    from dataclasses import asdict
-
     fields = {"version": 1, "plan": asdict(plan), "max_errors": 1.0}
     (partial / "plan.json").write_text(json.dumps(fields))
     bad = options.pop("bad", ())
@@ -188,12 +179,11 @@ def local_twin(folder: Path, **options: Any) -> Path:
     return folder / "twin"
 
 
-@pytest.mark.parametrize(
-    "script", [PLAIN, NODE_DIES, DRIVER_DIES, FULL_DISK], ids=["plain", "node", "driver", "disk"]
-)
-def test_a_cluster_builds_the_cache_of_one_process(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", ON_TWO_NODES)
+def test_a_cluster_builds_the_cache_of_one_process(fault: str, tmp_path: Path) -> None:
     """Byte for byte; also if a node dies, the driver is killed and started again, or one disk is full."""
-    run(script, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    second = {"DISK_BYTES": "5000"} if fault == "a disk is full" else {}
+    run(on_two_nodes(ON_TWO_NODES[fault], **second), tmp_path, "torch", limit_s=LIMIT_S).check_end()
 
     assert files_at(tmp_path / "cache") == files_at(local_twin(tmp_path))
     assert not (tmp_path / "cache.partial").exists()
@@ -201,7 +191,7 @@ def test_a_cluster_builds_the_cache_of_one_process(script: str, tmp_path: Path) 
 
 def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
     """It names the shards, the machine and the reason, in one line each."""
-    run(FULL_EVERYWHERE, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    run(on_one_node(FULL_EVERYWHERE), tmp_path, "torch", limit_s=LIMIT_S).check_end()
     said = (tmp_path / "error").read_text()
 
     assert said.startswith("2 of 2 shards were not built: shard 1/2 on ")
@@ -211,7 +201,7 @@ def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
 
 def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     """Each fails its shard; too many end the build; otherwise one report lists them."""
-    run(SKIPPING, tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    run(on_one_node(SKIPPING), tmp_path, "torch", limit_s=LIMIT_S).check_end()
     twin = local_twin(tmp_path, bad=[3, 40, 63], on_error="skip", max_errors=1.0)
 
     told = (tmp_path / "raise").read_text()
@@ -225,24 +215,8 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_the_tasks(tmp_path: Path) -> None:
     """They leave nothing of their unfinished shards, and the next run builds the cache."""
-    script = (
-        SETUP
-        + """
-if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
-    os.environ["NODE"] = "driver"  # its own reads are not held
-    try:
-        ray_build.build(images, FOLDER / "cache", shards=4)
-    except KeyboardInterrupt:
-        (FOLDER / "interrupted").touch()
-        assert not (FOLDER / "cache.partial").exists()
-    (FOLDER / "hold-head").unlink()
-    assert ray_build.build(images, FOLDER / "cache").verify() == []
-    ray.shutdown()
-"""
-    )
     (tmp_path / "hold-head").touch()
-    started = Started("import tests.clients.in_rank\n" + script, tmp_path, "torch")
+    started = Started("import tests.clients.in_rank\n" + on_one_node(INTERRUPTED), tmp_path, "torch")
     (tmp_path / "ready-0").unlink(missing_ok=True)
     os.symlink(tmp_path / "reads-head", tmp_path / "ready-0")  # ready when a task reads
     started.signal_when_ready(2)

@@ -206,23 +206,17 @@ TIMM = """
 import random
 import numpy as np
 import torch
-from PIL import Image
 from timm.data import ImageDataset, create_loader
 
-from tests.clients.in_rank import FOLDER, NUM_WORKERS, record
+from tests.clients.in_rank import NUM_WORKERS, photos, record
 
-draw = np.random.default_rng(0)
-for number in range(12):
-    place = FOLDER / "photos" / "ab"[number % 2]
-    place.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(draw.integers(0, 256, (40, 48, 3), dtype=np.uint8)).save(place / f"{number}.png")
-
+folder = photos(40, 48)
 for use_prefetcher, use_multi_epochs_loader in ((False, False), (True, False), (False, True)):
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
     loader = create_loader(
-        ImageDataset(str(FOLDER / "photos")),
+        ImageDataset(str(folder)),
         (3, 32, 32),
         4,
         is_training=True,

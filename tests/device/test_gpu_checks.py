@@ -28,7 +28,6 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
     command = [sys.executable, str(BENCHMARKS / "gpu_checks.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
-
     assert (done.returncode, done.stdout) == (2, "no CUDA device\n")
     assert list(tmp_path.iterdir()) == []
 
@@ -42,7 +41,6 @@ def test_a_check_that_fails_is_written_down_and_the_next_one_runs(tools: Any, tm
     path = tmp_path / "new" / "gpu.json"
     status = tools.run_all({"fails": fails, "works": lambda: {"figure": 7}}, path, limit_s=60)
     found = json.loads(path.read_text())
-
     assert status == 0
     assert "RuntimeError: no such luck" in found["checks"]["fails"]["error"]
     assert found["checks"]["works"]["result"] == {"figure": 7}
@@ -61,7 +59,6 @@ def test_the_training_check_measures_on_any_device(monkeypatch: pytest.MonkeyPat
     found = training.compare(
         "cpu", network, num_images=24, side=32, batch_size=4, num_steps=8, num_workers=1, runs=1
     )
-
     assert set(found["figures"]) == {"resident", "fastload", "torch"}
     for (figures,) in found["figures"].values():
         assert figures["losses"]

@@ -80,20 +80,6 @@ class Listed(Sequence):
         return len(self.parts)
 
 
-class Graph:
-    """Moves itself, as a graph library's batch does."""
-
-    def to(self, device: Any, non_blocking: bool = False) -> Graph:
-        return self
-
-
-class Quantity:
-    """Its ``to`` converts units."""
-
-    def to(self, unit: str) -> Quantity:
-        raise AssertionError("not a device")
-
-
 class Refuses(dict):
     """Like some model outputs: items may be set, update() may not be called."""
 
@@ -151,7 +137,6 @@ def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
     """Each container comes back as a new one of its type with new leaves, and the old one is unchanged."""
     value = make(ONE)
     mapped = map_movable(value, doubled)
-
     assert type(mapped) is type(value)
     assert flat(mapped) == flat(make(TWO))
     assert flat(value) == flat(make(ONE))
@@ -160,63 +145,57 @@ def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
     assert map_movable(without, doubled) is without
 
 
-def test_extras_of_containers_are_kept() -> None:
-    """A default factory, attributes of a list subclass, and what __post_init__ did are all still there."""
-    tagged = Tagged([ONE])
-    tagged.tag = "t"
+def test_what_containers_carry_is_kept() -> None:
+    """A default factory, attributes of a list subclass, what __post_init__ did, and torch.max's own tuple.
 
+    As with torch's pin_memory, a mapping whose constructor takes no mapping becomes a dict.
+    """
+    tagged, found = Tagged([ONE]), torch.max(torch.tensor([[1, 5]]), dim=1)
+    tagged.tag = "t"
     assert map_movable(with_default(ONE), doubled).default_factory is list
     assert map_movable(tagged, doubled).tag == "t"
     assert map_movable(Frozen(ONE), doubled).seen == ["init"]
+    assert type(map_movable(found, doubled)) is type(found)
+    assert flat(map_movable(found, doubled)) == [[10], [2]]
+    plain = map_movable(KeyedByArguments(ONE, 1), doubled)
+    assert type(plain) is dict
+    assert flat(plain) == {"first": [2], "second": 1}
 
 
-def test_a_type_made_in_another_way_becomes_a_plain_one() -> None:
-    """As with torch's pin_memory, a mapping whose constructor takes no mapping becomes a dict."""
-    assert flat(map_movable(KeyedByArguments(ONE, 1), doubled)) == {"first": [2], "second": 1}
-    assert type(map_movable(KeyedByArguments(ONE, 1), doubled)) is dict
+class Graph:
+    """Moves itself, as a graph library's batch does."""
 
-
-def test_objects_with_torchs_to_are_leaves() -> None:
-    """A PackedSequence or a graph moves itself; a ``to`` that means something else is left alone."""
-    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
-    quantity, array = Quantity(), np.zeros(2)
-
-    assert map_movable([packed, Graph()], doubled) == ["moved", "moved"]
-    values = [quantity, array, Graph, "text", {1, 2}]
-    assert map_movable(values, doubled) is values
+    def to(self, device: Any, non_blocking: bool = False) -> Any:
+        return device, non_blocking
 
 
 class Boxes:
     """Has a ``to`` of the shortest kind."""
 
-    def __init__(self, device: Any = "nowhere") -> None:
-        self.device = device
-
-    def to(self, device: Any) -> Boxes:
-        return Boxes(device)
+    def to(self, device: Any) -> Any:
+        return device
 
 
-def test_a_to_that_takes_a_device_alone_is_enough() -> None:
-    """An object whose ``to`` has no ``non_blocking`` is a leaf, and is moved without it."""
+class Quantity:
+    """Its ``to`` converts units."""
+
+    def to(self, unit: str) -> Quantity:
+        raise AssertionError("not a device")
+
+
+def test_objects_with_torchs_to_are_leaves() -> None:
+    """Ones that take a device alone are moved by it alone; a ``to`` of other meaning is left alone."""
     there = torch.device("meta")
-
-    (moved,) = map_movable([Boxes()], lambda leaf: move_leaf(leaf, there))
-
-    assert moved.device == there
-
-
-def test_struct_sequences_of_torch_keep_their_type() -> None:
-    """What torch.max returns is a tuple that is made in a way of its own."""
-    found = torch.max(torch.tensor([[1, 5]]), dim=1)
-    mapped = map_movable(found, doubled)
-
-    assert type(mapped) is type(found)
-    assert flat(mapped) == [[10], [2]]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
+    moved = map_movable([packed, Graph(), Boxes()], lambda leaf: move_leaf(leaf, there))
+    assert moved[0].data.device == there
+    assert moved[1:] == [(there, True), there]
+    values = [Quantity(), np.zeros(2), Graph, "text", {1, 2}]
+    assert map_movable(values, doubled) is values
 
 
 def test_more_kinds_of_leaves_can_be_named() -> None:
     """``is_leaf`` is asked about containers before their content, and what it takes is not walked."""
     value = {"names": ["a", "b"], "pair": (ONE, ["c", ONE])}
     mapped = map_movable(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
-
     assert mapped == {"names": 2, "pair": (1, ["c", 1])}

@@ -1,10 +1,14 @@
-"""The prefetcher on the fake device: order, lifetimes, errors; any consumer, and any order of the work."""
+"""The prefetcher: order, lifetimes, errors; any consumer, and any order of the device's work."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import random
+import subprocess
+import sys
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -13,171 +17,175 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastload import DataLoader
 from fastload.device import copies
+from fastload.device.cuda import choose_backend
+from fastload.device.prefetch import DevicePrefetcher
 from fastload.errors import LoaderClosedError
+from fastload.memory.lease import Memory
+from fastload.memory.segment import Segment, populate
+from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop
+from tests.device.conftest import CUDA
 from tests.device.fake import FakeBackend
-from tests.device.loaders import Loader, Stumbles, batch, on
+from tests.device.loaders import SHORT_CYCLES, Consumer, Loader, Place, Stumbles, batch, on
+from tests.kit import datasets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+
+# --- on any device ----------------------------------------------------------------------------------------
+
+Pair = collections.namedtuple("Pair", "a b")
 
 
-@pytest.mark.parametrize(("length", "depth"), [(0, 1), (2, 5), (7, 2)])
-def test_all_batches_come_in_order(length: int, depth: int) -> None:
-    """Every batch comes once, in order, in each epoch, whatever the depth."""
-    fake = FakeBackend()
-    prefetcher = on(fake, Loader(length), depth)
-    for _ in range(2):
-        batches = list(prefetcher)
-        fake.drain()
-
-        assert [int(b[0, 0]) for b in batches] == list(range(length))
-        assert all(torch.equal(b, batch(n)) for n, b in enumerate(batches))
-    fake.check()
+def numbered(number: int) -> torch.Tensor:
+    """``(64, 257) int32``, different in every element and batch."""
+    return torch.arange(64 * 257, dtype=torch.int32).reshape(64, 257) + number * 1_000_003
 
 
-def test_depth_batches_are_under_way_behind_the_one_handed_out() -> None:
+@pytest.mark.parametrize(("length", "depth"), [(0, 1), (2, 5), (20, 2)])
+def test_each_epoch_has_all_batches_in_order_on_one_stream(place: Place, length: int, depth: int) -> None:
+    """Once each, with their values; the memory that is taken from the device stops growing."""
+    prefetcher = place.prefetch(Loader(length, numbered), depth)
+    streams, memory = [], []
+    for epoch in range(8):
+        found = [place.content(got) for got in prefetcher] if epoch == 7 else [None for _ in prefetcher]
+        streams.append(prefetcher._stream)
+        memory.append(place.memory())
+    assert len(found) == length
+    assert all(torch.equal(got, numbered(number)) for number, got in enumerate(found))
+    assert all(stream is streams[0] for stream in streams)
+    assert place.fake is not None or streams[0] != torch.cuda.current_stream()
+    assert len(set(memory[2:])) == 1
+
+
+def test_nests_arrive_whole(place: Place) -> None:
+    """Tensors are copied once each, with their strides; the rest, and the loader's batch, is as it was."""
+    image, gaps = torch.rand(2, 3, 5, 7).to(memory_format=torch.channels_last), torch.arange(12).reshape(3, 4)
+    source = {
+        "image": image,
+        "names": ["a", "b"],
+        "pair": Pair(torch.tensor(3), "text"),
+        "list": [
+            gaps[:, ::2],
+            torch.arange(3).expand(4, 3),
+            torch.arange(6).reshape(1, 2, 3).permute(0, 2, 1),
+        ],
+        "again": [image],
+        "none": None,
+        "packed": torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+        "gradient": torch.ones(2, requires_grad=True),
+    }
+    if place.fake is None:  # which knows no empty memory
+        source["list"].append(torch.empty(0, 3))
+    (result,) = place.prefetch([source])
+    assert list(result) == list(source)
+    assert torch.equal(place.content(result["image"]), image)
+    assert result["image"].stride() == image.stride()
+    assert result["again"][0] is result["image"] is not image
+    assert type(result["pair"]) is Pair
+    assert int(place.content(result["pair"].a)) == 3
+    assert (result["pair"].b, result["none"]) == ("text", None)
+    assert result["names"] is source["names"]
+    assert all(torch.equal(place.content(a), b) for a, b in zip(result["list"], source["list"], strict=True))
+    assert place.content(result["packed"].data).tolist() == [1] * 5
+    assert source["image"] is image
+    assert not image.is_cuda
+    if place.fake is None:
+        assert result["gradient"].grad_fn is not None
+    else:
+        assert place.fake.num_copies == 5  # and none of the late ones
+
+
+def test_held_batches_and_aliases_stay_valid(place: Place) -> None:
+    """Batches, and views of batches that are gone, keep their content through the rest of the epoch."""
+    held, aliases = [], []
+    for number, got in enumerate(place.prefetch(Loader(50, lambda n: place.pinned(numbered(n))))):
+        if number % 5 == 0:
+            held.append((number, got))
+        aliases.append(got[3:5])
+        place.work()
+    assert all(torch.equal(place.content(got), numbered(number)) for number, got in held)
+    assert all(torch.equal(place.content(got), numbered(n)[3:5]) for n, got in enumerate(aliases))
+
+
+# --- how far ahead ----------------------------------------------------------------------------------------
+
+
+def test_depth_batches_are_under_way_behind_the_one_handed_out(fake: FakeBackend) -> None:
     """After each next(), ``depth`` more batches were pulled and their copies begun, no more and no fewer."""
-    fake, loader = FakeBackend(), Loader(6)
+    loader = Loader(6)
     iterator = iter(on(fake, loader, depth=2))
     assert loader.num_pulled == 0
     found = [(loader.num_pulled, fake.num_copies, fake.num_device_alive) for _ in iterator]
-
     assert found == [(3, 3, 3), (4, 4, 3), (5, 5, 3), (6, 6, 3), (6, 6, 2), (6, 6, 1)]
-    fake.check()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_a_host_that_runs_ahead_does_not_fill_the_device(depth: int) -> None:
-    """However slow the device, the memory of batches that were dropped is enough for those to come."""
-    fake = FakeBackend()
+def test_a_host_that_runs_ahead_fills_neither_memory(fake: FakeBackend, depth: int) -> None:
+    """However slow the device, dropped batches' memory is enough, and depth + 1 wait for their copies."""
+    most = 0
     for number, got in enumerate(on(fake, Loader(100), depth)):
         fake.read(got, batch(number))  # runs only when somebody waits for it
+        most = max(most, fake.num_waiting_copies)
     del got
-
     assert fake.num_reserved <= 2 * depth + 4
-    fake.check()
+    assert most == depth + 1
+    assert fake.num_waiting_copies == 0
 
 
-def test_nests_arrive_whole() -> None:
-    """Tensors of a nest are copied once each, with their strides; the loader's own batch is not changed."""
-    fake = FakeBackend()
-    text, tensor = ["a", "b"], torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
-    tensor = tensor.to(memory_format=torch.channels_last)
-    source = {"image": tensor, "names": text, "pair": (batch(4), 7), "none": None, "again": [tensor]}
-
-    (result,) = on(fake, [source])
-    fake.drain()
-
-    assert list(result) == list(source)
-    assert torch.equal(result["image"], tensor)
-    assert result["image"].stride() == tensor.stride()
-    assert result["again"][0] is result["image"]
-    assert fake.num_copies == 2
-    assert torch.equal(result["pair"][0], batch(4))
-    assert result["names"] is text
-    assert result["pair"][1:] == (7,)
-    assert source["image"] is tensor
-    assert result["image"] is not tensor
-    fake.check()
-
-
-# --- streams and events -----------------------------------------------------------------------------------
-
-
-def test_the_stream_that_is_current_at_hand_over_is_the_consumers() -> None:
+def test_the_stream_that_is_current_at_hand_over_is_the_consumers(fake: FakeBackend) -> None:
     """A caller who changes streams between batches gets each one ordered with the stream current then."""
-    fake = FakeBackend()
     iterator = iter(on(fake, Loader(2)))
-    for name in ("one", "two"):
+    for number, name in enumerate(("one", "two")):
         fake.use_stream(name)
-        fake.read(next(iterator), batch({"one": 0, "two": 1}[name]))
-
+        fake.read(next(iterator), batch(number))
     waits = [line for line in fake.log if "waits for side" in line]
     assert waits == ["one waits for side 1", "two waits for side 1"]
-    fake.check()
 
 
-def test_pageable_memory_is_let_go_once_it_is_pinned() -> None:
-    """The loader's own memory, a lent slot for instance, is free before the batch is even handed out."""
-    fake = FakeBackend()
-    tensors: list[weakref.ref[torch.Tensor]] = []
-
-    def make(number: int) -> torch.Tensor:
-        tensor = batch(number)
-        tensors.append(weakref.ref(tensor))
-        return tensor
-
-    next(iter(on(fake, Loader(9, make), depth=2)))
-
-    assert [tensor() for tensor in tensors] == [None] * 3
-    fake.check()
+# --- host memory ------------------------------------------------------------------------------------------
 
 
-def test_pinned_batches_are_kept_whole_until_their_event() -> None:
-    """Not the tensors alone: the batch around them, which may own the memory, lives until the copy ran."""
-    fake = FakeBackend()
+class Owner(dict[str, Any]):
+    """Owns memory."""
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_host_memory_lives_as_long_as_it_is_read(fake: FakeBackend, is_pinned: bool) -> None:
+    """Pageable memory, a lent slot for instance, is free before its batch is even handed out.
+
+    Pinned batches are kept whole until their event: the batch around the tensors may own the memory.
+    """
     owners: list[weakref.ref[Owner]] = []
 
-    class Owner(dict[str, Any]):
-        pass
-
     def make(number: int) -> Owner:
-        owner = Owner(x=fake.pinned(batch(number)))
+        owner = Owner(x=fake.pinned(batch(number)) if is_pinned else batch(number))
         owners.append(weakref.ref(owner))
         return owner
 
-    iterator = iter(on(fake, Loader(1, make)))
+    iterator = iter(on(fake, Loader(3, make)))
     next(iterator)
-    assert owners[0]() is not None
+    assert [owner() is not None for owner in owners] == [is_pinned] * 3
     fake.drain()
-
-    assert list(iterator) == []
-    assert owners[0]() is None
+    assert len(list(iterator)) == 2
+    assert [owner() for owner in owners] == [None] * 3
     assert fake.num_pinned_alive == 0
-    fake.check()
 
 
-def test_host_memory_that_waits_is_bounded() -> None:
-    """With a device that never gets on by itself, no more than depth + 1 batches wait for their copies."""
-    fake = FakeBackend()
-    most = 0
-    for _ in on(fake, Loader(20), depth=3):
-        most = max(most, fake.num_waiting_copies)
-
-    assert most == 4
-    assert fake.num_waiting_copies == 0
-    fake.check()
-
-
-# --- leaving early ----------------------------------------------------------------------------------------
-
-
-def test_an_abandoned_iteration_leaves_nothing_pending() -> None:
-    """After break, the copies that were begun are done, and neither host nor device memory is kept."""
-    fake = FakeBackend()
-    for _ in on(fake, Loader(10, lambda n: fake.pinned(batch(n)))):
-        break
-    del _
-    gc.collect()
-
-    assert fake.num_waiting_copies == fake.num_pinned_alive == fake.num_device_alive == 0
-    fake.check()
-
-
-def test_an_abandoned_iteration_lets_the_loaders_iterator_go() -> None:
-    """The loader sees the end of its own iterator, so that it can stop its workers."""
+def test_an_abandoned_iteration_leaves_nothing_pending(fake: FakeBackend) -> None:
+    """The copies that were begun are done, no memory is kept, and the loader sees the end of its iterator."""
     ended = []
 
     def source() -> Iterator[torch.Tensor]:
         try:
-            yield from (batch(n) for n in range(9))
+            yield from (fake.pinned(batch(number)) for number in range(9))
         finally:
             ended.append(True)
 
-    next(iter(on(FakeBackend(), source())))
+    next(iter(on(fake, source())))
     gc.collect()
-
+    assert fake.num_waiting_copies == fake.num_pinned_alive == fake.num_device_alive == 0
     assert ended == [True]
 
 
@@ -188,38 +196,26 @@ def test_a_forked_child_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyP
     next(iterator)
     monkeypatch.setattr(copies.os, "getpid", lambda: -1)
     del iterator
-
-    assert fake.num_waiting_copies == 3
-    assert fake.num_pinned_alive == 3
+    assert fake.num_waiting_copies == fake.num_pinned_alive == 3
     assert fake.violations == []
 
 
 # --- errors -----------------------------------------------------------------------------------------------
 
 
-def test_an_error_comes_out_after_the_batches_before_it() -> None:
-    """The loader's own exception object is raised in its batch's turn, and the iteration can go on."""
+def test_an_error_comes_out_after_the_batches_before_it(fake: FakeBackend) -> None:
+    """The loader's own exception is raised in its turn; nothing is pulled past it before; it can go on."""
     error = KeyError("three")
-    fake = FakeBackend()
-    iterator = iter(on(fake, Stumbles(6, {3: error})))
+    loader = Stumbles(7, {3: error})
+    iterator = iter(on(fake, loader, depth=4))
     before = [next(iterator) for _ in range(3)]
+    assert next(loader.numbers) == 4  # whether it is asked again is the caller's decision
     with pytest.raises(KeyError) as info:
         next(iterator)
     after = list(iterator)
     fake.drain()
-
     assert info.value is error
-    assert [int(b[0, 0]) for b in before + after] == [0, 1, 2, 4, 5]
-    fake.check()
-
-
-def test_nothing_is_pulled_past_an_error_before_it_was_raised() -> None:
-    """Whether the loader is asked again after an error is the caller's decision."""
-    loader = Stumbles(6, {1: KeyError(1)})
-    iterator = iter(on(FakeBackend(), loader, depth=4))
-    next(iterator)
-
-    assert next(loader.numbers) == 2
+    assert [int(b[0, 0]) for b in before + after] == [0, 1, 2, 5, 6]
 
 
 class _Late:
@@ -241,7 +237,6 @@ def test_an_interrupt_while_a_batch_is_handed_over_closes_the_iterator(error: Ba
     assert next(iterator) == 0
     with pytest.raises(type(error)):
         next(iterator)
-
     if isinstance(error, Exception):
         assert next(iterator) == 2
     else:
@@ -264,12 +259,11 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
     kept = [next(iterator)]
     with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
         next(iterator)
+    kept += list(iterator)
+    fake.drain()
     assert caught.value.__notes__ == [
         "raised while a batch was copied ahead; the device holds 3 batches in addition to yours"
     ]
-    kept += list(iterator)
-    fake.drain()
-
     assert [int(b[1][0, 0]) for b in kept] == [10, 12, 13]
     fake.check()
 
@@ -299,7 +293,6 @@ def test_a_raised_error_is_not_kept() -> None:
         alive = raised[0]()
     finally:
         gc.enable()
-
     assert alive is None
 
 
@@ -312,9 +305,9 @@ class Graph:
     def __init__(self) -> None:
         self.asked: list[Any] = []
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, torch.device, bool]:
-        self.asked.append(device)
-        return "moved", device, non_blocking
+    def to(self, device: torch.device, non_blocking: bool = False) -> str:
+        self.asked.append((device, non_blocking))
+        return "moved"
 
 
 def special_leaves() -> dict[str, Any]:
@@ -325,84 +318,51 @@ def special_leaves() -> dict[str, Any]:
         "subclass": torch.zeros(2).as_subclass(type("Mine", (torch.Tensor,), {})),
         "elsewhere": torch.zeros(2, device="meta"),
         "packed": torch.nn.utils.rnn.pack_sequence([torch.zeros(3)]),
+        "graph": Graph(),
     }
 
 
 @pytest.mark.parametrize("name", special_leaves())
 def test_special_leaves_move_on_the_callers_stream(name: str) -> None:
-    """What is no plain CPU tensor is not copied ahead, but moved by its own ``to`` when it is handed over.
+    """What is no plain CPU tensor is moved by its own ``to`` once, without blocking, when it is handed over.
 
     The side stream is behind that: who waits for it waits for all reads of host memory.
     """
 
     class Notes(FakeBackend):
         def move(self, value: Any) -> Any:
-            super().move(value.to("cpu") if name != "elsewhere" else torch.zeros(2))
+            super().move(value if name != "elsewhere" else torch.zeros(2))
             return f"{type(value).__name__} moved"
 
     fake, leaf = Notes(), special_leaves()[name]
-    (result,) = on(fake, [{"special": leaf, "plain": batch(1)}])
-
-    assert result["special"] == f"{type(leaf).__name__} moved"
-    assert fake.num_copies == 1
-    assert fake.log[-3:] == ["move on main", "record on main", "side 1 waits for main"]
-    fake.check()
-
-
-def test_objects_with_a_to_of_their_own_are_moved_without_blocking() -> None:
-    """``to(device, non_blocking=True)`` is called once, when the batch is handed over."""
-    fake, graph = FakeBackend(), Graph()
-    iterator = iter(on(fake, [batch(0), (graph, batch(1))]))
+    iterator = iter(on(fake, [batch(0), {"special": leaf, "plain": batch(1)}]))
     next(iterator)
-    assert graph.asked == []
-    moved, _ = next(iterator)
-
-    assert moved == ("moved", fake.device, True)
-    assert graph.asked == [fake.device]
+    assert "move on main" not in fake.log
+    result = next(iterator)
+    assert result["special"] == f"{type(leaf).__name__} moved"
+    assert fake.num_copies == 2
+    assert fake.log[-3:] == ["move on main", "record on main", "side 1 waits for main"]
+    assert name != "graph" or leaf.asked == [(fake.device, True)]
     fake.check()
 
 
 # --- any consumer, any order of the device's work --------------------------------------------------------
 
 
-class Consumer:
-    """Takes batches and holds, drops, aliases and reads them; the device gets on as ``choose`` says."""
+def content(number: int) -> list[torch.Tensor]:
+    return [batch(number + 1), torch.arange(number, number + 4, dtype=torch.float32)]
 
-    def __init__(self, fake: FakeBackend, depth: int, choose: Callable[[int], int]) -> None:
-        self.fake = fake
-        self.choose = choose
-        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what it should hold
-        self.prefetcher = on(fake, Loader(12, self.make), depth)
 
-    def make(self, number: int) -> dict[str, Any]:
-        x, y = batch(number + 1), torch.arange(number, number + 4, dtype=torch.float32)
-        return {"x": self.fake.pinned(x) if self.choose(2) else x, "n": [number, y]}
+def consume(fake: FakeBackend, depth: int, choose: Any) -> None:
+    """Two epochs of batches, of which some are pinned."""
 
-    def run(self) -> None:
-        for _ in range(2):
-            for got in self.prefetcher:
-                self.take(got)
-                if self.choose(12) == 11:
-                    break  # abandon the epoch
-        self.held.clear()
+    def make(number: int) -> list[torch.Tensor]:
+        x, y = content(number)
+        return [fake.pinned(x) if choose(2) else x, y]
 
-    def take(self, got: dict[str, Any]) -> None:
-        number, y = got["n"]
-        expected = torch.arange(number, number + 4, dtype=torch.float32)
-        self.fake.read(got["x"], batch(number + 1))
-        how = self.choose(4)
-        if how == 1:
-            self.held.append((y, expected))
-        elif how == 2:
-            self.held.append((y[1:3], expected[1:3]))  # an alias: the batch itself goes
-        elif how == 3 and self.held:
-            for tensor, content in self.held:  # a late use, on the stream that first had it
-                self.fake.read(tensor, content)
-            del self.held[self.choose(len(self.held)) :]
-        for _ in range(self.choose(3)):
-            stream = self.fake.streams[self.choose(len(self.fake.streams))]
-            for _ in range(self.choose(10)):  # in bursts, so that one stream can be far behind the other
-                self.fake.advance(stream)
+    consumer, prefetcher = Consumer(fake, choose), on(fake, Loader(12, make), depth)
+    for _ in range(2):
+        consumer.run(prefetcher, content)
 
 
 @pytest.mark.slow
@@ -411,49 +371,161 @@ class Consumer:
 def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Random, depth: int) -> None:
     """Whoever holds, drops, aliases or delays batches reads what was sent, however the streams get on."""
     fake = FakeBackend()
-    Consumer(fake, depth, choices.randrange).run()
+    consume(fake, depth, choices.randrange)
     fake.check()
 
 
-# --- the fake itself finds what it is there to find -------------------------------------------------------
-
-
-class NoWait(FakeBackend):
-    def wait_event(self, stream: Any, event: Any) -> None: ...
-
-
-class NoRecord(FakeBackend):
-    def record_stream(self, tensor: torch.Tensor, stream: Any) -> None: ...
-
-
-class NoHostWait(FakeBackend):
-    def is_done(self, event: Any) -> bool:
-        return True
-
-    def synchronize(self, event: Any) -> None: ...
-
-
-class NoPin(FakeBackend):
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
 @pytest.mark.parametrize(
-    ("broken", "found"),
+    ("names", "replacement", "found"),
     [
-        (NoWait, "did not read what the batch held"),
-        (NoRecord, "died that main has to read"),
-        (NoHostWait, "pinned memory died"),
-        (NoPin, "not pinned"),
+        (["wait_event"], lambda stream, event: None, "did not read what the batch held"),
+        (["record_stream"], lambda tensor, stream: None, "died that main has to read"),
+        (["is_done", "synchronize"], lambda event: True, "pinned memory died"),
+        (["pin"], lambda tensor: tensor, "not pinned"),
     ],
 )
-def test_each_rule_taken_away_is_noticed(broken: type[FakeBackend], found: str) -> None:
-    """Without any one of the prefetcher's steps, the same consumers do find unordered use."""
+def test_each_rule_taken_away_is_noticed(names: list[str], replacement: Any, found: str) -> None:
+    """The fake finds what it is there to find: without any one step, consumers find unordered use."""
     noticed = 0
     for seed in range(40):
-        fake = broken()
-        Consumer(fake, 2, random.Random(seed).randrange).run()
+        fake: Any = FakeBackend()
+        for name in names:
+            setattr(fake, name, replacement)
+        consume(fake, 2, random.Random(seed).randrange)
         fake.drain()
         noticed += any(found in violation for violation in fake.violations)
-
     assert noticed > 10
+
+
+# --- what only a real device shows ------------------------------------------------------------------------
+
+on_cuda = pytest.mark.parametrize("place", [CUDA], indirect=True)
+LONG_CYCLES = 500_000_000  # a quarter of a second or so of a busy device
+
+
+def pinned(number: int) -> torch.Tensor:
+    return numbered(number).pin_memory()
+
+
+@contextlib.contextmanager
+def no_synchronization() -> Iterator[None]:
+    """Within it any operation of torch that makes the host wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_cuda
+def test_copies_run_while_the_consumer_computes(place: Place) -> None:
+    """The copy of the last batch that was pulled ends while the consumer's stream is busy with this one."""
+    batches = [pinned(number) for number in range(8)]
+    prefetcher = DevicePrefetcher(batches, depth=2)
+    list(prefetcher)  # allocations, which may wait for the device, are made here
+    torch.cuda.synchronize()
+
+    iterator = iter(prefetcher)
+    next(iterator)
+    torch.cuda._sleep(SHORT_CYCLES)
+    next(iterator)
+    torch.cuda._sleep(LONG_CYCLES)
+    busy = torch.cuda.Event()
+    busy.record()
+    prefetcher._stream.synchronize()
+    assert not busy.query()
+
+
+@on_cuda
+def test_the_consumer_waits_for_a_late_copy(place: Place) -> None:
+    """A kernel launched right after next() reads the whole batch, even if the side stream is held up."""
+    prefetcher = DevicePrefetcher(Loader(3, pinned), depth=1)
+    iterator = iter(prefetcher)
+    next(iterator)
+    with torch.cuda.stream(prefetcher._stream):
+        torch.cuda._sleep(LONG_CYCLES)
+    results = [batch.clone() for batch in iterator]
+    assert [torch.equal(r.cpu(), numbered(n)) for n, r in enumerate(results, start=1)] == [True, True]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_cuda
+def test_the_other_devices_get_no_context(place: Place) -> None:
+    """A process that loads to device 1, as rank 1 does, takes no memory on device 0."""
+    code = """
+import torch
+from fastload import DataLoader
+
+if __name__ == "__main__":
+    pixels = torch.arange(4000, dtype=torch.uint8).reshape(40, 100)
+    with DataLoader(pixels, 4, num_workers=1, device="cuda:1") as loader:
+        arrived = torch.cat([batch.cpu() for batch in loader])
+    print(torch.equal(arrived, pixels), [torch._C._cuda_hasPrimaryContext(index) for index in (0, 1)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split(maxsplit=1) == ["True", "[False, True]\n"]
+
+
+# --- slots ------------------------------------------------------------------------------------------------
+
+
+@on_cuda
+def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Place) -> None:
+    """Torch takes it for pinned, a copy from its inside is right, and failures leave no error behind."""
+    backend = choose_backend("cuda", "this test")
+    assert backend is not None
+    stream = backend.make_stream()
+    segment = Segment.create(1 << 20, name="fastload-slot")
+    memory = Memory(segment.map(writable=True), shared=True)
+    segment.close()
+    populate(memory._mapping)
+    tensor = torch.frombuffer(memory.lease(), dtype=torch.uint8)
+    tensor.copy_(torch.arange(1 << 20) % 251)
+    assert not tensor.is_pinned()
+    assert backend.register(memory.address, memory.nbytes) == ""
+    assert tensor[4097:].is_pinned()
+    assert backend.pin(tensor[4097:]).data_ptr() == tensor[4097:].data_ptr()
+    assert "cudaHostRegister gave error" in backend.register(memory.address, memory.nbytes)
+    copied = backend.copy(tensor[4097:], stream)
+    backend.synchronize(backend.record_event(stream))
+    assert torch.equal(copied.cpu(), tensor[4097:])
+    assert backend.unregister(memory.address) == ""
+    assert "cudaHostUnregister gave error" in backend.unregister(memory.address)
+    assert not tensor.is_pinned()
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
+
+
+# --- crops and flips --------------------------------------------------------------------------------------
+
+
+def augmented(**options: Any) -> DataLoader:
+    """A loader of cropped, flipped and normalised images."""
+    transforms = [RandomResizedCrop(9), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
+    dataset = datasets.Made(datasets.image, 40)
+    return DataLoader(dataset, 4, rng="sample", device_transform=transforms, **options)
+
+
+@on_cuda
+def test_a_loader_with_crops_and_flips_never_synchronises(place: Place) -> None:
+    """In the first epoch, where slots are registered, and the later ones; on the copy stream and by hand."""
+    images = datasets.Made(datasets.image, 4)
+    by_hand = torch.stack([torch.as_tensor(images[number][0]) for number in range(4)]).cuda()
+    with augmented(num_workers=2, persistent_workers=True, device="cuda") as loader, no_synchronization():
+        num_batches = sum(1 for _ in range(2) for _ in loader)
+        flipped = RandomHorizontalFlip(1.0)(by_hand)
+    assert num_batches == 20
+    assert torch.equal(flipped.cpu(), by_hand.cpu().flip(2))
+
+
+@on_cuda
+def test_crops_and_flips_are_those_of_the_cpu(place: Place) -> None:
+    """The same draws on both devices, and values within one grey level, while the loop keeps the GPU busy."""
+    step = 1 / 255 / 0.25
+    with augmented(num_workers=2, device="cuda") as there, augmented(device="cpu") as here:
+        there.set_epoch(3), here.set_epoch(3)
+        for (images, labels), (expected, expected_labels) in zip(there, here, strict=True):
+            torch.cuda._sleep(SHORT_CYCLES)
+            assert torch.equal(labels.cpu(), expected_labels)
+            assert (images.cpu() - expected).abs().max() < 1.01 * step

@@ -21,63 +21,45 @@ from fastload import DataLoader
 from fastload.device import cuda
 from fastload.device.copies import CopiesAhead
 from fastload.device.registered import RegisteredSlots
-from fastload.epochs import on_device
 from fastload.memory.lease import Memory
-from fastload.system import logs
+from fastload.memory.ring import Ring, SlotState
 from tests.device.fake import FakeBackend
-from tests.device.loaders import on
+from tests.device.loaders import Consumer, Place, on
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     import random
-    from collections.abc import Callable
 
 IMAGES = datasets.Made(datasets.image, 64)
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeBackend:
-    """The device of every loader that is asked for one."""
-    backend = FakeBackend()
-    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
-    logs.say_once.cache_clear()
-    return backend
-
-
-def to_device(loader: DataLoader, fake: FakeBackend) -> Any:
-    """By device=."""
-    loader.device = "cuda"
-    return loader
-
-
-def through_prefetcher(loader: DataLoader, fake: FakeBackend) -> Any:
-    """By a prefetcher around it."""
-    return on(fake, loader)
 
 
 def shared_memory(nbytes: int = 4096) -> Memory:
     return Memory(mmap.mmap(-1, nbytes), shared=True)
 
 
+def content(number: int) -> list[torch.Tensor]:
+    """The images and labels of a batch of 4."""
+    labels = range(4 * number, 4 * number + 4)
+    return [torch.from_numpy(np.stack([datasets.image(n)[0] for n in labels])), torch.tensor(labels)]
+
+
 def check_values(batches: list[Any]) -> None:
     for number, (images, labels) in enumerate(batches):
-        assert labels.tolist() == list(range(4 * number, 4 * number + 4))
-        assert np.array_equal(images.numpy(), np.stack([datasets.image(int(n))[0] for n in labels]))
+        assert torch.equal(images, content(number)[0])
+        assert torch.equal(labels, content(number)[1])
 
 
 # --- read in place ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("way", "workers"), [(to_device, {"num_workers": 1}), (through_prefetcher, PERSISTENT)]
-)
+@pytest.mark.parametrize(("by_loader", "workers"), [(True, {"num_workers": 1}), (False, PERSISTENT)])
 def test_slots_are_read_in_place_and_registered_once(
-    fake: FakeBackend, way: Callable[..., Any], workers: dict[str, Any]
+    fake: FakeBackend, by_loader: bool, workers: dict[str, Any]
 ) -> None:
     """Nearly all copies come straight from slots; every registration is undone when the loader is closed."""
-    with DataLoader(IMAGES, 4, **workers) as loader:
-        batches = way(loader, fake)
+    with DataLoader(IMAGES, 4, device="cuda" if by_loader else None, **workers) as loader:
+        batches = loader if by_loader else on(fake, loader)
         for _ in range(2):
             got = list(batches)
             fake.drain()
@@ -86,63 +68,75 @@ def test_slots_are_read_in_place_and_registered_once(
         if loader.persistent_workers:
             assert fake.log.count("unregister") == 0
             assert num_registered == len(fake.registered) <= 2 * (2 + 2)
-
     assert fake.num_read_in_place + fake.num_pinned_copies == fake.num_copies == 2 * 16 * 2
     assert fake.num_read_in_place > fake.num_pinned_copies
     assert fake.log.count("unregister") == fake.log.count("register") == num_registered
     assert fake.registered == {}
-    fake.check()
 
 
-def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_registered(fake: FakeBackend) -> None:
-    """With persistent workers: before the plain caller gets a batch, everything is unregistered."""
-    with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
-        list(on(fake, loader))
-        assert fake.registered
-        plain = iter(loader)
-        next(plain)
-        assert fake.registered == {}
-        del plain
-        list(on(fake, loader))
-        assert fake.registered
-    fake.check()
+def test_no_copy_reads_a_slot_that_came_back(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each slot is overwritten with a pattern at the moment at which its worker may have it again."""
+    reclaim, num_poisoned = Ring.reclaim, 0
+
+    def poison(ring: Ring, worker: int) -> None:
+        nonlocal num_poisoned
+        lent = [slot for slot in ring.slots if slot.state is SlotState.LENT]
+        reclaim(ring, worker)
+        for slot in lent:
+            if slot.state is not SlotState.LENT and slot.memory is not None:
+                slot.memory._mapping[:] = b"\xa5" * slot.memory.nbytes
+                num_poisoned += 1
+
+    monkeypatch.setattr(Ring, "reclaim", poison)
+    with DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=2, device="cuda") as loader:
+        arrived = [images for images, _ in loader]
+    assert num_poisoned > 50
+    for number, images in enumerate(arrived):
+        assert torch.equal(place.content(images), content(number)[0])
 
 
-def test_a_slot_that_a_plain_caller_still_holds_is_not_registered(fake: FakeBackend) -> None:
-    """A batch of an earlier plain epoch stays what it was: memory that no device reads."""
+def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_pinned(place: Place) -> None:
+    """With persistent workers: before the plain caller gets a batch, everything is unregistered.
+
+    A batch of an earlier plain epoch stays what it was: memory that no device reads.
+    """
     with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
         held, _ = next(iter(loader))
-        list(on(fake, loader))
-
-        assert fake.registered
-        assert not fake._is_registered(held)
-    assert np.array_equal(held[0].numpy(), datasets.image(0)[0])
-    fake.check()
+        for _ in range(2):
+            list(place.prefetch(loader))
+            if place.fake is not None:
+                assert place.fake.registered
+                assert not place.fake._is_registered(held)
+        assert not held.is_pinned()
+        plain = iter(loader)
+        images, _ = next(plain)
+        assert not images.is_pinned()
+        assert place.fake is None or place.fake.registered == {}
+        assert not any(images.is_pinned() for images, _ in plain)
+        del plain, images
+    assert torch.equal(held, content(0)[0])
 
 
 @pytest.mark.parametrize(
-    "collate", [datasets.as_arrays, datasets.in_a_box, datasets.beside_a_box, datasets.in_a_set]
+    ("collate", "is_in_place"),
+    [
+        *((datasets.as_arrays, False), (datasets.in_a_box, False), (datasets.beside_a_box, False)),
+        *((datasets.in_a_set, False), (datasets.packed, True)),
+    ],
 )
-def test_what_passes_through_is_the_callers_own(fake: FakeBackend, collate: Any) -> None:
-    """Arrays, and tensors in objects that no prefetcher looks into, are copied out of their slots."""
+def test_what_passes_through_is_the_callers_own(fake: FakeBackend, collate: Any, is_in_place: bool) -> None:
+    """Arrays, and tensors in objects that no prefetcher looks into, are copied out of their slots.
+
+    Objects that move themselves are read in place.
+    """
     with DataLoader(IMAGES, 4, collate_fn=collate, **PERSISTENT) as loader:
         batches = list(on(fake, loader))
-
-        assert fake.registered == {}
+        assert bool(fake.registered) == is_in_place
         assert len(batches) == 16
         if collate is datasets.as_arrays:
             assert np.array_equal(batches[3]["x"][0], datasets.image(12)[0])
-    fake.check()
-
-
-def test_objects_that_move_themselves_are_read_in_place(fake: FakeBackend) -> None:
-    """Their copies are not given up for those of objects that stay."""
-    with DataLoader(IMAGES, 4, collate_fn=datasets.packed, **PERSISTENT) as loader:
-        batches = list(on(fake, loader))
-
-        assert fake.registered
-        assert [int(batch.data[0]) for batch in batches] == list(range(0, 64, 4))
-    fake.check()
+        if is_in_place:
+            assert [int(batch.data[0]) for batch in batches] == list(range(0, 64, 4))
 
 
 def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
@@ -151,11 +145,9 @@ def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
         got = list(on(fake, loader))
         fake.drain()
         slots = loader._iterator._pool.ring.slots
-
         assert [int(batch.flatten()[0]) for batch in got] == list(range(0, 40, 4))
         assert fake.log.count("unregister") > 0
         assert set(fake.registered) <= {slot.memory.address for slot in slots if slot.memory is not None}
-    fake.check()
 
 
 # --- refused ----------------------------------------------------------------------------------------------
@@ -178,7 +170,6 @@ def test_a_refusal_is_said_once_and_batches_come_all_the_same(
     assert "error 2, out of memory" in line
     assert fake.num_refused == 2
     assert fake.num_pinned_copies == fake.num_copies == 2 * 16 * 2
-    fake.check()
 
 
 def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> None:
@@ -188,12 +179,10 @@ def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> 
     fake.refuses = "no more"
     slots.add(memories[1], memories)
     slots.add(memories[2], memories)
-
     assert fake.num_refused == 1
     assert list(fake.registered) == [memories[0].address]
     slots.close()
     assert fake.registered == {}
-    fake.check()
 
 
 def test_a_device_without_memory_costs_the_batch_alone(
@@ -218,7 +207,6 @@ def test_a_device_without_memory_costs_the_batch_alone(
         rest = list(iterator)
         fake.drain()
         assert [int(labels[0]) for _, labels in rest] == list(range(12, 64, 4))
-    fake.check()
 
 
 @pytest.mark.parametrize(
@@ -276,9 +264,7 @@ def test_memory_is_unregistered_before_it_is_unmapped(fake: FakeBackend, by_clos
         other = shared_memory()
         slots.add(other, [other])
         slots.close()
-
     assert fake.log.index("unregister") < fake.log.index("unmapped")
-    fake.check()
 
 
 def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
@@ -290,11 +276,9 @@ def test_closing_waits_for_the_copies(fake: FakeBackend) -> None:
     next(copies)
     assert fake.num_waiting_copies > 0
     loader.close()
-
     assert fake.num_waiting_copies == 0
     assert fake.registered == {}
     del copies
-    fake.check()
 
 
 @pytest.mark.slow
@@ -314,7 +298,6 @@ def test_a_real_fork_in_the_middle_of_an_epoch_leaves_the_registrations(fake: Fa
         fake.drain()
         check_values(got)
         del iterator
-    fake.check()
 
 
 class FailsAtTheEnd(FakeBackend):
@@ -333,44 +316,10 @@ def test_a_lost_device_does_not_keep_a_pool_from_closing(
     slots.add(memory, [memory])
     with caplog.at_level(logging.WARNING, "fastload"):
         slots.close()
-
     assert "device-side assert" in caplog.text
 
 
 # --- any consumer -----------------------------------------------------------------------------------------
-
-
-class Consumer:
-    """Takes batches of a loader and holds, drops, aliases and reads them; the device gets on as chosen."""
-
-    next_number = 0
-
-    def __init__(self, fake: FakeBackend, choose: Callable[[int], int]) -> None:
-        self.fake = fake
-        self.choose = choose
-        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def run(self, batches: Any) -> None:
-        for images, labels in batches:
-            first = self.next_number
-            self.next_number += 4
-            expected = torch.arange(first, first + 4)
-            self.fake.read(labels, expected)
-            pixels = torch.from_numpy(np.stack([datasets.image(n)[0] for n in range(first, first + 4)]))
-            self.fake.read(images, pixels)
-            how = self.choose(4)
-            if how == 1:
-                self.held.append((images, pixels))
-            elif how == 2:
-                self.held.append((labels[1:3], expected[1:3]))  # an alias: the batch itself goes
-            elif how == 3 and self.held:
-                for tensor, content in self.held:
-                    self.fake.read(tensor, content)
-                del self.held[self.choose(len(self.held)) :]
-            for _ in range(self.choose(8)):
-                self.fake.advance(self.fake.streams[self.choose(len(self.fake.streams))])
-            if self.choose(20) == 19:
-                break
 
 
 @pytest.mark.slow
@@ -383,12 +332,9 @@ def test_no_consumer_finds_a_slot_that_came_back_early(
     fake = FakeBackend()
     consumer = Consumer(fake, choices.randrange)
     with DataLoader(IMAGES, 4, prefetch_memory=prefetch_memory, **PERSISTENT) as loader:
-        batches = on(fake, loader, depth)
         for _ in range(3):
-            consumer.next_number = 0
-            consumer.run(batches)
+            consumer.run(on(fake, loader, depth), content)
         consumer.held.clear()
-    assert (fake.num_read_in_place > 0) == (
-        prefetch_memory != 4096
-    )  # in which there is room for no second slot
+    # With 4096 bytes there is room for no second slot.
+    assert (fake.num_read_in_place > 0) == (prefetch_memory != 4096)
     fake.check()

@@ -1,38 +1,52 @@
-"""What the ranks of tests/distributed/test_torchrun.py run: `rank_zoo.py MODE FOLDER`."""
+"""What the ranks of tests/distributed/test_launchers.py run; as a script: `rank_zoo.py WHEN FOLDER`."""
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils.data import DistributedSampler
 
 import fastload
 from fastload.cache import rate_limit
 
-LENGTH = 61
-BATCH_SIZE = 4
+LENGTH, BATCH_SIZE, NUM_PHOTOS = 61, 4, 80
 
 
 class Numbers:
     """Gives its indices, in arrays that a cache can store."""
 
-    def __init__(self, length: int = LENGTH) -> None:
-        self.length = length
-
     def __len__(self) -> int:
-        return self.length
+        return LENGTH
 
     def __getitem__(self, index: int) -> Any:
         return {"index": index, "pixels": torch.full((4, 4), index)}
 
     def fingerprint(self) -> str:
-        return f"numbers to {self.length}"
+        return "numbers"
+
+
+class Photos:
+    """A user's own class: it has no fingerprint. Each read is noted in a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "reads"
+
+    def __len__(self) -> int:
+        return NUM_PHOTOS
+
+    def __getitem__(self, index: int) -> Any:
+        with self.log.open("ab", buffering=0) as file:
+            file.write(index.to_bytes(4, "little"))
+        return np.full((4, 4, 3), index, np.uint8), index
 
 
 def partitioned(dataset: Any, num_workers: int) -> fastload.DataLoader:
@@ -46,6 +60,7 @@ def indices(batch: Any) -> list[int]:
 
 def epochs(folder: Path) -> None:
     """Two epochs of one partition over a cache in RAM; says what came, and what the node's cache holds."""
+    dist.init_process_group("gloo")
     dataset = fastload.CachedDataset(Numbers(), cache="ram")
     loader = partitioned(dataset, num_workers=1)
     seen = []
@@ -61,6 +76,7 @@ def epochs(folder: Path) -> None:
     }
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()  # the cache lives as long as some rank does
+    dist.destroy_process_group()
 
 
 def killed(folder: Path) -> None:
@@ -87,10 +103,46 @@ def killed(folder: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-if __name__ in ("__main__", "__mp_main__"):
-    rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py; in the workers too
+def cached(folder: Path) -> fastload.CachedDataset:
+    """The cache that each rank makes."""
+    rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py
+    return fastload.CachedDataset(Photos(folder))
+
+
+def share(dataset: fastload.CachedDataset, folder: Path) -> None:
+    """Four epochs; notes how the cache is shared, and whether all samples were right."""
+    sampler: Any = DistributedSampler(dataset)
+    # The workers of a spawned rank are spawned too, which takes seconds.
+    num_workers = 0 if multiprocessing.get_start_method() == "spawn" else 1
+    loader = fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler, num_workers=num_workers)
+    is_right = True
+    for epoch in range(4):
+        loader.set_epoch(epoch)
+        for images, labels in loader:
+            is_right &= bool((images == labels[:, None, None, None]).all())
+        dist.barrier()
+    found = {"why": dataset.explain(), "is_right": is_right}
+    (folder / f"shared{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()  # the cache lives as long as some rank does
+
+
+def spawned(rank: int, folder: Path) -> None:
+    """A rank that torch.multiprocessing has started."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    share(cached(folder), folder)
+    dist.destroy_process_group()
+
+
+def main(when: str, folder: Path) -> None:
+    """A rank of torchrun: makes a cache before or after it joins the group; later, one rank is killed."""
+    is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    dataset = cached(folder) if when == "before" and is_first_start else None
+    dist.init_process_group("gloo")
+    if is_first_start:
+        share(dataset or cached(folder), folder)
+    killed(folder)
+    dist.destroy_process_group()
+
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    {"epochs": epochs, "killed": killed}[sys.argv[1]](Path(sys.argv[2]))
-    dist.destroy_process_group()
+    main(sys.argv[1], Path(sys.argv[2]))

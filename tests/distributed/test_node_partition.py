@@ -117,6 +117,12 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
         num_distinct = len(set(of_node))
         assert set(of_node) <= set(part)
         assert num_distinct == (len(of_node) if drop_last else len(part))
+    if not options["shuffle"]:  # all ranks together read the dataset in order, as with torch's sampler
+        num_ranks = len(samplers)
+        for first, step in zip(
+            range(0, length - num_ranks + 1, num_ranks), zip(*orders, strict=True), strict=False
+        ):
+            assert sorted(step) == list(range(first, first + num_ranks))
     # Nothing is drawn from the user's generators.
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert np.random.get_state()[1].tolist() == generators[1]  # type: ignore[index]
@@ -136,7 +142,6 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
         sampler.set_epoch(epoch)
         parts.append(set(sampler.part.tolist()))
         orders.append(list(sampler))
-
     assert parts[0] == parts[1] == parts[2] != parts[3]
     assert len({tuple(order) for order in orders}) == 4
     assert sampler.partition == 2
@@ -150,48 +155,33 @@ def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
         for sampler in samplers:
             sampler.set_epoch(epoch)
         left_out.append(set(range(23)) - set(itertools.chain(*samplers)))
-
     assert {len(some) for some in left_out} == {3}
     assert not set.intersection(*left_out)
-
-
-def test_without_shuffle_a_global_step_reads_the_dataset_in_order() -> None:
-    """The n-th indices of all ranks together are the n-th piece of the dataset, as with torch's sampler."""
-    steps = zip(*every_rank(24, 2, 2, shuffle=False, epochs_per_partition=1), strict=True)
-
-    assert [sorted(step) for step in steps] == [list(range(n, n + 4)) for n in range(0, 24, 4)]
 
 
 # --- retain ----------------------------------------------------------------------------------------------
 
 
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
-    """`retain` gets the part at the first epoch of each partition, however often iter() is called."""
-    dataset = Recording(40)
-    sampler = NodePartitionSampler(dataset, 2, 1, num_nodes=2, epochs_per_partition=2)
-    expected = []
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        iter(sampler), iter(sampler)
-        if epoch % 2 == 0:
-            expected.append(sorted(sampler.part.tolist()))
+    """`retain` gets the part at the first epoch of each partition; inside of subsets, as indices of its own.
 
+    Not with retain=False, and not with one node, whose part is everything.
+    """
+    dataset = Recording(40)
+    inner = Subset(Subset(dataset, list(range(39, -1, -1))), list(range(10, 30)))
+    for wrapped, own_index in [(dataset, int), (inner, lambda index: 39 - (10 + index))]:
+        sampler = NodePartitionSampler(wrapped, 2, 1, num_nodes=2, epochs_per_partition=2)
+        dataset.retained, expected = [], []
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            iter(sampler), iter(sampler)
+            if epoch % 2 == 0:
+                expected.append(sorted(map(own_index, sampler.part.tolist())))
+        assert dataset.retained == expected
+        assert expected[0] != expected[1]
+    for options in ({"num_nodes": 2, "retain": False}, {"num_nodes": 1}):
+        iter(NodePartitionSampler(inner, 2, 0, **options))
     assert dataset.retained == expected
-    assert expected[0] != expected[1]
-
-
-@pytest.mark.parametrize("options", [{"num_nodes": 2}, {"num_nodes": 2, "retain": False}, {"num_nodes": 1}])
-def test_the_dataset_inside_of_subsets_gets_its_own_indices_where_there_is_need(
-    options: dict[str, Any],
-) -> None:
-    """Not with retain=False, and not with one node, whose part is everything."""
-    dataset = Recording(40)
-    inner = Subset(dataset, list(range(39, -1, -1)))
-    sampler = NodePartitionSampler(Subset(inner, list(range(10, 20))), 2, 0, **options)
-    iter(sampler)
-
-    expected = [sorted(39 - (10 + index) for index in sampler.part.tolist())]
-    assert dataset.retained == (expected if options == {"num_nodes": 2} else [])
 
 
 # --- resuming --------------------------------------------------------------------------------------------
@@ -231,7 +221,6 @@ def test_every_rank_resumes_in_mid_epoch_from_the_state_of_one(
         whole, resumed = (loader_of(num_nodes, per_node, rank) for _ in range(2))
         whole.set_epoch(epoch)
         resumed.load_state_dict(state)
-
         assert numbers(resumed) == numbers(whole)[num_batches * 3 :]
         for loader in (whole, resumed):
             loader.set_epoch(epoch + 1)
@@ -246,35 +235,28 @@ def state_after_epoch(epoch: int) -> dict[str, Any]:
     return saver.state_dict()
 
 
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(3, 2), (4, 1), (1, 2)])
-def test_a_new_deal_begins_with_another_number_of_nodes(num_nodes: int, per_node: int) -> None:
-    """After the last epoch of a partition, the state loads anywhere, and the next epoch has every sample."""
-    state = state_after_epoch(1)
-    found = []
-    for rank in range(num_nodes * per_node):
-        resumed = loader_of(num_nodes, per_node, rank)
-        resumed.load_state_dict(state)
-        resumed.set_epoch(2)
-        found += numbers(resumed)
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node", "differs"),
+    [(3, 2, None), (1, 2, None), (4, 1, "num_nodes=2, .* has num_nodes=4"), (2, 1, "num_replicas=4, .*=2")],
+)
+def test_a_new_deal_begins_with_another_number_of_nodes(
+    num_nodes: int, per_node: int, differs: str | None
+) -> None:
+    """After the last epoch of a partition, the state loads anywhere, and the next epoch has every sample.
 
-    assert sorted(found) == list(range(60))
-
-
-@pytest.mark.parametrize(("num_nodes", "per_node"), [(4, 1), (2, 1)])
-def test_another_number_of_nodes_within_a_deal_is_an_error(num_nodes: int, per_node: int) -> None:
-    """The error has both numbers, and the epoch at which a new partition begins; that epoch works."""
-    resumed = loader_of(num_nodes, per_node, 0)
-    resumed.load_state_dict(state_after_epoch(2))
-    resumed.set_epoch(3)
-    name, theirs, ours = ("num_nodes", 2, 4) if per_node * num_nodes == 4 else ("num_replicas", 4, 2)
-
-    with pytest.raises(
-        ResumeError,
-        match=rf"partition 1 \(epochs 2 to 3\) with {name}={theirs}, .* has {name}={ours}\..*set_epoch\(4\)",
-    ):
-        numbers(resumed)
-    resumed.set_epoch(4)
-    assert len(numbers(resumed)) == 60 // (num_nodes * per_node)
+    Within a partition, the error has both numbers, and the epoch at which a new partition begins.
+    """
+    ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
+    for resumed in ranks:
+        resumed.load_state_dict(state_after_epoch(1 if differs is None else 2))
+        if differs is not None:
+            resumed.set_epoch(3)
+            with pytest.raises(
+                ResumeError, match=rf"partition 1 \(epochs 2 to 3\) with {differs}\..*set_epoch\(4\)"
+            ):
+                numbers(resumed)
+        resumed.set_epoch(2 if differs is None else 4)
+    assert sorted(number for resumed in ranks for number in numbers(resumed)) == list(range(60))
 
 
 @pytest.mark.slow
@@ -293,40 +275,30 @@ def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
 # --- the place of a rank ---------------------------------------------------------------------------------
 
 
-def set_all(monkeypatch: pytest.MonkeyPatch, **variables: int) -> None:
-    for name, value in variables.items():
+def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node; a group does not know of nodes.
+
+    Nodes that cannot share equally are an error with the numbers of ranks.
+    """
+    places = {"WORLD_SIZE": 6, "RANK": 5, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 2, "GROUP_WORLD_SIZE": 3}
+    for name, value in places.items():
         monkeypatch.setenv(name, str(value))
-
-
-def test_torchrun_s_variables_give_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node."""
-    set_all(monkeypatch, WORLD_SIZE=6, RANK=5, LOCAL_WORLD_SIZE=2, GROUP_RANK=2, GROUP_WORLD_SIZE=3)
     sampler = NodePartitionSampler(range(60))
-
     assert (sampler.num_nodes, sampler.node, sampler.local_rank, len(sampler)) == (3, 2, 1, 10)
-
-
-def test_a_process_group_gives_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for torch's sampler; the number of nodes must be given."""
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    monkeypatch.setenv("RANK", "4")
+    for local_size, num_nodes in [("2", None), ("1", "2")]:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+        monkeypatch.delenv("GROUP_WORLD_SIZE") if num_nodes is None else monkeypatch.setenv(
+            "GROUP_WORLD_SIZE", num_nodes
+        )
+        with pytest.raises(ValueError, match=f"this node has {local_size} of 5 ranks"):
+            NodePartitionSampler(range(60))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     sampler = NodePartitionSampler(range(60), num_nodes=2)
-
     assert (sampler.num_replicas, sampler.node, sampler.local_rank) == (4, 1, 1)
-
-
-@pytest.mark.parametrize(
-    "variables", [{"LOCAL_WORLD_SIZE": 2}, {"LOCAL_WORLD_SIZE": 1, "GROUP_WORLD_SIZE": 2}]
-)
-def test_nodes_that_cannot_share_equally_are_an_error(
-    variables: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error has the numbers of ranks and of nodes."""
-    set_all(monkeypatch, WORLD_SIZE=5, RANK=4, **variables)
-
-    with pytest.raises(ValueError, match=f"this node has {variables['LOCAL_WORLD_SIZE']} of 5 ranks"):
-        NodePartitionSampler(range(60))
 
 
 @pytest.mark.parametrize(
@@ -335,28 +307,28 @@ def test_nodes_that_cannot_share_equally_are_an_error(
         (
             {},
             RuntimeError,
-            r"num_replicas is unknown: .*WORLD_SIZE. Call torch\.distributed\.init_process_group",
+            r"num_replicas is unknown: .*WORLD_SIZE. Call torch\.distributed\.init_process_gr",
         ),
         ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
+        ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
+        ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
         ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
+        ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
+        ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
         (
             {"num_replicas": 4, "rank": 0, "num_nodes": "2"},
             TypeError,
-            "num_nodes should be an int, but got '2'",
+            "num_nodes should be an int, but .* '2'",
         ),
-        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
-        ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
-        ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
-        ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
-        ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
         ({"num_replicas": 4, "rank": 0, "num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
         ({"num_replicas": 4, "rank": 0, "num_nodes": 0}, ValueError, "num_nodes should be"),
+        ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
+        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
         (
             {"num_replicas": 1, "rank": 0, "epochs_per_partition": 0},
             ValueError,
-            "epochs_per_partition should be",
+            "epochs_per_partition should",
         ),
-        ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
     ],
 )
 def test_arguments_out_of_range_are_errors(
@@ -393,18 +365,12 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
     monkeypatch.setattr(generation, "_LOCK_WAIT_S", 60.0)
-    caches = [
-        CachedDataset(Images(), cache_key=f"node {node} of {os.getpid()}", max_memory=40 * IMAGE_BYTES)
-        for node in range(2)
-    ]
-    samplers = [
-        NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_partition=2) for node in range(2)
-    ]
-    loaders = [
-        DataLoader(cache, 8, sampler=sampler, **options)
-        for cache, sampler in zip(caches, samplers, strict=True)
-    ]
-
+    caches, samplers, loaders = [], [], []
+    for node in range(2):
+        key = f"node {node} of {os.getpid()}"
+        caches.append(CachedDataset(Images(), cache_key=key, max_memory=40 * IMAGE_BYTES))
+        samplers.append(NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_partition=2))
+        loaders.append(DataLoader(caches[node], 8, sampler=samplers[node], **options))
     for epoch in range(4):
         seen = []
         for cache, sampler, loader in zip(caches, samplers, loaders, strict=True):

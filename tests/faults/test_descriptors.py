@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import pickle
-import types
 from typing import Any
 
 import pytest
-import torch
 from torch._utils import ExceptionWrapper
 
 import fastload
 from fastload.errors import SegmentError
 from fastload.system.sent_error import SentError
 from fastload.workers import pool, worker
-from fastload.workers.messages import Answer, Fetch, Kind
+from fastload.workers.channel import Channel
+from fastload.workers.messages import Answer, Kind
 from tests.faults import zoo
 from tests.kit import datasets
 
@@ -67,7 +66,6 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     wrapper = ExceptionWrapper((ValueError, ValueError("no"), None))
     wrapper.exc_msg = text = "\N{HEAVY CHECK MARK}".join(map(str, range(length)))[:length]
     answer = Answer(Kind.ERROR, SentError(pickle.dumps(wrapper), "at sample 4"))
-
     short = worker.short_error(answer, OSError(24, "Too many open files"), "in worker 0")
 
     assert short.place == "at sample 4"
@@ -78,73 +76,54 @@ def test_the_text_of_an_error_that_cannot_be_sent_is_cut_in_its_middle_where_it_
     assert len(pickle.dumps(short)) < 4000
 
 
-class _Refusing:
-    """A channel that has no descriptor left for a message with one."""
-
-    def __init__(self) -> None:
-        self.kinds: list[int] = []
-
-    def send(self, message: Any, fd: int | None = None, *, number: int = 0) -> None:
-        if fd is not None:
-            raise OSError(24, "Too many open files")
-        self.kinds.append(message[0])
-
-
-def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch() -> None:
+def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The parent still has the slot's old memory, so that the worker has to keep it too."""
-    channel = _Refusing()
-    job: Any = types.SimpleNamespace()
-    made = worker._Worker(0, job, channel)  # type: ignore[arg-type]
-    old = made._make_memory(4096)
-    made._new_segment.close()  # type: ignore[union-attr]
-    made._slots = {0: old}
+    send, parent, refusals = Channel.send, os.getpid(), iter([False, True])
 
-    def answer(*_: Any) -> Answer:
-        return Answer(Kind.BATCH, made._pack(torch.ones(1 << 20)))
+    def send_or_refuse(self: Any, message: Any, fd: int | None = None, **options: Any) -> None:
+        if os.getpid() != parent and fd is not None and next(refusals, False):
+            raise OSError(24, "Too many open files")
+        send(self, message, fd, **options)
 
-    made._core.answer = answer  # type: ignore[method-assign]
-    made._answer(1, Fetch(0, True, 1, [0], None, None))
-
-    assert channel.kinds == [Kind.ERROR]
-    assert made._slots == {0: old}
-
-
-def test_a_batch_that_cannot_be_sent_is_an_error_that_says_so() -> None:
-    """With what the system said."""
-    short = worker.short_error(Answer(Kind.BATCH), OSError(24, "Too many open files"), "in worker 3")
-
-    with pytest.raises(RuntimeError, match=r"the batch could not be sent: .*Too many open files"):
-        short.reraise()
-
-
-def test_a_state_that_cannot_reach_a_worker_without_descriptors_is_an_error(tmp_path: Any) -> None:
-    """The worker does not read on from another state: it ends, and the reason is on stderr."""
-    options: dict[str, Any] = {"num_workers": 1, "timeout": 60}
-    dataset = zoo.Counts(str(tmp_path), padding=100_000)  # beyond one message
-    loader = fastload.DataLoader(dataset, 2, **options)
-    next(iter(loader))
-    resumed = fastload.DataLoader(dataset, 2, worker_init_fn=zoo.EatsDescriptorsAndGoesOn(0), **options)
-    resumed.load_state_dict(loader.state_dict())
-    iterator = iter(resumed)
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match="exited with code 1"):
-        next(iterator)
-
-
-def test_an_index_that_cannot_reach_a_worker_without_descriptors_ends_the_worker() -> None:
-    """A list of indices beyond one message needs a descriptor in the worker."""
-    make = zoo.EatsDescriptorsAndGoesOn(4)
-    batches = [[4], list(range(5000)), [7]]
-    loader = fastload.DataLoader(
-        datasets.Made(make, 5000), batch_sampler=batches, num_workers=1, prefetch_factor=1, timeout=60
-    )
+    monkeypatch.setattr(Channel, "send", send_or_refuse)
+    loader = fastload.DataLoader(datasets.Made(zoo.grows_at(6), 20), 2, num_workers=1, prefetch_factor=1)
     iterator = iter(loader)
-    first = next(iterator)
+    firsts, errors = [], []
+    for _ in range(10):
+        try:
+            batch = next(iterator)
+            assert (batch == batch[:, :1]).all()
+            firsts.append(int(batch[0, 0]))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    assert (len(errors), len(firsts)) == (1, 9)
+    assert "the batch could not be sent: OSError(24, 'Too many open files')" in errors[0]
+    assert firsts == sorted(set(firsts))
+
+
+@pytest.mark.parametrize("what", ["state", "index"])
+def test_what_cannot_reach_a_worker_without_descriptors_ends_it(tmp_path: Any, what: str) -> None:
+    """A state, or a list of indices, beyond one message: it does not go on without; stderr has the reason."""
+    options: dict[str, Any] = {"num_workers": 1, "timeout": 60}
+    if what == "state":
+        dataset = zoo.Counts(str(tmp_path), padding=100_000)
+        saver = fastload.DataLoader(dataset, 2, **options)
+        next(iter(saver))
+        loader = fastload.DataLoader(dataset, 2, worker_init_fn=zoo.EatsDescriptorsAndGoesOn(0), **options)
+        loader.load_state_dict(saver.state_dict())
+        iterator = iter(loader)
+    else:
+        made = datasets.Made(zoo.EatsDescriptorsAndGoesOn(4), 5000)
+        batches = [[4], list(range(5000)), [7]]
+        loader = fastload.DataLoader(made, batch_sampler=batches, prefetch_factor=1, **options)
+        iterator = iter(loader)
+        assert zoo.value_of(next(iterator)[0]) == 4
 
     with pytest.raises(fastload.errors.WorkerDiedError, match="exited with code 1"):
         next(iterator)
-
-    assert zoo.value_of(first[0]) == 4
 
 
 def test_memory_that_cannot_be_mapped_closes_the_iterator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ MODES: dict[str, dict[str, Any]] = {
     "spawned": {"num_workers": 1, "multiprocessing_context": "forkserver"},
     "threads": {"num_workers": 2, "worker_type": "thread"},
 }
-EVERY_MODE = pytest.mark.parametrize("mode", MODES)
 TWO_MODES = pytest.mark.parametrize("mode", ["no workers", "processes"])
 
 
@@ -33,44 +32,61 @@ def make_loader(dataset: Any, **options: Any) -> fastload.DataLoader:
     return fastload.DataLoader(dataset, **usual | options)
 
 
-@pytest.mark.parametrize(("mode", "collate_fn"), [(mode, None) for mode in MODES] + [("processes", list)])
-def test_sizes_and_order_stay_and_the_replacements_are_the_same_everywhere(
-    mode: str, collate_fn: Any
+def flat_of(loader: Any) -> list[int]:
+    return [number for batch in rows(loader) for number in batch]
+
+
+@pytest.mark.parametrize("kind", [datasets.Made, datasets.Bulk])
+@pytest.mark.parametrize(
+    ("mode", "options"), [*((mode, {}) for mode in MODES), ("processes", {"collate_fn": list})]
+)
+def test_replacements_are_the_same_everywhere_and_reported(
+    kind: Any, mode: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Good samples are at their places; the others follow from the seed, the epoch and the place."""
-    expected = rows(make_loader(datasets.Made(zoo.some_bad, 20), num_workers=0))
+    """Good samples are at their places; the others follow from seed, epoch and place, also after a resume.
 
-    got = rows(make_loader(datasets.Made(zoo.some_bad, 20), collate_fn=collate_fn, **MODES[mode]))
+    The report has index, path, error, worker and replacement in the order of the batches; the log has it too.
+    __getitems__ does not say which sample it was, so the samples of such a batch are read one by one.
+    """
+    plain = make_loader(datasets.Made(zoo.some_bad, 20), num_workers=0)
+    expected = [rows(plain) for _ in range(2)]
+    loader = make_loader(kind(zoo.some_bad, 20), **MODES[mode] | options)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fastload"):
+        flat = flat_of(loader)
+    failed, bad = loader.failed_samples, sorted(zoo.BAD)
 
-    assert got == expected
-    flat = [number for batch in got for number in batch]
-    assert [number for index, number in enumerate(flat) if index not in zoo.BAD] == [
+    assert flat == [number for batch in expected[0] for number in batch]
+    assert expected[1] != expected[0]
+    assert [flat[index] for index in range(20) if index not in zoo.BAD] == [
         index for index in range(20) if index not in zoo.BAD
     ]
     assert not zoo.BAD.intersection(flat)
-
-
-def test_replacements_differ_by_epoch_and_seed() -> None:
-    """Not the same sample takes the place of a bad one in every epoch."""
-    loader = make_loader(datasets.Made(zoo.some_bad, 20))
-    epochs = [rows(loader) for _ in range(4)]
-    other = make_loader(datasets.Made(zoo.some_bad, 20), generator=torch.Generator().manual_seed(6))
-
-    assert len({str(epoch) for epoch in [*epochs, rows(other)]}) > 3
+    num_workers = MODES[mode]["num_workers"]
+    assert [sample.index for sample in failed] == bad
+    assert [sample.path for sample in failed] == [f"/photos/{index}.jpg" for index in bad]
+    assert {sample.type for sample in failed} == {"OSError"}
+    assert all("Input/output error" in sample.reason for sample in failed)
+    assert [sample.replaced_by for sample in failed] == [flat[index] for index in bad]
+    assert [sample.worker for sample in failed] == [
+        index // 4 % num_workers if num_workers else None for index in bad
+    ]
+    assert caplog.text.count("could not be read, and sample") == 4
 
 
 def test_replacements_are_the_same_after_a_resume() -> None:
-    """The place counts from the beginning of the epoch."""
-    loader = make_loader(datasets.Made(zoo.some_bad, 20))
+    """The place counts from the beginning of the epoch; another seed has other replacements."""
+    loader, resumed, other = (
+        make_loader(datasets.Made(zoo.some_bad, 20), num_workers=num_workers, **options)
+        for num_workers, options in [(0, {}), (2, {}), (0, {"generator": torch.Generator().manual_seed(6)})]
+    )
     iterator = iter(loader)
-    next(iterator), next(iterator)
-    state = loader.state_dict()
-    expected = rows(iterator)
+    first = [next(iterator), next(iterator)]
+    resumed.load_state_dict(loader.state_dict())
+    rest = rows(iterator)
 
-    resumed = make_loader(datasets.Made(zoo.some_bad, 20), num_workers=2)
-    resumed.load_state_dict(state)
-
-    assert rows(resumed) == expected
+    assert rows(resumed) == rest
+    assert rows(other) != rows(first) + rest
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -90,35 +106,12 @@ def test_random_streams_of_all_other_samples_stay(num_workers: int) -> None:
     assert [whole[index] for index in kept] == alone
 
 
-@EVERY_MODE
-def test_the_report_names_index_path_error_worker_and_replacement(
-    mode: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the order of the batches; the log says the same."""
-    loader = make_loader(datasets.Made(zoo.some_bad, 20), **MODES[mode])
-    with caplog.at_level(logging.WARNING, "fastload"):
-        flat = [number for batch in rows(loader) for number in batch]
-
-    failed = loader.failed_samples
-
-    num_workers = MODES[mode]["num_workers"]
-    assert [sample.index for sample in failed] == sorted(zoo.BAD)
-    assert [sample.path for sample in failed] == [f"/photos/{index}.jpg" for index in sorted(zoo.BAD)]
-    assert {sample.type for sample in failed} == {"OSError"}
-    assert all("Input/output error" in sample.reason for sample in failed)
-    assert [sample.replaced_by for sample in failed] == [flat[index] for index in sorted(zoo.BAD)]
-    assert [sample.worker for sample in failed] == [
-        index // 4 % num_workers if num_workers else None for index in sorted(zoo.BAD)
-    ]
-    assert caplog.text.count("could not be read, and sample") == 4
-
-
 @TWO_MODES
 def test_a_function_makes_the_sample_to_use_instead(mode: str) -> None:
     """It is called where the sample was read, and given the report's entry."""
     loader = make_loader(datasets.Made(zoo.some_bad, 20), on_error=zoo.black, **MODES[mode])
 
-    flat = [number for batch in rows(loader) for number in batch]
+    flat = flat_of(loader)
 
     assert flat == [-index if index in zoo.BAD else index for index in range(20)]
     assert [sample.replaced_by for sample in loader.failed_samples] == [None] * 4
@@ -171,19 +164,7 @@ def test_a_dataset_without_any_good_sample_raises_its_own_error(num_workers: int
 
     with pytest.raises(ValueError, match="no sample 0") as caught:
         next(iter(loader))
-
     assert "found no readable sample" in str(caught.value) + str(caught.value.__notes__)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_dataset_that_reads_in_bulk_is_read_one_by_one_where_it_fails(num_workers: int) -> None:
-    """__getitems__ does not say which sample it was."""
-    expected = rows(make_loader(datasets.Made(zoo.some_bad, 20)))
-
-    loader = make_loader(datasets.Bulk(zoo.some_bad, 20), num_workers=num_workers)
-
-    assert rows(loader) == expected
-    assert [sample.index for sample in loader.failed_samples] == sorted(zoo.BAD)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -193,7 +174,7 @@ def test_a_cache_is_filled_with_what_can_be_read(num_workers: int) -> None:
     loader = make_loader(cached, num_workers=num_workers)
 
     for _ in range(2):
-        flat = [number for batch in rows(loader) for number in batch]
+        flat = flat_of(loader)
         assert not zoo.BAD.intersection(flat)
         assert flat[4:8] == [4, 5, 6, 7]
     assert cached.cache_info().num_cached == 16
@@ -203,7 +184,6 @@ def test_a_cache_is_filled_with_what_can_be_read(num_workers: int) -> None:
 def test_single_samples_are_replaced_too() -> None:
     """batch_size=None, where the batch has no other sample."""
     loader = make_loader(datasets.Made(zoo.some_bad, 20), batch_size=None)
-
     numbers = [zoo.value_of(sample) for sample in loader]
 
     assert len(numbers) == 20
@@ -238,77 +218,43 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
         assert set(batch) <= set(indices) - zoo.BAD
 
 
-def _one_way(side: str) -> tuple[Any, list[int]]:
-    """An iterator over five batches, of which batch 3 has a report that cannot travel; three were read."""
+@pytest.mark.parametrize("side", ["worker", "consumer"])
+def test_a_report_that_cannot_be_sent_or_received_is_an_error_in_its_place(side: str) -> None:
+    """Of an index whose class travels to the worker alone: it costs its batch, or closes the iterator."""
     indices = [[zoo.OneWay(number, os.getpid(), side)] for number in range(5)]
-    iterator = iter(
-        make_loader(
-            datasets.Made(zoo.some_bad),
-            batch_size=1,
-            batch_sampler=indices,
-            on_error=zoo.black,
-            num_workers=1,
-        )
-    )
-    return iterator, [zoo.value_of(next(iterator)) for _ in range(3)]
-
-
-def test_a_report_that_cannot_be_sent_costs_its_batch_alone() -> None:
-    """The report names the index, whose class travels to the worker and not back."""
-    iterator, got = _one_way("worker")
-    with pytest.raises(RuntimeError, match="one way"):
-        next(iterator)
-
-    assert [*got, zoo.value_of(next(iterator))] == [0, 1, 2, 4]
-
-
-def test_a_report_that_cannot_be_received_closes_the_iterator() -> None:
-    """The error is that of the index's class, and a note names the batch."""
-    iterator, got = _one_way("consumer")
-    with pytest.raises(TypeError, match="one way") as caught:
+    options: dict[str, Any] = {"batch_sampler": indices, "on_error": zoo.black, "num_workers": 1}
+    iterator = iter(make_loader(datasets.Made(zoo.some_bad), batch_size=1, **options))
+    got = [zoo.value_of(next(iterator)) for _ in range(3)]
+    with pytest.raises(RuntimeError if side == "worker" else TypeError, match="one way") as caught:
         next(iterator)
 
     assert got == [0, 1, 2]
-    (note,) = caught.value.__notes__
-    assert note == "fastload: raised while the answer to batch 3 of worker 0 was unpickled"
-    with pytest.raises(fastload.errors.LoaderClosedError):
-        next(iterator)
+    if side == "worker":
+        assert zoo.value_of(next(iterator)) == 4
+    else:
+        (note,) = caught.value.__notes__
+        assert note == "fastload: raised while the answer to batch 3 of worker 0 was unpickled"
+        with pytest.raises(fastload.errors.LoaderClosedError):
+            next(iterator)
+
+
+STREAM, TORCHS = datasets.Stream(), {"num_workers": 1, "in_order": False}
+RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"on_error": "skip"}, "on_error should be"),
-        ({"on_error": 5}, "on_error should be"),
-        ({"max_errors": -1}, "max_errors should be"),
-        ({"max_errors": 1.5}, "max_errors should be"),
-        ({"max_errors": True}, "max_errors should be"),
-        ({"max_errors": "many"}, "max_errors should be"),
-        ({"max_worker_restarts": -1}, "max_worker_restarts should be"),
-        ({"max_worker_restarts": 1.5}, "max_worker_restarts should be"),
+        *(({"on_error": value}, "on_error should be") for value in ("skip", 5)),
+        *(({"max_errors": value}, "max_errors should be") for value in (-1, 1.5, True, "many")),
+        *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
+        ({"dataset": STREAM}, "needs a map-style dataset"),
+        ({"dataset": STREAM} | RESTARTS, "needs a map-style dataset"),
+        (TORCHS, r"does not work with torch's own iterator, .*in_order=False"),
+        (TORCHS | RESTARTS, r"does not work with torch's own iterator, .*in_order=False"),
     ],
 )
-def test_other_values_are_refused_in_the_constructor(options: dict[str, Any], error: str) -> None:
-    """The error says what was expected and what came."""
+def test_what_cannot_be_is_refused(options: dict[str, Any], error: str) -> None:
+    """Other values, streams, which have ended where they raised, and torch's iterator, which would raise."""
     with pytest.raises(ValueError, match=error):
-        make_loader(datasets.Made(zoo.array, 4), **options)
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_error": "replace"}, {"on_error": "raise", "max_worker_restarts": 1}]
-)
-def test_streams_are_refused(options: dict[str, Any]) -> None:
-    """A stream that raised has ended, and cannot be read again by an index."""
-    with pytest.raises(ValueError, match="needs a map-style dataset"):
-        make_loader(datasets.Stream(), **options)
-
-
-@pytest.mark.parametrize(
-    "options", [{"on_error": "replace"}, {"on_error": "raise", "max_worker_restarts": 1}]
-)
-def test_torchs_own_iterator_is_refused(options: dict[str, Any]) -> None:
-    """It would raise the error all the same, or die."""
-    loader = make_loader(datasets.Made(zoo.array, 4), num_workers=1, in_order=False, **options)
-
-    with pytest.raises(ValueError, match=r"does not work with torch's own iterator, .*in_order=False"):
-        iter(loader)
+        iter(make_loader(**{"dataset": datasets.Made(zoo.array, 4)} | options))

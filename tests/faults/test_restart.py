@@ -1,45 +1,49 @@
-"""Workers that die are replaced, as often as max_worker_restarts allows, and their batches are read again."""
+"""Workers that die: seen whatever else holds their pipes, replaced as often as max_worker_restarts allows."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import select
 import signal
-from typing import Any
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 import fastload
 from fastload.workers import pool
+from fastload.workers import process as starting
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
 
+if TYPE_CHECKING:
+    from tests.kit.processes import Gate
+
 METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
-
-
 EXPECTED = [list(range(start, start + 4)) for start in range(0, 40, 4)]
 
+# --- replaced --------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(
-    ("number", "index"), [(signal.SIGKILL, 0), (signal.SIGTERM, 14), (signal.SIGSEGV, 39)]
-)
-def test_a_worker_that_died_is_replaced_and_no_batch_is_missing(
-    tmp_path: Any, number: signal.Signals, index: int, caplog: pytest.LogCaptureFixture
+
+@pytest.mark.parametrize("index", [0, 39])
+def test_a_worker_that_died_is_replaced_and_the_log_says_what_is_left(
+    tmp_path: Any, index: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All batches come in order, and stay as they are; the log names the signal and what is left."""
-    make = zoo.DiesOnce(str(tmp_path / "died"), index, number)
+    """At the first and at the last sample; batches that are held stay. test_table.py has other deaths."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), index)
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2)
-
     with caplog.at_level(logging.WARNING, "fastload"):
         held = list(loader)
 
-    assert [[zoo.value_of(sample) for sample in batch] for batch in held] == EXPECTED
+    assert rows(held) == EXPECTED
     assert all((batch == batch[:, :1]).all() for batch in held)
-
-    assert f"was killed by {number.name}" in caplog.text
+    assert "was killed by SIGKILL" in caplog.text
     assert "max_worker_restarts allows 1 more" in caplog.text
 
 
@@ -137,31 +141,26 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
 
 
 @pytest.mark.parametrize("index", [0, 4])
-def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_of_persistent_workers(
+def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
     tmp_path: Any, index: int
 ) -> None:
-    """Also if the worker dies before its first answer of that epoch."""
+    """Also if the worker dies before its first answer: the new one loads the state that was resumed from."""
     dataset = zoo.Counts(str(tmp_path), (index,))
-    open(dataset.deaths[index].path, "w").close()
-    options: dict[str, Any] = {"num_workers": 2, "max_worker_restarts": 1, "persistent_workers": True}
-    with fastload.DataLoader(dataset, 2, **options) as loader:
-        assert_counts_on(loader, enumerate(loader))
-        os.unlink(dataset.deaths[index].path)
-
-        assert_counts_on(loader, enumerate(loader), before=12)
-
-
-def test_the_copy_of_a_dataset_goes_on_in_a_resumed_epoch(tmp_path: Any) -> None:
-    """The worker dies before its first answer: the new one loads the state that was resumed from."""
+    path = dataset.deaths[index].path
+    open(path, "w").close()
     options: dict[str, Any] = {"num_workers": 2, "max_worker_restarts": 1}
+    with fastload.DataLoader(dataset, 2, persistent_workers=True, **options) as loader:
+        assert_counts_on(loader, enumerate(loader))
+        os.unlink(path)
+        assert_counts_on(loader, enumerate(loader), before=12)
+    os.unlink(path)
     loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, **options)
     iterator = iter(loader)
     for _ in range(4):
         next(iterator)
-    state = loader.state_dict()
-    loader.close()
     resumed = fastload.DataLoader(zoo.Counts(str(tmp_path), (8,)), 2, **options)
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(loader.state_dict())
+    loader.close()
 
     assert_counts_on(resumed, enumerate(resumed, 4), before=4)
 
@@ -198,36 +197,6 @@ def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp
     assert got == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_the_cgroups_count_of_kills_is_named_where_it_grew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL without it is most often, not certainly, for want of memory."""
-    counts = iter([3, 4])
-    monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
-    iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=1))
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match=r"memory\.events of the cgroup counts 1 more"):
-        list(iterator)
-
-
-@pytest.mark.timeout(60)
-def test_a_handler_that_waits_for_all_children_hides_no_death() -> None:
-    """SIGCHLD: os.waitpid(-1), as some servers do."""
-
-    def reap(*_: object) -> None:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
-
-    before = signal.signal(signal.SIGCHLD, reap)
-    try:
-        iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2))
-        with pytest.raises(fastload.errors.WorkerDiedError, match=r"worker 1 .* working on batch 3,"):
-            list(iterator)
-    finally:
-        signal.signal(signal.SIGCHLD, before)
-
-
 def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,3 +231,119 @@ def test_after_a_death_the_state_lies_within_the_epoch(tmp_path: Any) -> None:
     got += list(loader)
 
     assert [[zoo.value_of(sample) for sample in batch] for batch in got] == EXPECTED
+
+
+# --- seen ------------------------------------------------------------------------------------------------
+
+
+def _reap(*_: object) -> None:
+    """A handler of SIGCHLD that waits for all children, as some servers have it."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("hidden_by", ["a child", "a handler", "nothing"])
+def test_a_death_is_seen_whatever_hides_it(
+    hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child holds the pipe by which multiprocessing would know; a handler takes the exit code.
+
+    SIGKILL is most often for want of memory: the cgroup's count of kills is named where it grew.
+    """
+    counts = iter([3, 4])
+    monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
+    make = zoo.KilledWithChild(8, gate) if hidden_by == "a child" else zoo.DiesAlways(8, signal.SIGKILL)
+    cause = "was killed by SIGKILL .*memory.events of the cgroup counts 1 more"
+    before = signal.signal(signal.SIGCHLD, _reap if hidden_by == "a handler" else signal.SIG_DFL)
+    try:
+        iterator = iter(fastload.DataLoader(datasets.Made(make, 40), 2, num_workers=1))
+        with pytest.raises(
+            fastload.errors.WorkerDiedError,
+            match=rf"worker 0 {'.*' if hidden_by == 'a handler' else cause}.* working on batch 4,",
+        ):
+            list(iterator)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.timeout(60)
+def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() -> None:
+    """Workers that two threads fork at once hold each other's pipes."""
+    begin = threading.Barrier(2)
+    iterators: dict[int, Any] = {}
+
+    def start(number: int) -> None:
+        make = zoo.array if number else datasets.killed
+        begin.wait()
+        iterators[number] = iter(fastload.DataLoader(datasets.Made(make, 24), 4, num_workers=2))
+
+    for _ in range(2):
+        threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        with pytest.raises(fastload.errors.WorkerDiedError, match="SIGKILL"):
+            list(iterators[0])
+        assert len(list(iterators[1])) == 6
+        iterators.clear()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_worker_that_ended_before_it_could_be_watched_is_a_death(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fork server may have waited for it, and its number then names no process."""
+    parent, original = os.getpid(), os.pidfd_open
+
+    def gone(pid: int) -> int:
+        if os.getpid() != parent:
+            return original(pid)  # a worker watches its parent
+        os.kill(pid, signal.SIGKILL)
+        raise ProcessLookupError(3, "No such process")
+
+    monkeypatch.setattr(os, "pidfd_open", gone)
+    monkeypatch.setattr(starting, "why_no_processes", lambda: None)
+    loader = fastload.DataLoader(
+        datasets.Made(zoo.array, 8), 2, num_workers=1, multiprocessing_context=method
+    )
+
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
+        list(loader)
+
+
+# --- started ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", zoo.STREAMS)
+def test_any_object_may_stand_for_standard_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers start, though it has no descriptor."""
+    monkeypatch.setattr(sys, "stderr", zoo.STREAMS[name]())
+
+    assert rows(fastload.DataLoader(datasets.Made(zoo.array, 4), 2, num_workers=1)) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("name", ["fastload-worker-2", "fastload-pin"])
+def test_threads_that_cannot_be_started_leave_none_behind(
+    name: str, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
+) -> None:
+    """The system has no more threads: its error, and what was started before is ended."""
+    pretend_accelerator()
+    original = threading.Thread.start
+
+    def start_or_refuse(self: threading.Thread) -> None:
+        if self.name == name:
+            raise RuntimeError("can't start new thread")
+        original(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_refuse)
+    method: Any = "process" if name == "fastload-pin" else "thread"
+    loader = fastload.DataLoader(datasets.Made(zoo.array, 24), 4, num_workers=3, worker_type=method)
+    num_threads = torch.get_num_threads()
+
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        iter(loader)
+    assert torch.get_num_threads() == num_threads

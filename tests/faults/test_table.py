@@ -112,8 +112,17 @@ AFTER = [first for first in ALL if first > zoo.FAULTY]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is waited for in vain is a time-out of the test, not a pause of five seconds."""
-    monkeypatch.setattr(pool, "_GRACE_S", 100.0)
+    """What is waited for in vain, or noticed late, is a time-out of the test, not a pause of seconds."""
+    for name in ("_GRACE_S", "_WATCH_INTERVAL_S"):
+        monkeypatch.setattr(pool, name, 1000.0)
+
+
+def assert_death(error: Exception | None, name: str, task: str) -> None:
+    """The error names the worker, the cause and what it was working on."""
+    assert isinstance(error, fastload.errors.WorkerDiedError)
+    assert f"worker 0 {DEATHS[name]}" in str(error)
+    assert ("out-of-memory killer" in str(error)) == (name == "SIGKILL")
+    assert task in str(error)
 
 
 def assert_a_new_epoch_works(loader: Any) -> None:
@@ -128,26 +137,25 @@ def assert_a_new_epoch_works(loader: Any) -> None:
 @pytest.mark.timeout(90)
 @rows(DEATHS, [*READING, "reply", "replied"], spawned=["fetch"])
 def test_a_death_is_an_error_that_says_how(name: str, stage: str, method: str) -> None:
-    """The error names worker, cause and batch; the batches before it came; the epoch is over.
+    """The batches before it came; the epoch is over. New workers take the place of persistent ones.
 
     The reply in the pipe is read. The death may be seen while a batch of worker 1 is waited for.
     """
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-    iterator = iter(loader)
+    with zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True) as loader:
+        iterator = iter(loader)
 
-    firsts, error = take(iterator)
+        firsts, error = take(iterator)
 
-    assert isinstance(error, fastload.errors.WorkerDiedError)
-    assert f"worker 0 {DEATHS[name]}" in str(error)
-    task = "It was working on batch 4, index [16, 17"
-    if stage == "replied":
-        assert firsts in (ALL[:3], ALL[:5], ALL[:6])
-        task = "It had no unfinished batch" if firsts == ALL[:3] else "It was working on batch 6"
-    else:
-        assert firsts in (BEFORE, BEFORE[:-1])
-    assert task in str(error)
-    assert take(iterator) == ([], None)
-    assert_a_new_epoch_works(loader)
+        task = "It was working on batch 4, index [16, 17"
+        if stage == "replied":
+            assert firsts in (ALL[:3], ALL[:5], ALL[:6])
+            task = "It had no unfinished batch" if firsts == ALL[:3] else "It was working on batch 6"
+        else:
+            assert firsts in (BEFORE, BEFORE[:-1])
+        assert_death(error, name, task)
+        assert take(iterator) == ([], None)
+        if stage in ("fetch", "replied"):
+            assert_a_new_epoch_works(loader)
 
 
 @pytest.mark.timeout(90)
@@ -173,8 +181,7 @@ def test_an_error_while_a_batch_is_made_or_sent_costs_that_batch_alone(
     name: str, stage: str, method: str
 ) -> None:
     """It comes at its turn, with its own type, text and place; the batches after it come."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-    iterator = iter(loader)
+    iterator = iter(zoo.make_loader(name, stage, multiprocessing_context=method))
     kind, text = ERRORS[name]
 
     firsts, error = take(iterator)
@@ -188,29 +195,25 @@ def test_an_error_while_a_batch_is_made_or_sent_costs_that_batch_alone(
     assert text in str(error)
     assert "fastload: batch 4, worker 0, dataset index" in error.__notes__[-1]
     assert take(iterator) == (AFTER, None)
-    assert_a_new_epoch_works(loader)
 
 
 @pytest.mark.timeout(90)
 @rows(["exits", "SIGKILL"], ["replied"])
-def test_a_death_after_the_last_reply_names_no_batch(name: str, stage: str, method: str) -> None:
+def test_a_death_after_the_last_reply_ends_the_wait_for_another_worker(
+    name: str, stage: str, method: str
+) -> None:
     """Worker 1 never answers batch 3, so the caller sees the death before batch 6 is sent to worker 0."""
-    iterator = iter(zoo.make_loader(name, stage, hangs_at=12, multiprocessing_context=method))
+    firsts, error = take(iter(zoo.make_loader(name, stage, hangs_at=12, multiprocessing_context=method)))
 
-    firsts, error = take(iterator)
-
-    assert (firsts, type(error)) == (ALL[:3], fastload.errors.WorkerDiedError)
-    assert f"worker 0 {DEATHS[name]}" in str(error)
-    assert "It had no unfinished batch" in str(error)
+    assert firsts == ALL[:3]
+    assert_death(error, name, "It had no unfinished batch")
 
 
 @pytest.mark.timeout(90)
 @rows(HARMLESS, ["fetch", "inner loader", "pack", "init", "replied", "idle"])
 def test_what_is_odd_and_harmless_costs_nothing(name: str, stage: str, method: str) -> None:
     """Children, threads, handlers and a missing stderr in a worker: all batches come."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method)
-
-    assert take(iter(loader)) == (ALL, None)
+    assert take(iter(zoo.make_loader(name, stage, multiprocessing_context=method))) == (ALL, None)
 
 
 @pytest.mark.timeout(90)
@@ -241,8 +244,6 @@ def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_firs
         assert text in str(error)
         assert is_own or f"{kind.__name__}: " in str(error)
         assert error.__notes__[-1] == "fastload: worker 0, at its start"
-    loader.close()
-    assert_a_new_epoch_works(loader)
 
 
 # --- a worker that waits for work ------------------------------------------------------------------------
@@ -250,52 +251,36 @@ def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_firs
 IDLE_DEATHS = [name for name in DEATHS if name not in ("exits", "raises a BaseException")]  # a thread's error
 
 
-def end_between_epochs(loader: Any, method: str) -> None:
-    """Read an epoch with persistent workers, let worker 0 die after it, and wait until it has."""
-    loader.worker_init_fn.fault.may_begin = multiprocessing.get_context(method).Event()
-    iterator = iter(loader)
-    assert take(iterator) == (ALL, None)
-    loader.worker_init_fn.fault.may_begin.set()
-    assert wait_for_all([iterator._pool._workers[0].process], 60)
-    loader.worker_init_fn.fault.may_begin.clear()  # or a worker in its place dies as well
-
-
 @pytest.mark.timeout(90)
 @rows(IDLE_DEATHS, ["idle"])
-@pytest.mark.parametrize("max_worker_restarts", [0, 1])
-def test_a_death_between_two_epochs_is_an_error_of_the_second_or_costs_nothing(
-    name: str, stage: str, method: str, max_worker_restarts: int
+@pytest.mark.parametrize("then", ["goes on", "is replaced", "is closed"])
+def test_a_death_between_two_epochs_is_an_error_of_the_second_alone(
+    name: str, stage: str, method: str, then: str
 ) -> None:
-    """The error says how the worker ended, and at which batch of the new epoch it was needed."""
-    options: dict[str, Any] = {"persistent_workers": True, "max_worker_restarts": max_worker_restarts}
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method, **options)
-    end_between_epochs(loader, method)
+    """It says how the worker ended, and at which batch it was needed; a restart or close() makes it none."""
+    loader = zoo.make_loader(
+        name, stage, multiprocessing_context=method, persistent_workers=True,
+        max_worker_restarts=int(then == "is replaced"),
+    )  # fmt: skip
+    fault = loader.worker_init_fn.fault
+    fault.may_begin = multiprocessing.get_context(method).Event()
+    iterator = iter(loader)
+    assert take(iterator) == (ALL, None)
+    fault.may_begin.set()
+    assert wait_for_all([iterator._pool._workers[0].process], 60)
+    fault.may_begin.clear()  # or a worker in its place dies as well
+    if then == "is closed":
+        loader.close()
     iterator = iter(loader)
 
     firsts, error = take(iterator)
 
-    if max_worker_restarts:
-        assert (firsts, error) == (ALL, None)
-    else:
+    if then == "goes on":
         assert firsts == []
-        assert isinstance(error, fastload.errors.WorkerDiedError)
-        assert f"worker 0 {DEATHS[name]}" in str(error)
-        assert "It was working on batch 0" in str(error)
+        assert_death(error, name, "It was working on batch 0")
         assert take(iterator) == ([], None)
-        assert_a_new_epoch_works(loader)
-    loader.close()
-
-
-@pytest.mark.timeout(90)
-@rows(["SIGKILL"], ["idle"])
-def test_a_death_between_two_epochs_is_no_error_of_close(name: str, stage: str, method: str) -> None:
-    """Nobody needs the worker any more."""
-    loader = zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=True)
-    end_between_epochs(loader, method)
-
-    loader.close()
-
-    assert_a_new_epoch_works(loader)
+    else:
+        assert (firsts, error) == (ALL, None)
     loader.close()
 
 
@@ -325,101 +310,75 @@ LAUNCHERS: dict[str, Any] = {
     "spawn": popen_spawn_posix.Popen,
     "forkserver": popen_forkserver.Popen,
 }
+SPAWN = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
-    ("method", "worker"),
+    ("method", "moment", "number"),
     [
-        ("fork", 0),
-        ("fork", 1),
-        pytest.param("forkserver", 1, marks=pytest.mark.slow),
-        pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.thorough]),
+        ("fork", "before", 1),
+        *(("fork", "launched", number) for number in (1, 2)),
+        *(("fork", "closes", number) for number in (1, 2)),
+        pytest.param("forkserver", "launched", 2, marks=pytest.mark.slow),
+        *(
+            pytest.param("spawn", moment, number, marks=SPAWN)
+            for moment, number in [("launched", 2), ("closes", 1)]
+        ),
     ],
 )
 def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
-    method: str, worker: int, monkeypatch: pytest.MonkeyPatch
+    method: str, moment: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The signal comes when the new process exists, and multiprocessing does not know it yet."""
-    numbers = itertools.count()
-    launch = LAUNCHERS[method]._launch
+    """Before a process is started, when it exists and multiprocessing does not know it, and as pipes close.
+
+    The last comes from another thread's signal: signals arrive in a thread that does not block them.
+    """
+    launch, close, parent = LAUNCHERS[method]._launch, os.close, os.getpid()
+    numbers = itertools.count(1)
+
+    def raise_in_turn(*_: object) -> None:
+        if next(numbers) == number:
+            raise zoo.OwnError
 
     def launch_and_ring(self: Any, process: Any) -> None:
         launch(self, process)
-        if next(numbers) == worker:
+        if os.getpid() == parent:
             signal.raise_signal(signal.SIGALRM)
 
-    def handler(*_: object) -> None:
-        raise zoo.OwnError
+    def close_or_raise(fd: int) -> None:
+        if os.getpid() == parent and sys._getframe(1).f_code is launch.__code__:
+            raise_in_turn()
+        close(fd)
 
     loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method)
     assert take(iter(loader)) == (ALL, None)  # now the fork server and the resource tracker run
     before = leaks.held()
-    monkeypatch.setattr(LAUNCHERS[method], "_launch", launch_and_ring)
-    handler_before = signal.signal(signal.SIGALRM, handler)
+    handler = signal.signal(signal.SIGALRM, raise_in_turn)
+    if moment == "before":
+        monkeypatch.setattr(multiprocessing.util, "_flush_std_streams", raise_in_turn)
+    elif moment == "launched":
+        monkeypatch.setattr(LAUNCHERS[method], "_launch", launch_and_ring)
+    else:
+        monkeypatch.setattr(os, "close", close_or_raise)
     try:
         with pytest.raises(zoo.OwnError):
             iter(loader)
     finally:
-        signal.signal(signal.SIGALRM, handler_before)
+        monkeypatch.undo()
+        signal.signal(signal.SIGALRM, handler)
 
     assert leaks.held_soon(before) == before
     assert_a_new_epoch_works(loader)
-
-
-@pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    ("method", "place"),
-    [("fork", 1), ("fork", 2), pytest.param("spawn", 1, marks=[pytest.mark.slow, pytest.mark.thorough])],
-)
-def test_a_handler_that_another_thread_s_signal_runs_leaves_nothing_behind_either(
-    method: str, place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Signals arrive in a thread that does not block them, and the handler raises where pipes are closed."""
-    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method)
-    assert take(iter(loader)) == (ALL, None)  # now the resource tracker runs
-    before = leaks.held()
-    launch, close, parent = LAUNCHERS[method]._launch.__code__, os.close, os.getpid()
-    places = itertools.count(1)
-
-    def close_or_raise(fd: int) -> None:
-        if os.getpid() == parent and sys._getframe(1).f_code is launch and next(places) == place:
-            raise zoo.OwnError
-        close(fd)
-
-    monkeypatch.setattr(os, "close", close_or_raise)
-
-    with pytest.raises(zoo.OwnError):
-        iter(loader)
-
-    assert leaks.held_soon(before) == before
-    assert_a_new_epoch_works(loader)
-
-
-def test_a_handler_that_raises_before_a_process_is_started_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing was prepared by multiprocessing yet; the exception is the handler's."""
-
-    def raise_it() -> None:
-        raise zoo.OwnError
-
-    loader = zoo.make_loader("raises", "nowhere", multiprocessing_context="fork")
-    monkeypatch.setattr(multiprocessing.util, "_flush_std_streams", raise_it)
-
-    with pytest.raises(zoo.OwnError):
-        iter(loader)
 
 
 # --- a worker that does not leave ------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(60)
-@rows(["hangs", "ignores SIGTERM", "blocks all signals", "is stopped"], ["fetch", "inner loader", "init"])
-def test_close_ends_a_worker_that_does_not_leave(
-    name: str, stage: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After its time it gets SIGTERM and then SIGKILL; batches that are held stay right."""
-    monkeypatch.setattr(pool, "_GRACE_S", 0.1)
-    monkeypatch.setattr(pool, "_TERMINATE_S", 0.1)
+def assert_close_ends_workers(name: str, stage: str, method: str, patch: pytest.MonkeyPatch) -> None:
+    """Close the loader when one has its fault: no batch comes after that, and those that are held stay."""
+    patch.setattr(pool, "_GRACE_S", 0.1)
+    patch.setattr(pool, "_TERMINATE_S", 0.1)
     loader = zoo.make_loader(name, stage, multiprocessing_context=method)
     begins = loader.worker_init_fn.fault.begins = multiprocessing.get_context(method).Event()
     iterator = iter(loader)
@@ -431,8 +390,15 @@ def test_close_ends_a_worker_that_does_not_leave(
     with pytest.raises(fastload.errors.LoaderClosedError):
         next(iterator)
     assert take(held) == (BEFORE[: len(held)], None)
-    loader.worker_init_fn.fault.begins = None
-    assert_a_new_epoch_works(loader)
+
+
+@pytest.mark.timeout(60)
+@rows(["hangs", "ignores SIGTERM", "blocks all signals", "is stopped"], ["fetch", "inner loader", "init"])
+def test_close_ends_a_worker_that_does_not_leave(
+    name: str, stage: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After its time it gets SIGTERM and then SIGKILL."""
+    assert_close_ends_workers(name, stage, method, monkeypatch)
 
 
 @pytest.mark.timeout(60)
@@ -442,27 +408,15 @@ def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
     number: signal.Signals, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One dies or is stopped after it was told to leave, and before it has left."""
-    monkeypatch.setattr(pool, "_GRACE_S", 0.1)
-    monkeypatch.setattr(pool, "_TERMINATE_S", 0.1)
-    original = pool.wait_for_all
+    original, numbers = pool.wait_for_all, [number]
 
     def wait_and_kill(processes: Any, limit_s: float) -> bool:
-        monkeypatch.setattr(pool, "wait_for_all", original)
-        processes[0].send_signal(number)
+        while numbers:
+            processes[0].send_signal(numbers.pop())
         return original(processes, limit_s)
 
-    loader = zoo.make_loader("hangs", "fetch", multiprocessing_context=method)
-    begins = loader.worker_init_fn.fault.begins = multiprocessing.get_context(method).Event()
-    iterator = iter(loader)
-    held = list(itertools.islice(iterator, 4))
-    assert begins.wait(50)
     monkeypatch.setattr(pool, "wait_for_all", wait_and_kill)
-
-    loader.close()
-
-    with pytest.raises(fastload.errors.LoaderClosedError):
-        next(iterator)
-    assert take(held) == (BEFORE, None)
+    assert_close_ends_workers("hangs", "fetch", method, monkeypatch)
 
 
 # --- a store ---------------------------------------------------------------------------------------------
@@ -491,7 +445,7 @@ def store(tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatc
 def test_a_store_that_stalls_costs_a_worker_nothing(method: str, store: Stalling, tmp_path: Path) -> None:
     """Each attempt has a connection of its own; a request that stalls is a warning before it is given up.
 
-    tests/files/test_stalls.py has other faults of stores.
+    tests/files/test_servers.py has other faults of stores.
     """
     loader = fastload.DataLoader(
         fastload.ImageFolder(store.url),

@@ -27,22 +27,15 @@ ALL = list(range(0, zoo.SIZE, zoo.BATCH))
 OF_WORKER_1 = ALL[1::2]
 
 _SHARED = """
-import contextlib, errno, logging, multiprocessing.popen_fork, resource, select, threading, time
+import contextlib, errno, multiprocessing, resource, select, threading, time
 import fastload
-from fastload.workers import pool
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
 from tests.kit.leaks import names_in_shm
-from tests.kit.faults import hide_proc, limited, refuse
+from tests.kit.faults import hide_proc, log_lines, refuse
 
 
-class Lines(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-
-
-lines = []
-logging.getLogger("fastload").addHandler(Lines())
+lines = log_lines()
 
 
 def become_a_user():
@@ -97,38 +90,36 @@ def number_of(text):
     return int(text.split()[0])
 
 
-def open_files():
-    found = []
+def held():
+    # Without psutil, which needs the /proc that some programs hide.
+    fds = set()
     for fd in range(200):
         with contextlib.suppress(OSError):
             os.fstat(fd)
-            found.append(fd)
-    return found
-
-
-def left_behind(before):
-    found = []
-    if open_files() != before[0]:
-        found.append("descriptors")
-    if threading.active_count() > 1:
-        found.append("threads")
-    if names_in_shm() - before[1]:
-        found.append("files in /dev/shm")
+            fds.add(fd)
+    children = []
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-        found.append("processes")
-    return found
+        children.append("some")
+    return {"descriptors": fds, "threads": threading.active_count(), "processes": children,
+            "files in /dev/shm": names_in_shm()}
 
 
 def left_behind_for_long(before):
     deadline = time.monotonic() + 5
-    while (found := left_behind(before)) != left_by_others and time.monotonic() < deadline:
+    while True:
+        found = [name for name, now in held().items() if now != before[name]]
+        if found == left_by_others or time.monotonic() > deadline:
+            return found
         select.select([], [], [], 0.02)
-    return found
+
+
+def describe(error):
+    return [[kind.__name__ for kind in type(error).__mro__], str(error)]
 
 
 def read_two_epochs(in_worker=None, is_long=False, **options):
-    before = open_files(), names_in_shm()
+    before = held()
     if "worker_type" not in options:
         options.setdefault("multiprocessing_context", "fork")
     loader = zoo.make_loader("raises", "nowhere", **options)
@@ -148,10 +139,10 @@ def read_two_epochs(in_worker=None, is_long=False, **options):
                     break
                 if errors and isinstance(error, fastload.errors.LoaderClosedError):
                     break  # the error before has closed the iterator
-                errors.append([[kind.__name__ for kind in type(error).__mro__], str(error)])
+                errors.append(describe(error))
                 del error
         except Exception as error:
-            errors.append([[kind.__name__ for kind in type(error).__mro__], str(error)])
+            errors.append(describe(error))
         iterator = None
         report.append([firsts, errors])
         loader.close()

@@ -26,6 +26,11 @@ def array(index: int) -> Any:
     return np.full(1000, index)
 
 
+def grows_at(first: int) -> Any:
+    """Samples that need more memory from one index on."""
+    return lambda index: np.full(1000 if index < first else 100_000, index)
+
+
 def long_text(index: int) -> str:
     """A batch of these is longer than a message of the pipe."""
     return f"{index:04d}" * 1000
@@ -170,15 +175,6 @@ class Blocks:
         return array(index)
 
 
-def nested_collate(samples: Any) -> Any:
-    """A batch of the older kind of nested tensors, whose layout is that of plain ones."""
-    return torch.nested.nested_tensor([torch.as_tensor(sample) for sample in samples], layout=torch.strided)
-
-
-def ragged(index: int) -> Any:
-    return np.full((index + 1, 2), index, np.float32)
-
-
 # --- samples that cannot be read, workers that die -------------------------------------------------------
 
 BAD = frozenset({3, 8, 9, 14})
@@ -270,11 +266,14 @@ class CountsWithoutSaving(Counts):
 
 
 class DiesAlways:
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, number: int = 0) -> None:
         self.index = index
+        self.number = number
 
     def __call__(self, index: int) -> Any:
-        if index == self.index:
+        if index == self.index and self.number:
+            os.kill(os.getpid(), self.number)
+        elif index == self.index:
             os._exit(7)
         return array(index)
 

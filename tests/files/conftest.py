@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
+import fsspec.asyn
 import pytest
 from PIL import Image
 
@@ -21,6 +22,12 @@ def png(value: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _loop() -> None:
+    """Fsspec starts one thread for all requests of a process, and keeps it."""
+    fsspec.asyn.get_loop()
 
 
 @pytest.fixture

@@ -1,29 +1,40 @@
-"""Claims of read_image: every kind of file becomes the RGB that a viewer shows."""
+"""read_image: every kind of file becomes the RGB that a viewer shows, or an error with its path."""
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import struct
+import warnings
 import zlib
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from PIL import Image, ImageOps
 
 from fastload.errors import ImageReadError
-from fastload.images.decode import decode, read_image
+from fastload.images import jpeg
+from fastload.images.decode import _opened, _read, decode, read_image
 from fastload.images.encoded import EncodedImage
+from fastload.images.jpeg import decode_jpeg, parse_jpeg
+from tests.images.test_encoded import KINDS, OTHERS, image_file
+from tests.images.test_tiles import GREY, SAMPLINGS, tiled_file
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.kit.processes import Interpreter
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
+ORIENTATION = 0x0112
+per_example = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def scene(height: int = 48, width: int = 64) -> np.ndarray:
@@ -33,202 +44,37 @@ def scene(height: int = 48, width: int = 64) -> np.ndarray:
     return np.stack(channels, axis=-1).astype(np.uint8)
 
 
+SCENE, SCENE_GREY = scene(), scene()[..., 0]
+
+
 def difference(got: np.ndarray, expected: np.ndarray) -> float:
     """The mean distance in levels, after checking that the shapes agree."""
     assert got.shape == expected.shape
     return float(np.abs(got.astype(int) - expected.astype(int)).mean())
 
 
-class TestArrays:
-    @pytest.mark.parametrize(
-        ("mode", "suffix"),
-        [("RGB", "jpg"), ("RGB", "png"), ("L", "png"), ("CMYK", "jpg"), ("RGBA", "webp"), ("P", "png")],
-    )
-    def test_channels_last_for_albumentations(self, tmp_path: Path, mode: str, suffix: str) -> None:
-        """Channels-last for albumentations: every kind of file gives C-contiguous HWC uint8 RGB."""
-        path = tmp_path / f"a.{suffix}"
-        Image.fromarray(scene()).convert(mode).save(path)
-
-        image = read_image(path)
-
-        assert image.shape == (48, 64, 3)
-        assert image.dtype == np.uint8
-        assert image.flags.c_contiguous
-        assert image.strides == (64 * 3, 3, 1)
-
-    def test_turned_images_are_contiguous_too(self, tmp_path: Path) -> None:
-        """Turning by EXIF gives a C-contiguous array and not a view with odd strides."""
-        path = tmp_path / "a.png"
-        save_turned(path, 6)
-
-        assert read_image(path).flags.c_contiguous
-
-    def test_the_array_is_the_callers(self, tmp_path: Path) -> None:
-        """The array is writable and new at each read."""
-        path = tmp_path / "a.png"
-        Image.fromarray(scene()).save(path)
-
-        first = read_image(path)
-        first[:] = 0
-
-        assert np.array_equal(read_image(path), scene())
-
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-    @given(pixels=hnp.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3))))
-    def test_png_round_trip(self, tmp_path: Path, pixels: np.ndarray) -> None:
-        """Any RGB array saved as a PNG comes back exactly."""
-        path = tmp_path / "a.png"
-        Image.fromarray(pixels).save(path)
-
-        assert np.array_equal(read_image(path), pixels)
-
-    def test_no_file_stays_open(self, tmp_path: Path) -> None:
-        """After a read, good or bad, no descriptor points to the file."""
-        good, bad = tmp_path / "good.tif", tmp_path / "bad.jpg"
-        Image.fromarray(scene()).save(good, save_all=True, append_images=[Image.fromarray(scene())])
-        Image.fromarray(scene()).save(bad)
-        bad.write_bytes(bad.read_bytes()[:-200])
-
-        read_image(good)
-        with pytest.raises(ImageReadError):
-            read_image(bad)
-
-        held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
-        assert not [target for target in held if str(tmp_path) in target]
+def saved(picture: Any, suffix: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image = picture if isinstance(picture, Image.Image) else Image.fromarray(picture)
+    image.save(file, {"jpg": "jpeg", "tif": "tiff", "pgm": "ppm"}.get(suffix, suffix), **options)
+    return file.getvalue()
 
 
-def _is_link(fd: str) -> bool:
-    return os.path.islink(f"/proc/self/fd/{fd}")  # the listing's own descriptor is gone by now
+def palette(indices: list[int], *colours: tuple[int, ...]) -> Image.Image:
+    image = Image.fromarray(np.array([indices], np.uint8)).convert("P")
+    image.putpalette([value for colour in colours for value in colour])
+    return image
 
 
-class TestKinds:
-    def test_jpeg(self, tmp_path: Path) -> None:
-        """A JPEG is read as its codec decodes it."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene()).save(path, quality=95)
+def transparent(mode: str) -> Image.Image:
+    image = Image.fromarray(SCENE).convert(mode)
+    image.putalpha(0)
+    return image
 
-        assert difference(read_image(path), scene()) < 2
 
-    @pytest.mark.parametrize("suffix", ["png", "ppm", "bmp", "tif", "webp"])
-    def test_lossless_rgb(self, tmp_path: Path, suffix: str) -> None:
-        """Formats that keep every bit are read exactly."""
-        path = tmp_path / f"a.{suffix}"
-        Image.fromarray(scene()).save(path, lossless=True)  # which only WebP needs to hear
-
-        assert np.array_equal(read_image(path), scene())
-
-    @pytest.mark.parametrize("suffix", ["png", "pgm", "tif", "bmp"])
-    def test_grey(self, tmp_path: Path, suffix: str) -> None:
-        """Grey becomes three equal channels."""
-        path = tmp_path / f"a.{suffix}"
-        grey = scene()[..., 0]
-        Image.fromarray(grey).save(path)
-
-        assert np.array_equal(read_image(path), np.stack([grey] * 3, axis=-1))
-
-    def test_grey_jpeg(self, tmp_path: Path) -> None:
-        """A grey JPEG becomes three equal channels."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene()[..., 0]).save(path)
-
-        image = read_image(path)
-
-        assert np.array_equal(image[..., 0], image[..., 2])
-        assert difference(image[..., 0], scene()[..., 0]) < 2
-
-    def test_one_bit(self, tmp_path: Path) -> None:
-        """One bit becomes black and white."""
-        path = tmp_path / "a.png"
-        Image.fromarray(np.array([[True, False]])).save(path)
-
-        assert read_image(path).tolist() == [[[255] * 3, [0] * 3]]
-
-    @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-    def test_alpha_is_dropped(self, tmp_path: Path, mode: str) -> None:
-        """Transparent pixels keep the colour that is stored under them."""
-        path = tmp_path / "a.png"
-        image = Image.fromarray(scene()).convert(mode)
-        expected = np.asarray(image.convert("RGB"))
-        image.putalpha(0)
-        image.save(path)
-
-        assert np.array_equal(read_image(path), expected)
-
-    @pytest.mark.parametrize("options", [{}, {"transparency": 1}, {"transparency": bytes([255, 0, 128])}])
-    def test_palette(self, tmp_path: Path, options: dict[str, Any]) -> None:
-        """Palette indices become their colours, whether or not some of them are transparent."""
-        path = tmp_path / "a.png"
-        image = Image.fromarray(np.array([[0, 1, 2]], np.uint8)).convert("P")
-        image.putpalette([*RED, *GREEN, *BLUE])
-        image.save(path, **options)
-
-        assert [tuple(pixel) for pixel in read_image(path)[0].tolist()] == [RED, GREEN, BLUE]
-
-    @pytest.mark.parametrize("mode", ["L", "RGB"])
-    def test_transparent_colour(self, tmp_path: Path, mode: str) -> None:
-        """A colour declared transparent in a PNG without alpha is a colour like any other."""
-        path = tmp_path / "a.png"
-        image = Image.fromarray(scene()).convert(mode)
-        image.save(path, transparency=0 if mode == "L" else (0, 0, 0))
-
-        assert np.array_equal(read_image(path), np.asarray(image.convert("RGB")))
-
-    @pytest.mark.parametrize("suffix", ["png", "tif"])
-    def test_sixteen_bit_grey(self, tmp_path: Path, suffix: str) -> None:
-        """16-bit grey keeps its high byte; it is not clipped at 255."""
-        path = tmp_path / f"a.{suffix}"
-        values = np.array([[0, 255, 256, 0x1234, 0x80FF, 65535]], np.uint16)
-        Image.fromarray(values).save(path)
-
-        assert read_image(path)[0, :, 0].tolist() == [0, 0, 1, 0x12, 0x80, 255]
-
-    def test_sixteen_bit_pgm(self, tmp_path: Path) -> None:
-        """A 16-bit PGM keeps its high byte too."""
-        path = tmp_path / "a.pgm"
-        path.write_bytes(b"P5 3 1 65535\n" + struct.pack(">3H", 0, 0x1234, 65535))
-
-        assert read_image(path)[0, :, 1].tolist() == [0, 0x12, 255]
-
-    def test_sixteen_bit_rgb(self, tmp_path: Path) -> None:
-        """16-bit RGB keeps its high byte, as 16-bit grey does."""
-        path = tmp_path / "a.png"
-        path.write_bytes(
-            png(
-                width=2,
-                height=1,
-                bits=16,
-                colour=2,
-                row=struct.pack(">6H", 0, 0x1234, 65535, 255, 256, 0x80FF),
-            )
-        )
-
-        assert read_image(path).tolist() == [[[0, 0x12, 255], [0, 1, 0x80]]]
-
-    def test_cmyk_jpeg(self, tmp_path: Path) -> None:
-        """A CMYK JPEG, stored inverted as Adobe does, has the colours of its inks."""
-        path = tmp_path / "a.jpg"
-        inks = Image.new("CMYK", (32, 16), (0, 255, 255, 0))  # magenta and yellow make red
-        inks.save(path, quality=95)
-
-        with Image.open(path) as image:
-            assert image.mode == "CMYK"
-        assert difference(read_image(path), np.full((16, 32, 3), RED)) < 3
-
-    def test_animation(self, tmp_path: Path) -> None:
-        """The first frame of an animation is read."""
-        path = tmp_path / "a.webp"
-        frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, BLUE)]
-        frames[0].save(path, save_all=True, append_images=frames[1:], lossless=True, duration=50)
-
-        assert np.array_equal(read_image(path), np.full((8, 8, 3), RED))
-
-    def test_animated_gif(self, tmp_path: Path) -> None:
-        """The first frame of a GIF is read, through its palette."""
-        path = tmp_path / "a.gif"
-        frames = [Image.new("RGB", (8, 8), colour) for colour in (GREEN, BLUE)]
-        frames[0].save(path, save_all=True, append_images=frames[1:])
-
-        assert np.array_equal(read_image(path), np.full((8, 8, 3), GREEN))
+def animation(suffix: str, **options: Any) -> bytes:
+    first, second = (Image.new("RGB", (8, 8), colour) for colour in (GREEN, BLUE))
+    return saved(first, suffix, save_all=True, append_images=[second], **options)
 
 
 def png(width: int, height: int, bits: int, colour: int, row: bytes) -> bytes:
@@ -243,143 +89,341 @@ def png(width: int, height: int, bits: int, colour: int, row: bytes) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
-def save_turned(path: Path, orientation: int) -> None:
+def greys(*values: int) -> np.ndarray:
+    return np.array([[[value] * 3 for value in values]], np.uint8)
+
+
+COLOURS = np.array([[RED, GREEN, BLUE]], np.uint8)
+WIDE = np.array([[0, 255, 256, 0x1234, 0x80FF, 65535]], np.uint16)  # 16 bits keep their high byte
+WIDE_ROW = struct.pack(">6H", 0, 0x1234, 65535, 255, 256, 0x80FF)
+LUMA = np.asarray(Image.fromarray(SCENE).convert("L"))
+ALPHA = bytes([255, 0, 128])
+DAMAGED_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x03\x01\x12\0\x03"
+LOSSLESS, LOSSLESS_GREY = ("png", "ppm", "bmp", "tif", "webp"), ("png", "pgm", "bmp", "tif")
+FILES: dict[str, tuple[bytes, np.ndarray, float]] = {  # content, pixels, tolerance
+    **{f"{end}, RGB": (saved(SCENE, end, lossless=True), SCENE, 0) for end in LOSSLESS},
+    **{f"{end}, grey": (saved(SCENE_GREY, end), SCENE_GREY[..., None], 0) for end in LOSSLESS_GREY},
+    **{f"16 bits, {end}": (saved(WIDE, end), greys(0, 0, 1, 0x12, 0x80, 255), 0) for end in ("png", "tif")},
+    "jpg, RGB": (saved(SCENE, "jpg", quality=95), SCENE, 2),
+    "jpg, grey": (saved(SCENE_GREY, "jpg"), SCENE_GREY[..., None], 2),
+    "jpg, damaged EXIF": (saved(SCENE, "jpg", quality=95, exif=DAMAGED_EXIF), SCENE, 2),
+    # Stored inverted, as Adobe does; magenta and yellow make red.
+    "jpg, CMYK": (saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "jpg"), np.full((8, 8, 3), RED), 3),
+    "one bit": (saved(np.array([[True, False]]), "png"), greys(255, 0), 0),
+    "alpha over colours": (saved(transparent("RGBA"), "png"), SCENE, 0),  # they are kept
+    "alpha over greys": (saved(transparent("LA"), "png"), LUMA[..., None], 0),
+    "palette": (saved(palette([0, 1, 2], RED, GREEN, BLUE), "png"), COLOURS, 0),
+    "palette, clear": (saved(palette([0, 1, 2], RED, GREEN, BLUE), "png", transparency=1), COLOURS, 0),
+    "palette, alpha": (saved(palette([0, 1, 2], RED, GREEN, BLUE), "png", transparency=ALPHA), COLOURS, 0),
+    "a transparent grey": (saved(SCENE_GREY, "png", transparency=0), SCENE_GREY[..., None], 0),
+    "a transparent colour": (saved(SCENE, "png", transparency=(0, 0, 0)), SCENE, 0),
+    "16 bits, pgm": (b"P5 3 1 65535\n" + struct.pack(">3H", 0, 0x1234, 65535), greys(0, 0x12, 255), 0),
+    "16 bits, RGB": (png(2, 1, 16, 2, WIDE_ROW), np.array([[[0, 0x12, 255], [0, 1, 0x80]]]), 0),
+    "animation": (animation("webp", lossless=True, duration=50), np.full((8, 8, 3), GREEN), 0),
+    "animated palette": (animation("gif"), np.full((8, 8, 3), GREEN), 0),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_kind_of_file_gives_its_colours(tmp_path: Path, name: str) -> None:
+    """As a new, writable, C-contiguous HWC uint8 array; grey in three equal channels; the first frame."""
+    content, expected, tolerance = FILES[name]
+    (tmp_path / "image").write_bytes(content)
+    image = read_image(tmp_path / "image")
+    assert image.dtype == np.uint8
+    assert image.flags.c_contiguous
+    assert difference(image, np.broadcast_to(expected, (*expected.shape[:2], 3))) <= tolerance
+    assert expected.shape[2] == 3 or (image == image[..., :1]).all()
+    kept = image.copy()
+    image[:] = 0
+    assert np.array_equal(read_image(tmp_path / "image"), kept)
+
+
+# --- orientation and size ---------------------------------------------------------------------------------
+
+pictures = hnp.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3)))
+suffixes = st.sampled_from(["jpg", "png", "webp", "tif"])
+
+
+def turned(picture: np.ndarray, suffix: str, orientation: int) -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = orientation
-    Image.fromarray(scene()).save(path, exif=exif)
+    exif[ORIENTATION] = orientation
+    return saved(picture, suffix, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
 
 
-class TestOrientation:
-    @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tif"])
-    def test_agrees_with_pillow(self, tmp_path: Path, suffix: str) -> None:
-        """All eight EXIF orientations are applied as PIL.ImageOps.exif_transpose applies them."""
-        path = tmp_path / f"a.{suffix}"
-        for orientation in range(1, 9):
-            save_turned(path, orientation)
-
-            with Image.open(path) as image:
-                expected = np.asarray(ImageOps.exif_transpose(image))
-            assert expected.shape == ((48, 64, 3) if orientation < 5 else (64, 48, 3))
-            assert np.array_equal(read_image(path), expected)
-
-    @pytest.mark.parametrize("size", [20, (20, 30), (48, 64)])
-    def test_size_is_that_of_the_turned_image(self, tmp_path: Path, size: int | tuple[int, int]) -> None:
-        """``size`` means the picture as it is shown."""
-        path, upright = tmp_path / "a.png", tmp_path / "upright.png"
-        for orientation in range(1, 9):
-            save_turned(path, orientation)
-            Image.fromarray(read_image(path)).save(upright)
-
-            assert difference(read_image(path, size), read_image(upright, size)) < 1
-
-    def test_damaged_exif(self, tmp_path: Path) -> None:
-        """Damaged EXIF data neither loses the picture nor warns."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene()).save(path, exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x03\x01\x12\0\x03")
-
-        assert read_image(path).shape == (48, 64, 3)
+@settings(max_examples=100, parent=per_example)
+@given(picture=pictures, suffix=suffixes, orientation=st.integers(1, 8))
+def test_any_picture_comes_back_turned_as_pillow_turns_it(
+    tmp_path: Path, picture: np.ndarray, suffix: str, orientation: int
+) -> None:
+    """Once, by its EXIF tag, and C-contiguous; formats without loss keep every pixel."""
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(turned(picture, suffix, orientation))
+    with Image.open(path) as image:
+        expected = np.asarray(ImageOps.exif_transpose(image))
+    found = read_image(path)
+    assert found.flags.c_contiguous
+    assert np.array_equal(found, expected)
+    assert suffix == "jpg" or orientation != 1 or np.array_equal(found, picture)
 
 
-class TestSize:
-    @pytest.mark.parametrize(("height", "width"), [(40, 60), (60, 40), (10, 33), (50, 50)])
-    def test_shorter_side(self, tmp_path: Path, height: int, width: int) -> None:
-        """An int is the shorter side; the longer one keeps the aspect, rounded down as torchvision does."""
-        path = tmp_path / "a.png"
-        Image.fromarray(scene(height, width)).save(path)
-        for size in (1, 7, 20, 40, 64):
-            got = read_image(path, size).shape[:2]
+@settings(max_examples=150, parent=per_example)
+@given(
+    sides=st.tuples(st.integers(40, 400), st.integers(40, 400)),
+    suffix=suffixes,
+    orientation=st.integers(1, 8),
+    size=st.integers(16, 250) | st.tuples(st.integers(16, 250), st.integers(16, 250)) | st.none(),
+)
+@example(sides=(111, 1599), suffix="jpg", orientation=1, size=7)  # is decoded at an eighth, rounded
+@example(sides=(97, 131), suffix="png", orientation=6, size=(333, 500))
+def test_a_size_is_that_of_the_picture_as_it_is_shown(
+    tmp_path: Path, sides: tuple[int, int], suffix: str, orientation: int, size: Any
+) -> None:
+    """An int is the shorter side, with the aspect of the whole file rounded down; a pair is kept exactly.
 
-            long = int(size * max(height, width) / min(height, width))
-            assert got == ((size, long) if height <= width else (long, size))
-
-    @pytest.mark.parametrize("suffix", ["jpg", "png", "tif"])
-    def test_height_and_width(self, tmp_path: Path, suffix: str) -> None:
-        """(height, width) is kept exactly, larger or smaller."""
-        path = tmp_path / f"a.{suffix}"
-        Image.fromarray(scene(97, 131)).save(path)
-        for size in [(5, 7), (7, 5), (100, 3), (333, 500)]:
-            image = read_image(path, size)
-
-            assert image.shape == (*size, 3)
-            assert image.flags.c_contiguous
-
-    def test_small_decoding_keeps_the_picture(self, tmp_path: Path) -> None:
-        """A JPEG decoded at a fraction of its size differs by about a level from one resized in full."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene(375, 501)).save(path, quality=95)
-        for size in (16, 37, (30, 90), (61, 41), 200):
-            got = read_image(path, size)
-
-            with Image.open(path) as image:
-                full = image.resize((got.shape[1], got.shape[0]), Image.Resampling.BILINEAR)
-            assert difference(got, np.asarray(full)) < 1.5
-
-    def test_shape_does_not_depend_on_small_decoding(self, tmp_path: Path) -> None:
-        """The longer side is computed from the file's size, not from the rounded one decoded to."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene(111, 1599)).save(path)
-
-        assert read_image(path, 7).shape == (7, 7 * 1599 // 111, 3)
-
-    def test_same_size_changes_nothing(self, tmp_path: Path) -> None:
-        """Asking for the size that the file has gives its very pixels."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene()).save(path)
-
-        assert np.array_equal(read_image(path, (48, 64)), read_image(path))
-
-    def test_palette_is_resized_as_colours(self, tmp_path: Path) -> None:
-        """A palette image is resized between colours, never between palette indices."""
-        path = tmp_path / "a.png"
-        image = Image.fromarray(np.array([[0, 2]], np.uint8)).convert("P")
-        image.putpalette([*RED, *GREEN, *RED])
-        image.save(path)
-
-        assert np.array_equal(read_image(path, (4, 4)), np.full((4, 4, 3), RED))
-
-    @pytest.mark.parametrize(
-        ("error", "sizes"),
-        [
-            (ValueError, [0, -1, (4, 0)]),
-            (TypeError, [2.5, "8", (1, 2, 3), (5,), (1.0, 2), ()]),
-        ],
-    )
-    def test_impossible_sizes(self, tmp_path: Path, error: type[Exception], sizes: list[Any]) -> None:
-        """A size that makes no sense is refused before the file is opened, and named."""
-        for size in sizes:
-            with pytest.raises(error, match="size must be"):
-                read_image(tmp_path / "missing.jpg", size)
+    A JPEG that is decoded at a fraction differs by about a level from one resized in full. None, and the size
+    that the file has, change no pixel.
+    """
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(turned(scene(*sides), suffix, orientation))
+    whole = read_image(path)
+    height, width = whole.shape[:2]
+    short, long = sorted((height, width))
+    shape = size
+    if isinstance(size, int):
+        shape = (size, size * long // short) if height <= width else (size * long // short, size)
+    found = read_image(path, size)
+    picture = Image.fromarray(whole)
+    expected = picture if size is None else picture.resize(shape[::-1], Image.Resampling.BILINEAR)
+    assert found.flags.c_contiguous
+    assert difference(found, np.asarray(expected)) < (1.5 if size else 1e-9)
+    assert np.array_equal(read_image(path, (height, width)), whole)
 
 
-class TestScale:
-    @pytest.mark.parametrize("scale", [2, 4, 8])
-    @pytest.mark.parametrize("sides", [(375, 500), (384, 512), (377, 501), (9, 15), (8, 1023)])
-    def test_sides_are_rounded_up(self, tmp_path: Path, sides: tuple[int, int], scale: int) -> None:
-        """A JPEG decoded at a fraction of its size has sides that are divided by the scale and rounded up."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene(*sides)).save(path)
-
-        image = decode(path, path, scale=scale)
-
-        assert image.shape == (-(-sides[0] // scale), -(-sides[1] // scale), 3)
-
-    @pytest.mark.parametrize("sides", [(375, 500), (384, 512), (389, 523)])
-    def test_reduced_region_is_that_of_the_box(self, tmp_path: Path, sides: tuple[int, int]) -> None:
-        """A reduced region shows the box that was asked for, whether or not the scale divides the sides."""
-        path = tmp_path / "a.jpg"
-        Image.fromarray(scene(*sides)).save(path, quality=95)
-        image = EncodedImage(path)
-
-        reduced = image.decode_reduced((64, 48, 384, 304), (32, 40)).pixels
-
-        assert reduced.shape == (32, 40, 3)
-        expected = image.decode((64, 48, 384, 304)).reshape(32, 8, 40, 8, 3).mean(axis=(1, 3))
-        assert difference(reduced, expected) < 2
+def test_a_palette_is_resized_between_colours(tmp_path: Path) -> None:
+    """Never between its indices."""
+    palette([0, 2], RED, GREEN, RED).save(tmp_path / "a.png")
+    assert np.array_equal(read_image(tmp_path / "a.png", (4, 4)), np.full((4, 4, 3), RED))
 
 
-def test_import_brings_no_opencv(interpreter: Interpreter) -> None:
-    """Reading images needs Pillow and numpy; OpenCV and torchvision are not imported."""
+@pytest.mark.parametrize(
+    ("error", "sizes"),
+    [(ValueError, [0, -1, (4, 0)]), (TypeError, [2.5, "8", (1, 2, 3), (5,), (1.0, 2), ()])],
+)
+def test_impossible_sizes_are_named(error: type[Exception], sizes: list[Any]) -> None:
+    """Before the file is opened."""
+    for size in sizes:
+        with pytest.raises(error, match="size must be"):
+            read_image("missing.jpg", size)
+
+
+@given(sides=st.tuples(st.integers(8, 700), st.integers(8, 700)), scale=st.sampled_from([2, 4, 8]))
+def test_a_fraction_has_sides_that_are_rounded_up(sides: tuple[int, int], scale: int) -> None:
+    """A JPEG of any size is decoded at exactly the asked fraction."""
+    content = saved(Image.new("RGB", sides[::-1]), "jpg")
+    assert decode(content, "x", scale=scale).shape == (-(-sides[0] // scale), -(-sides[1] // scale), 3)
+
+
+# --- OpenCV's decoder and Pillow's ------------------------------------------------------------------------
+
+
+def of_pillow(content: bytes) -> np.ndarray:
+    """The same file, read by Pillow alone."""
+    return _opened(content, "x", lambda image: _read(image, None, 1))
+
+
+def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, ...]:
+    try:
+        pixels = read(content)
+    except ImageReadError as error:
+        return ("raised", error.reason)
+    return pixels.shape, pixels.tobytes()
+
+
+@pytest.mark.parametrize("interval", [0, 3])
+@pytest.mark.parametrize("is_progressive", [0, 1])
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
+def test_opencv_decodes_ordinary_files_to_pillows_pixels(
+    sampling: int, is_progressive: int, interval: int
+) -> None:
+    """Every sampling, sequential or progressive, with and without restart markers."""
+    content = tiled_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
+    header = parse_jpeg(content)
+    assert header is not None
+    pixels = decode_jpeg(content, header)
+    assert pixels is not None
+    assert pixels.flags.c_contiguous
+    assert pixels.flags.writeable
+    np.testing.assert_array_equal(pixels, of_pillow(content))
+
+
+@pytest.mark.slow
+@settings(max_examples=700, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    orientation=st.sampled_from([1, 6]),
+    doubled=st.sampled_from([None, b"\xff\xc0", b"\xff\xc4", b"\xff\xe0", b"\xff\xe1"]),
+    data=st.data(),
+)
+def test_a_damaged_file_has_pillows_outcome(
+    kind: str, orientation: int, doubled: bytes | None, data: st.DataObject
+) -> None:
+    """Bytes changed, removed or put in, segments doubled: Pillow's pixels or error; headers say its size."""
+    content = bytearray(image_file(kind, orientation=orientation))
+    scan = content.index(b"\xff\xda")
+    if doubled is not None and doubled in content[:scan]:
+        start = content.index(doubled)
+        segment = content[start : start + 2 + int.from_bytes(content[start + 2 : start + 4], "big")]
+        content[scan:scan] = segment
+        scan += len(segment)
+    is_header = data.draw(st.booleans())
+    for _ in range(data.draw(st.integers(0 if doubled else 1, 3))):
+        low, high = (2, scan + 14) if is_header else (scan, len(content))
+        start = data.draw(st.integers(min(low, len(content)), min(high, len(content))))
+        removed = data.draw(st.sampled_from([0, 1, 1, 2, 50, 10**6]))
+        marker = st.integers(0, 255).map(lambda kind: bytes([0xFF, kind]))
+        byte = st.binary(min_size=removed, max_size=removed) if removed < 3 else st.nothing()
+        content[start : start + removed] = data.draw(st.binary(max_size=3) | marker | byte)
+    if data.draw(st.booleans()):
+        content += b"\xff\xd9"
+    expected, header = outcome(of_pillow, bytes(content)), parse_jpeg(memoryview(bytes(content)))
+    assert outcome(lambda file: decode(file, "x"), bytes(content)) == expected
+    if header is not None and not header.tags_at and expected[0] != "raised":
+        assert (header.height, header.width, 3) == expected[0]
+
+
+def test_ordinary_headers_are_read_without_pillow() -> None:
+    """Of files with colours or grey; but not of CMYK, which OpenCV converts to other colours."""
+    for kind in ("4:4:4", "4:2:0", "progressive", "restarts", "grey"):
+        header = parse_jpeg(memoryview(image_file(kind)))
+        assert header is not None
+        assert (header.height, header.width, header.tags_at) == (61, 83, [])
+    assert parse_jpeg(image_file("cmyk")) is None
+
+
+@pytest.mark.parametrize("has_rgb", [True, False], ids=["other pixels", "before 4.11"])
+def test_an_opencv_that_is_not_as_pillow_is_not_used(monkeypatch: pytest.MonkeyPatch, has_rgb: bool) -> None:
+    """One pixel of one proof that differs is enough; releases before 4.11 have no RGB."""
+    real = cv2.imdecode
+
+    def imdecode(*args: Any) -> np.ndarray:
+        pixels = real(*args)
+        pixels[0, 0, 0] ^= 1
+        return pixels
+
+    if has_rgb:
+        monkeypatch.setattr(cv2, "imdecode", imdecode)
+    else:
+        monkeypatch.delattr(cv2, "IMREAD_COLOR_RGB")
+    jpeg._decoder.cache_clear()
+    try:
+        assert jpeg._decoder() is None
+        np.testing.assert_array_equal(decode(image_file("4:2:0"), "x"), of_pillow(image_file("4:2:0")))
+    finally:
+        jpeg._decoder.cache_clear()
+
+
+# --- bad files --------------------------------------------------------------------------------------------
+
+
+def bomb() -> bytes:
+    """A small file that promises 900 million pixels."""
+    content = bytearray(saved(SCENE, "bmp"))
+    struct.pack_into("<ii", content, 18, 30_000, 30_000)  # width, height
+    return bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("missing.jpg", None, "No such file"),
+        ("", None, "Is a directory"),
+        ("a\0b.jpg", None, r"embedded null byte$"),
+        ("empty.jpg", b"", "empty"),
+        ("text.jpg", b"hello " * 100, "not an image"),
+        ("damaged.png", saved(SCENE, "png").replace(b"IDAT", b"ID\0T"), "."),
+        ("bomb.bmp", bomb(), "900000000 pixels"),
+        ("floats.tif", saved(np.ones((4, 4), np.float32), "tif"), "scale them to 8 bits"),
+        ("ints.tif", saved(np.ones((4, 4), np.int32), "tif"), "scale them to 8 bits"),
+    ],
+)
+def test_a_bad_file_is_an_error_with_its_path(
+    tmp_path: Path, name: str, content: bytes | None, reason: str
+) -> None:
+    """It says what is wrong, crosses a process border, and an EncodedImage raises the same."""
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ImageReadError, match=reason) as caught:
+        read_image(path)
+    with pytest.raises(ImageReadError) as of_encoded:
+        EncodedImage(path).decode()
+    error, copy = caught.value, pickle.loads(pickle.dumps(caught.value))
+    assert error.path == str(path)
+    assert repr(str(path)) in str(error) == str(of_encoded.value)
+    assert error.__cause__ is not None
+    assert (copy.path, copy.reason, str(copy)) == (error.path, error.reason, str(error))
+    if not content or name == "text.jpg":  # has no header
+        with pytest.raises(ImageReadError) as of_shape:
+            _ = EncodedImage(path).shape
+        assert str(of_shape.value) == str(error)
+
+
+@pytest.mark.parametrize("kind", ["4:2:0", "progressive", "restarts", *OTHERS, "bmp", "ppm"])
+def test_a_file_cut_anywhere_is_an_error(kind: str, tmp_path: Path) -> None:
+    """Never a picture with a grey half; a box of it raises exactly where the whole picture does."""
+    content = image_file(kind)
+    path = tmp_path / "cut"
+    for end in {0, 1, 2, 3, 20, *range(30, len(content), len(content) // 40), len(content) - 1}:
+        path.write_bytes(content[:end])
+        found = []
+        for read in (lambda: read_image(path), lambda: EncodedImage(path).decode((1, 1, 9, 9))):
+            try:
+                found.append(read() is None)
+            except ImageReadError as error:
+                found.append(str(path) in str(error))
+        assert found == [True, True] if end < len(content) - 50 else found[0] == found[1]
+
+
+def test_lack_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MemoryError stays MemoryError."""
+
+    def fail(_image: Image.Image, _mode: str) -> None:
+        raise MemoryError
+
+    Image.fromarray(SCENE_GREY).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image.Image, "convert", fail)
+    with pytest.raises(MemoryError):
+        read_image(tmp_path / "a.png")
+
+
+def test_only_pillows_warnings_are_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one filter for all reads: "warn once" elsewhere keeps its memory. Large images warn of nothing."""
+    Image.fromarray(SCENE).save(tmp_path / "a.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 - 1)  # between Pillow's warning and its error
+    with warnings.catch_warnings():
+        assert np.array_equal(read_image(tmp_path / "a.png"), SCENE)
+        filters = list(warnings.filters)
+        read_image(tmp_path / "a.png")
+        assert list(warnings.filters) == filters
+        with pytest.warns(UserWarning, match="mine"):
+            warnings.warn("mine", stacklevel=1)
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """After a read, good or bad, no descriptor points to the file."""
+    good, bad = tmp_path / "good.tif", tmp_path / "bad.jpg"
+    Image.fromarray(SCENE).save(good, save_all=True, append_images=[Image.fromarray(SCENE)])
+    bad.write_bytes(saved(SCENE, "jpg")[:-200])
+    read_image(good)
+    with pytest.raises(ImageReadError):
+        read_image(bad)
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if os.path.islink(link)]  # the listing's own has gone
+    assert not [target for target in held if str(tmp_path) in target]
+
+
+def test_reading_images_imports_no_opencv(interpreter: Interpreter) -> None:
+    """It needs Pillow and numpy; OpenCV and torchvision are not imported."""
     code = "import sys, fastload.images.decode; print({'cv2', 'torchvision'} & set(sys.modules))"
-    done = interpreter.run(code)
-
-    assert done.stdout.strip() == "set()"
+    assert interpreter.run(code).stdout.strip() == "set()"

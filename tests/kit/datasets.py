@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import os
 import random
@@ -184,6 +185,22 @@ def packed(samples: list[Any]) -> Any:
     return torch.nn.utils.rnn.pack_sequence([torch.tensor([label]) for _, label in samples])
 
 
+@dataclasses.dataclass
+class Photo:
+    """A sample of a class that torch has no rule for."""
+
+    number: int
+    name: str
+
+
+def photo(index: int) -> Photo:
+    return Photo(index, f"{index}.jpg")
+
+
+def album(photos: list[Photo]) -> Photo:
+    return Photo(sum(one.number for one in photos), "".join(one.name for one in photos))
+
+
 class Box:
     """Holds something where nobody looks for it."""
 
@@ -322,6 +339,7 @@ SAMPLES: dict[str, Any] = {
     "objects": lambda i: np.array([None, i], object),
     "text array": lambda i: np.array(["a"]),
     "unknown type": lambda i: object(),
+    "dataclass": photo,
     "expanded": lambda i: torch.tensor([float(i)]).expand(4),
     "conjugate": lambda i: torch.full((2,), 1j).conj(),
     "draws": draws,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import platform
 import resource
@@ -128,6 +129,15 @@ def something_else(kind: str) -> Iterator[int]:
             fd = os.open("/" if kind == "directory" else sys.executable, os.O_RDONLY)
             stack.callback(os.close, fd)
             yield fd
+
+
+def log_lines() -> list[str]:
+    """Lines that fastload logs from now on; this list grows."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fastload").addHandler(handler)
+    return lines
 
 
 def mapped_bytes() -> int:

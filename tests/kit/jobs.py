@@ -13,7 +13,10 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Job:
-    """Another job: a process that runs a function, sends its result, and then waits to be ended."""
+    """Another job: a process that runs a function, which gives what it holds, and an answer.
+
+    It then does what it is asked with what it holds, until it is ended.
+    """
 
     def __init__(self, work: Callable[..., Any], *args: Any) -> None:
         self._pipe, other = FORK.Pipe()
@@ -25,8 +28,9 @@ class Job:
     def _run(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
         kept, answer = work(*args)
         pipe.send(answer)
-        pipe.recv()  # EOF when the parent is gone
-        del kept
+        while True:
+            work, args = pipe.recv()  # EOF when the parent is gone
+            pipe.send(work(kept, *args))
 
     @property
     def pid(self) -> int:
@@ -35,6 +39,15 @@ class Job:
 
     def answer(self) -> Any:
         return self._pipe.recv()
+
+    def begin(self, work: Callable[..., Any], *args: Any) -> None:
+        """Run a function of a module on what the job holds; `answer` gives its result."""
+        self._pipe.send((work, args))
+
+    def ask(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run a function of a module on what the job holds."""
+        self.begin(work, *args)
+        return self.answer()
 
     def kill(self) -> None:
         if self._process.is_alive():

@@ -42,7 +42,7 @@ PROJECT = Path(__file__).parents[2]
 COPIED = ["fastload", "tests", "benchmarks", "examples", "README.md", "pyproject.toml", "Makefile"]
 
 # Large matrices over what single tests show, too.
-FEW = "-m 'not slow' -k 'not another_number_of and not any_number_of and not rest_is_that and not every'"
+FEW = "-m 'not slow' -k 'not interruptions_with_workers'"
 # What pytest is told for each file: few tests, the quickest first.
 TESTS = {
     "memory/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
@@ -56,15 +56,16 @@ TESTS = {
     " tests/faults/test_descriptors.py tests/faults/test_restart.py -m 'not slow'"
     " -k 'not sampler_that and not timeout'",
     "workers/process.py": "tests/transport/test_process.py tests/survival/test_start.py"
-    " tests/survival/test_going_on.py tests/faults/test_processes.py -m 'not slow' -k 'not sampler_that'",
+    " tests/survival/test_going_on.py tests/faults/test_restart.py -m 'not slow' -k 'not sampler_that'",
     "workers/messages.py": "tests/survival/test_going_on.py tests/faults/test_restart.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that'",
     "cache/ram/shared.py": "tests/cache/test_shared.py tests/cache/test_ram_model.py"
     " tests/cache/test_limits.py -m 'not slow'",
     "cache/ram/layout.py": "tests/cache/test_limits.py tests/cache/test_shared.py"
     " tests/cache/test_ram_model.py tests/cache/test_sharing.py -m 'not slow'",
-    "epochs/resume.py": f"tests/resume/test_resume.py tests/resume/test_streams.py {FEW}",
-    "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_streams.py"
+    "epochs/resume.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
+    f" tests/resume/test_failures.py {FEW}",
+    "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
     f" tests/rng/test_seeding.py {FEW}",
     "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/copies.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",

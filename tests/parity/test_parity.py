@@ -18,7 +18,7 @@ import torch.utils.data as tud
 import fastload
 from fastload.batch import collate
 from tests.kit import datasets
-from tests.kit.batches import compare_with_torch, read_epoch
+from tests.kit.batches import assert_same_batches, compare_with_torch, read_epoch
 from tests.kit.datasets import SAMPLES
 
 if TYPE_CHECKING:
@@ -34,6 +34,20 @@ def test_any_sample_collates_as_in_torch(name: str, num_workers: int) -> None:
     compare_with_torch(
         lambda loader: (loader(datasets.Made(SAMPLES[name]), batch_size=4, num_workers=num_workers), None), 1
     )
+
+
+@pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {"draws", "worker info"}))
+def test_batches_of_worker_threads_are_those_without_workers(name: str) -> None:
+    """Values, types, dtypes, shapes, strides, order and errors are those of torch's loader."""
+    dataset = datasets.Made(SAMPLES[name])
+    theirs = read_epoch(tud.DataLoader(dataset, 4))
+    ours = read_epoch(fastload.DataLoader(dataset, 4, num_workers=2, worker_type="thread"))
+
+    for one, other in zip(theirs, ours, strict=True):
+        if isinstance(one, Exception):
+            assert (type(one), str(one)) == (type(other), str(other))
+        else:
+            assert_same_batches(one, other)
 
 
 @pytest.fixture(params=["rows", "warm memory"])
@@ -161,6 +175,12 @@ OPTIONS: dict[str, Any] = {
     "out of range": lambda g: {"dataset": [1, 2, 3], "sampler": [0, 9, 1]},
     "mixup": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.mixed_up},
     "arrays from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.as_arrays},
+    "objects from collate": lambda g: {
+        "dataset": datasets.Made(datasets.photo),
+        "batch_size": 5,
+        "collate_fn": datasets.album,
+    },
+    "objects without batches": lambda g: {"dataset": datasets.Made(datasets.photo), "batch_size": None},
     "ragged from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.ragged},
     "batches of many sizes": lambda g: {"dataset": datasets.Made(datasets.growing, 40), "batch_size": 4},
     "init function": lambda g: {"dataset": DRAWS, "batch_size": 4, "worker_init_fn": datasets.init},
@@ -281,19 +301,6 @@ def test_a_worker_init_function_that_raises_gives_its_error_for_every_batch() ->
 
     assert len(got) == 2
     assert all(type(error) is ValueError and "init of worker 0" in str(error) for error in got)
-
-
-def test_errors_from_workers_say_where_in_a_note() -> None:
-    """The note names batch, worker and dataset indices; the text stays torch's."""
-    (error,) = (
-        got
-        for got in read_epoch(
-            fastload.DataLoader(datasets.Made(datasets.raises, 8), batch_size=4, num_workers=2)
-        )
-        if isinstance(got, ValueError)
-    )
-
-    assert error.__notes__ == ["fastload: batch 1, worker 1, dataset index 5"]
 
 
 def test_one_large_buffer_for_all_samples_gives_the_rows_that_were_meant() -> None:

@@ -1,8 +1,10 @@
-"""Loaders with every kind of sampler, made anew at each call, as a new process would make them."""
+"""Loaders with every kind of sampler and stream, made anew at each call, and runs that are interrupted."""
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,11 @@ from torch.utils.data import (
 
 from fastload import DataLoader
 from fastload.epochs.order import Sources
+from tests.resume import zoo
 from tests.resume.zoo import Draws, Numbers, Stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 LENGTH = 50
 
@@ -50,11 +53,32 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager draws": lambda: {"sampler": Draws(LENGTH)},
     "stateful": lambda: {"sampler": Stateful(LENGTH)},
 }
+_KINDS = (zoo.Mute, zoo.MakesSamples, zoo.MakesBoth, zoo.StartsOver, zoo.ContinuesOnce, zoo.Stream)
+STREAMS = [kind.__name__ for kind in _KINDS]
+DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{kind.__name__: lambda kind=kind: {"dataset": kind(), "batch_size": 3} for kind in _KINDS},  # type: ignore[misc]
+    "Shuffled": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3},
+    "Shuffled, draws": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3, "collate_fn": zoo.draw},
+    "Counting": lambda: {"dataset": zoo.Counting(LENGTH)},
+}
 
 
-def make(kind: str, num_workers: int = 0, *, persistent: bool = False) -> DataLoader:
-    options = {"batch_size": 4, "num_workers": num_workers} | SAMPLERS[kind]()
-    return DataLoader(Numbers(LENGTH), persistent_workers=persistent and num_workers > 0, **options)
+def make(kind: str, num_workers: int = 0, *, persistent: bool = False, **options: Any) -> DataLoader:
+    usual = {"dataset": Numbers(LENGTH), "batch_size": 4} | (SAMPLERS | DATASETS)[kind]()
+    workers = {"num_workers": num_workers, "persistent_workers": persistent and num_workers > 0}
+    return DataLoader(**usual | workers | options)
+
+
+def distributed(length: int, batch_size: int, num_ranks: int, rank: int, seed: int = 3) -> DataLoader:
+    """Samples that torch's sampler splits between ranks."""
+    sampler: DistributedSampler[Any] = DistributedSampler(range(length), num_ranks, rank, seed=seed)
+    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+
+
+def sharded(length: int, batch_size: int, num_ranks: int, rank: int) -> DataLoader:
+    """Batches that are split between ranks as Accelerate does it."""
+    batches = BatchSampler(RandomSampler(range(length), generator=seeded()), batch_size, False)
+    return DataLoader(Numbers(length), batch_sampler=zoo.Sharded(batches, num_ranks, rank))
 
 
 def order_states(loader: DataLoader) -> tuple[dict[str, bytes], dict[str, bytes]]:
@@ -64,7 +88,7 @@ def order_states(loader: DataLoader) -> tuple[dict[str, bytes], dict[str, bytes]
 
 
 def labels(batches: Any) -> list[list[int]]:
-    return [batch.flatten().tolist() for batch in batches]
+    return [torch.as_tensor(batch).flatten().tolist() for batch in batches]
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
@@ -80,3 +104,80 @@ def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
     file.seek(0)
     found: dict[str, Any] = torch.load(file, weights_only=True)
     return found
+
+
+def state_after(loader: DataLoader, num_batches: int, send: Any = through_json) -> dict[str, Any]:
+    """The state after some batches of an epoch; one more than there are reaches its end."""
+    with loader:
+        list(itertools.islice(loader, num_batches))
+        found: dict[str, Any] = send(loader.state_dict())
+        return found
+
+
+Points = tuple[tuple[int, int], ...]
+
+
+def run(
+    kind: str,
+    epochs: int,
+    points: Points = (),
+    workers: Iterable[int] = (0,),
+    *,
+    send: Callable[[dict[str, Any]], dict[str, Any]] = through_json,
+    **options: Any,
+) -> list[list[list[int]]]:
+    """What each epoch brings in a training that is interrupted, and goes on in a new process each time.
+
+    The training draws from torch's generator itself, and saves its state beside the loader's.
+
+    Args:
+        kind: Of the loader.
+        epochs: How many.
+        points: Epochs, and how many of their batches have come when the run is interrupted.
+        workers: How many the first loader has, and each later one.
+        send: Through a checkpoint.
+        options: Of the loader.
+    """
+    counts = itertools.cycle(workers)
+    torch.manual_seed(11)
+    loader = make(kind, next(counts), **options)
+    found: list[list[list[int]]] = []
+    for epoch in range(epochs):
+        loader.set_epoch(epoch)
+        found.append([])
+        default = None
+        for point in [*(number for where, number in points if where == epoch), None]:
+            other, num_read = torch.get_rng_state(), getattr(loader.dataset, "reads", 0)
+            iterator = iter(loader)
+            num_asked = None if point is None else max(point - len(found[-1]), 0)
+            batches = labels(itertools.islice(iterator, num_asked))
+            found[-1] += batches
+            if loader.num_workers == 0 and type(loader.dataset) is Numbers:  # what was received is not read
+                assert loader.dataset.reads - num_read == sum(map(len, batches)) // 2
+            if default is not None:  # an epoch that goes on draws nothing where the training draws
+                assert torch.equal(torch.get_rng_state(), other)
+                torch.set_rng_state(default)
+            if num_asked is None:
+                break
+            state = send(loader.state_dict())
+            assert loader.state_dict() == state  # asking changes nothing
+            assert state["_iterator_finished"] == (len(batches) < num_asked)
+            loader.close()
+            default = torch.get_rng_state()
+            torch.manual_seed(99)  # as in another process
+            loader = make(kind, next(counts), **options)
+            assert loader.state_dict()["epoch"] == 0
+            loader.load_state_dict(state)
+            if not state["_num_yielded"] or state["_iterator_finished"]:  # the order is not drawn yet
+                torch.set_rng_state(default)
+                default = None
+            if state["_iterator_finished"]:
+                break
+        torch.rand(3)
+    loader.close()
+    return found
+
+
+@functools.cache
+def uninterrupted(kind: str, epochs: int, num_workers: int = 0, *, persistent: bool = False) -> Any:
+    return run(kind, epochs, workers=[num_workers], persistent=persistent)

@@ -1,4 +1,4 @@
-"""The state of one rank on every rank, and a state on a loader with another batch size."""
+"""The state of one rank on every rank; what does not fit is in test_saved_state.py."""
 
 from __future__ import annotations
 
@@ -9,72 +9,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import RandomSampler, Sampler
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
-from tests.resume.loaders import labels, seeded, through_json
-from tests.resume.stream_zoo import Stream
-from tests.resume.zoo import Numbers, Stateful
+from tests.resume.loaders import distributed, labels, seeded, sharded, state_after, through_json
+from tests.resume.zoo import KnowsItsRank, Numbers, Stream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-class Sharded(BatchSampler):
-    """Gives each rank every n-th batch, with the attributes of Accelerate's BatchSamplerShard."""
-
-    def __init__(self, batch_sampler: BatchSampler, num_processes: int, process_index: int) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler) // self.num_processes
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(self.batch_sampler, self.process_index, None, self.num_processes)
-
-
-class KnowsItsRank(Stateful):
-    """A sampler that splits the dataset, and whose state has the rank in it."""
-
-    num_replicas = 2
-
-    def __init__(self, length: int, rank: int) -> None:
-        super().__init__(length)
-        self.rank = rank
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.islice(super().__iter__(), self.rank, None, self.num_replicas)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"round": self.round, "rank": self.rank}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.round, self.rank = state["round"], state["rank"]
-
-
-def distributed(
-    length: int, batch_size: int, num_ranks: int, rank: int, seed: int = 3, **options: Any
-) -> Any:
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        range(length), num_ranks, rank, seed=seed, **options
-    )
-    return DataLoader(Numbers(length), batch_size, sampler=sampler)
-
-
-def sharded(length: int, batch_size: int, num_ranks: int, rank: int) -> DataLoader:
-    batches = BatchSampler(RandomSampler(range(length), generator=seeded()), batch_size, False)
-    return DataLoader(Numbers(length), batch_sampler=Sharded(batches, num_ranks, rank))
+    from collections.abc import Callable
 
 
 MAKERS: dict[str, Callable[..., DataLoader]] = {"distributed": distributed, "sharded batches": sharded}
-
-
-def state_after(loader: DataLoader, num_batches: int) -> dict[str, Any]:
-    list(itertools.islice(loader, num_batches))
-    return through_json(loader.state_dict())
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -82,9 +28,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-
-
-# --- the state of one rank on every rank -----------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -135,30 +78,6 @@ def test_a_resumed_rank_saves_its_own_state() -> None:
     assert (state["rank"], state["_num_yielded"]) == (1, 3)
     with pytest.raises(ResumeError, match="different indices for the first 3 batches"):
         iter(again)
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        (lambda: distributed(40, 4, 2, 0, seed=4), "different indices for the first 2 batches"),
-        (lambda: distributed(44, 4, 2, 1), "length of the dataset 40, .* has 44"),
-        (lambda: distributed(40, 4, 2, 1, seed=4), "seed of the sampler 3, .* has 4"),
-        (lambda: distributed(40, 5, 2, 1), "batch_size 4, .* has 5"),
-        (lambda: distributed(40, 4, 3, 1), "number of ranks 2, .* has 3"),
-        (lambda: distributed(40, 4, 3, 0), "number of ranks 2, .* has 3"),
-        (lambda: sharded(40, 4, 2, 1), "kind of sampler BatchSampler of DistributedSampler, .* but"),
-    ],
-    ids=["seed, same rank", "length", "seed", "batch size", "ranks", "ranks, same rank", "sampler"],
-)
-def test_what_the_ranks_have_in_common_is_compared(other: Callable[[], DataLoader], text: str) -> None:
-    """In the middle of an epoch, the error gives both values; the state stays loaded."""
-    state = state_after(distributed(40, 4, 2, 0), 2)
-    resumed = other()
-    resumed.load_state_dict(state)
-
-    with pytest.raises(ResumeError, match=text):
-        iter(resumed)
-    assert resumed.state_dict() == state
 
 
 def test_a_sampler_whose_state_has_the_rank_is_found_out() -> None:
@@ -245,46 +164,6 @@ def test_lightning_s_wrapper_is_seen() -> None:
         return DataLoader(Numbers(40), 4, sampler=sampler)
 
     assert state_after(make(1), 0)["rank"] == 1
-
-
-# --- another batch size ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_batches", [None, 0, 99])
-def test_another_batch_size_between_epochs(num_batches: int | None) -> None:
-    """Before the first batch, and after the end, the samples of the next epoch come in other batches."""
-
-    def make(batch_size: int) -> DataLoader:
-        return DataLoader(Numbers(20), batch_size, shuffle=True, generator=seeded(5))
-
-    loader = make(4)
-    if num_batches is not None:
-        list(itertools.islice(loader, num_batches))
-    state = through_json(loader.state_dict())
-    rest = torch.cat(list(loader)) if num_batches != 0 else torch.cat(list(make(4)))
-    resumed = make(5)
-    resumed.load_state_dict(state)
-
-    assert torch.equal(torch.cat(list(resumed)), rest)
-
-
-def test_another_batch_size_within_an_epoch() -> None:
-    """The error gives both sizes."""
-    state = state_after(DataLoader(Numbers(20), 4), 2)
-    resumed = DataLoader(Numbers(20), 5)
-    resumed.load_state_dict(state)
-
-    with pytest.raises(ResumeError, match=r"batch_size 4, after 2 batches, but .* has 5: give it 4"):
-        iter(resumed)
-
-
-def test_a_stream_with_a_state_takes_another_batch_size() -> None:
-    """Its own state counts samples: the rest comes in batches of the new size."""
-    state = state_after(DataLoader(Stream(), 3), 2)
-    resumed = DataLoader(Stream(), 5)
-    resumed.load_state_dict(state)
-
-    assert torch.cat(list(resumed)).tolist() == list(range(6, 41))
 
 
 def test_a_stream_s_state_of_another_rank_is_warned_of(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import pickle
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,174 +13,162 @@ from torch.utils.data import DistributedSampler
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
-from tests.kit import datasets
-from tests.resume.loaders import LENGTH, SAMPLERS, labels, make, seeded, through_json, through_torch_save
-from tests.resume.stream_zoo import Mute
-from tests.resume.zoo import Foreign, Numbers
-
-
-def start_epoch(loader: DataLoader, epoch: int) -> Any:
-    loader.set_epoch(epoch)
-    return iter(loader)
-
-
-def uninterrupted(kind: str, epochs: int, **options: Any) -> list[list[list[int]]]:
-    """What each epoch brings in a run from seed 11 on that draws from torch's generator, as training does."""
-    torch.manual_seed(11)
-    loader = make(kind, **options)
-    runs = []
-    for epoch in range(epochs):
-        runs.append(labels(start_epoch(loader, epoch)))
-        torch.rand(3)
-    loader.close()
-    return runs
-
-
-@pytest.mark.parametrize("kind", SAMPLERS)
-@pytest.mark.parametrize("cut", [(0, 0), (0, 3), (1, 1), (1, 5), (1, 99)])
-def test_the_rest_is_that_of_an_uninterrupted_run(kind: str, cut: tuple[int, int]) -> None:
-    """In a new process the rest of the epoch and the next epochs are the same, for each kind of sampler."""
-    epoch, batches = cut
-    expected = uninterrupted(kind, 4)
-    torch.manual_seed(11)
-    loader = make(kind)
-    for earlier in range(epoch):
-        labels(start_epoch(loader, earlier))
-        torch.rand(3)
-    seen = labels(itertools.islice(start_epoch(loader, epoch), batches))
-    state, default_state = through_json(loader.state_dict()), torch.get_rng_state()
-    assert pickle.loads(pickle.dumps(loader)).state_dict()["_num_yielded"] == 0  # a copy shares no progress
-
-    resumed = make(kind)
-    assert resumed.state_dict()["epoch"] == 0  # and asking for it draws nothing
-    resumed.load_state_dict(state)
-    torch.set_rng_state(default_state)
-    if batches == 99:  # the caller has seen the end
-        assert state["_iterator_finished"]
-    else:
-        rest = labels(resumed)
-        assert seen + rest == expected[epoch]
-        assert resumed.dataset.reads == sum(map(len, rest)) // 2  # what is passed over is not read
-        assert resumed.state_dict()["epoch"] == epoch
-    torch.rand(3)
-    for later in range(epoch + 1, 4):
-        assert labels(start_epoch(resumed, later)) == expected[later]
-        torch.rand(3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "after", "persistent"),
-    [
-        ("shuffle, generator", 0, 3, False),
-        ("shuffle, generator", 2, 1, True),
-        ("no batches", 2, 0, False),
-        ("no batches", 0, 1, True),
-        ("stateful", 2, 3, True),
-        ("stateful", 2, 0, False),
-    ],
+from tests.resume.loaders import (
+    DATASETS,
+    SAMPLERS,
+    STREAMS,
+    Points,
+    labels,
+    make,
+    run,
+    seeded,
+    state_after,
+    through_json,
+    through_torch_save,
+    uninterrupted,
 )
-def test_another_number_of_workers(kind: str, before: int, after: int, persistent: bool) -> None:
-    """An epoch that was begun with some workers is finished with others, none or more.
+from tests.resume.zoo import Mute, Numbers, Shuffled, Stream
 
-    Torch begins with a sampler twice where there are workers, and its order is that of the second time.
-    """
-    expected = uninterrupted(kind, 2, num_workers=before, persistent=persistent)
-    torch.manual_seed(11)
-    with make(kind, before, persistent=persistent) as loader:
-        labels(start_epoch(loader, 0))
-        torch.rand(3)
-        seen = labels(itertools.islice(start_epoch(loader, 1), 5))
-        state = through_torch_save(loader.state_dict())
-    with make(kind, after, persistent=persistent) as resumed:
-        resumed.load_state_dict(state)
+if TYPE_CHECKING:
+    from tests.device.fake import FakeBackend
 
-        assert seen + labels(resumed) == expected[1]
+# Without workers its samples are drawn where nobody sees it; a later epoch of MakesBoth has other samples.
+LOCAL = sorted((SAMPLERS | DATASETS).keys() - {"Shuffled", "Shuffled, draws"})
+POINTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 60)), max_size=5).map(sorted).map(tuple)
+
+
+@settings(max_examples=80, deadline=None)
+@given(kind=st.sampled_from(LOCAL), points=POINTS, send=st.sampled_from([through_json, through_torch_save]))
+def test_any_interruptions_without_workers(kind: str, points: Points, send: Any) -> None:
+    """However often and wherever a run stops, new processes bring what one that goes through brings."""
+    epochs = 1 if kind == "MakesBoth" else 3
+
+    assert run(kind, epochs, points, send=send) == uninterrupted(kind, epochs)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    cuts=st.lists(st.integers(0, 12), max_size=6),
-    kind=st.sampled_from(["shuffle, generator", "with replacement", "batch sampler", "stateful"]),
+    kind=st.sampled_from(STREAMS),
+    batch_size=st.sampled_from([None, 1, 7]),
+    drop_last=st.booleans(),
+    numbers=st.lists(st.integers(0, 45), max_size=3).map(sorted),
 )
-def test_any_number_of_interruptions(cuts: list[int], kind: str) -> None:
-    """However often a run is interrupted, and wherever, it brings what one that goes through brings."""
-    expected = [batch for epoch in uninterrupted(kind, 3) for batch in epoch]
-    loader = make(kind)
-    seen: list[list[int]] = []
-    for cut in cuts:
-        seen += labels(itertools.islice(loader, cut))
-        state = loader.state_dict()
-        loader = make(kind)
+def test_any_batches_of_streams(kind: str, batch_size: Any, drop_last: bool, numbers: list[int]) -> None:
+    """Single samples, batches of one, and a last batch that is short or dropped."""
+    options = {"batch_size": batch_size, "drop_last": drop_last and batch_size is not None}
+    whole = run(kind, 1, **options)
+
+    assert run(kind, 1, tuple((0, number) for number in numbers), **options) == whole
+    if kind != "MakesBoth" and not options["drop_last"]:  # as in torch, iter() is called once
+        assert [index for batch in whole[0] for index in batch] == list(range(41))
+
+
+BETWEEN = ((0, 99),)
+WITHIN = ((1, 3),)
+WITH_WORKERS: list[Any] = [
+    # Workers and none, in turn: an order does not depend on who reads it.
+    *((kind, 2, WITHIN, [1, 0] if place % 2 else [0, 1]) for place, kind in enumerate(SAMPLERS)),
+    *((kind, 2, ((1, 5),), [2, 3]) for kind in ("shuffle, generator", "stateful")),
+    *((kind, 3, BETWEEN, [1]) for kind in ("shuffle", "weighted", "no batches", "stateful")),
+    # Streams, whose second worker has not begun, or ends early.
+    *((kind, 2 - (kind == "MakesBoth"), ((0, 1), (0, 7)), [2]) for kind in STREAMS),
+    *((kind, 1, ((0, 9),), [3]) for kind in ("Mute", "Stream")),
+    *((kind, 2, WITHIN, [2]) for kind in ("Mute", "MakesSamples", "Stream")),
+    *((kind, 1, ((0, 5),), [2]) for kind in ("Shuffled", "Shuffled, draws")),
+    # Each copy of a dataset goes on with its own state.
+    ("Counting", 1, ((0, 2), (0, 7)), [3]),
+    ("Counting", 2, ((0, 99), (1, 7)), [2]),
+]
+
+
+@pytest.mark.parametrize(("kind", "epochs", "points", "workers"), WITH_WORKERS)
+def test_interruptions_with_workers(kind: str, epochs: int, points: Points, workers: list[int]) -> None:
+    """The same with any number of workers before and after, whose second epoch is that of persistent ones."""
+    found = run(kind, epochs, points, workers, send=through_torch_save, persistent=True)
+
+    assert found == uninterrupted(kind, epochs, workers[0], persistent=True)
+
+
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 0), (0, 4), (1, 1), (1, 4)])
+def test_copies_ahead(num_workers: int, num_batches: int, fake_device: FakeBackend) -> None:
+    """With device=, the state is that after the batch handed out, not after those fetched ahead."""
+    state = state_after(make("Stream", num_workers, device="cuda"), num_batches)
+    with make("Stream", num_workers, device="cuda") as loader:
         loader.load_state_dict(state)
-    while len(seen) < len(expected):
-        seen += labels(loader)
+        rest = list(loader)
+    fake_device.drain()
 
-    assert seen[: len(expected)] == expected
+    assert labels(rest) == uninterrupted("Stream", 1, num_workers)[0][num_batches:]
 
 
-def test_the_last_batch_is_not_the_end() -> None:
-    """After the last batch, before the end was seen, a resumed epoch brings nothing more."""
-    loader = make("in order")
-    iterator = iter(loader)
-    for _ in range(13):
-        next(iterator)
-    state = loader.state_dict()
-    resumed = make("in order")
+@pytest.mark.parametrize("options", [{"drop_last": True}, {"worker_type": "thread"}])
+def test_a_loader_is_resumed_twice(options: dict[str, Any]) -> None:
+    """A state that is loaded between epochs of persistent workers reaches them; so does a second one."""
+    kind = "Stream" if "drop_last" in options else "shuffle, generator"
+    with make(kind, 2, persistent=True, **options) as loader:
+        whole = labels(loader)
+        for num_batches in (3, 5):
+            other = make(kind, 2, **options)
+            loader.load_state_dict(state_after(other, num_batches))
+            assert labels(loader) == whole[num_batches:]
+
+
+def test_worker_threads_share_the_dataset() -> None:
+    """A state has none of the dataset's then, and any number of threads resumes."""
+    state = state_after(make("Counting", 2, worker_type="thread"), 5)
+    resumed = make("Counting", 3, worker_type="thread")
     resumed.load_state_dict(state)
 
-    assert not state["_iterator_finished"]
-    assert list(resumed) == []
-    assert len(list(resumed)) == 13
+    assert state["dataset_states"] is None
+    assert len(list(resumed)) == 8
 
 
-def test_a_foreign_sampler_is_found_out() -> None:
-    """A sampler that gives other indices the second time is an error that says what to do."""
-    loader = DataLoader(Numbers(LENGTH), 4, sampler=Foreign(LENGTH))
-    list(itertools.islice(loader, 3))
-    resumed = DataLoader(Numbers(LENGTH), 4, sampler=Foreign(LENGTH))
-    resumed.load_state_dict(loader.state_dict())
-
-    with pytest.raises(ResumeError, match=r"indices for the first 3 batches.*attribute `generator`"):
-        iter(resumed)
+# --- what a framework changes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_yielded", [0, 2])
-def test_a_number_of_batches_that_a_framework_has_lowered_counts(num_yielded: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_yielded"), [("shuffle, generator", 0), ("shuffle, generator", 2), ("Mute", 3)]
+)
+def test_a_number_of_batches_that_a_framework_has_lowered_counts(kind: str, num_yielded: int) -> None:
     """Accelerate takes off the batches that it has prefetched: the checksum does not fit any more."""
-    expected = uninterrupted("shuffle, generator", 1)[0]
+    loader = make(kind)
+    loader.load_state_dict({**state_after(make(kind), 4), "_num_yielded": num_yielded})
+
+    assert labels(loader) == uninterrupted(kind, 1)[0][num_yielded:]
+
+
+@pytest.mark.parametrize("num_batches", [None, 0, 99])
+def test_another_batch_size_between_epochs(num_batches: int | None) -> None:
+    """Before the first batch, and after the end, the samples of the next epoch come in other batches."""
     loader = make("shuffle, generator")
-    labels(itertools.islice(start_epoch(loader, 0), 4))
-    resumed = make("shuffle, generator")
-    resumed.load_state_dict({**loader.state_dict(), "_num_yielded": num_yielded})
+    if num_batches is not None:
+        list(itertools.islice(loader, num_batches))
+    state = through_json(loader.state_dict())
+    rest = torch.cat(list(loader if num_batches != 0 else make("shuffle, generator")))
+    resumed = make("shuffle, generator", batch_size=5)
+    resumed.load_state_dict(state)
 
-    assert labels(resumed) == expected[num_yielded:]
-
-
-def test_another_dataset_is_found_out() -> None:
-    """A sampler with fewer batches than were received is an error."""
-    loader = make("in order")
-    list(itertools.islice(loader, 10))
-    resumed = DataLoader(Numbers(8), 4)
-    resumed.load_state_dict(loader.state_dict())
-
-    with pytest.raises(ResumeError, match="had at least 10 batches, but the sampler now has 2"):
-        iter(resumed)
+    assert torch.equal(torch.cat(list(resumed)), rest)
 
 
-def test_the_beginning_of_a_stream_s_epoch_is_passed_on() -> None:
-    """A state at the beginning of a stream's epoch, loaded and taken again, names the same generators."""
-    found = []
-    for seed in (9, 1):
-        loader = DataLoader(Mute(20), 4, generator=seeded(seed))
-        if found:
-            loader.load_state_dict(found[0])
-        iter(loader)
-        found.append(loader.state_dict())
+def test_another_batch_size_of_a_stream_with_a_state() -> None:
+    """Its own state counts samples: the rest comes in batches of the new size."""
+    resumed = DataLoader(Stream(), 5)
+    resumed.load_state_dict(state_after(DataLoader(Stream(), 3), 2))
 
-    assert [state["_num_yielded"] for state in found] == [0, 0]
-    names = found[0]["generators"].keys() - {"default"}
-    assert names
-    assert all(found[0]["generators"][name] == found[1]["generators"][name] for name in names)
+    assert torch.cat(list(resumed)).tolist() == list(range(6, 41))
+
+
+@pytest.mark.parametrize("kind", ["Counting", "Stream"])
+def test_another_number_of_workers_at_the_beginning(kind: str) -> None:
+    """The copies of a dataset start from the dataset as it is."""
+    state = state_after(make(kind, 1), 0)
+    with make(kind, 2) as plain, make(kind, 2) as resumed:
+        resumed.load_state_dict(state)
+        assert labels(resumed) == labels(plain)
+
+
+# --- torch's own iterators -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rng", ["worker", "sample"])
@@ -207,13 +193,15 @@ def test_torch_s_own_iterators_say_that_they_cannot(rng: Any) -> None:
 def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
     """What goes on with an earlier iterator over in_order=False is no batch of the later one's epoch."""
     with DataLoader(Numbers(12), 4, num_workers=1, in_order=False) as loader:
-        older = iter(loader)
-        later = iter(loader)
+        older, later = iter(loader), iter(loader)
         list(older)
         next(later)
         state = loader.state_dict()
 
     assert (state["epoch"], state["_num_yielded"], state["_iterator_finished"]) == (1, 1, False)
+
+
+# --- what epochs and states tell -------------------------------------------------------------------------
 
 
 class Told(Numbers):
@@ -234,84 +222,54 @@ def test_set_epoch_reaches_everyone(options: dict[str, Any]) -> None:
     dataset = Told(8)
     sampler = DistributedSampler(dataset, 2, 0)
     with DataLoader(dataset, 2, sampler=sampler, **options) as loader:
-        for epoch in (3, 1, 4):
+        for epoch in (3, 1):
             loader.set_epoch(epoch)
-            seen = {value for batch in loader for value in batch.tolist()}
-
-            assert seen == {epoch}
+            assert {value for batch in loader for value in batch.tolist()} == {epoch}
             assert sampler.epoch == epoch
 
 
-@pytest.mark.parametrize(("num_workers", "num_received"), [(0, 1), (2, 0)])
-def test_a_state_brings_back_an_order_of_torchs_default_generator(
-    num_workers: int, num_received: int
-) -> None:
-    """Also one from before the first batch: torch's sampler draws its order when that is asked for."""
+def test_the_beginning_of_a_stream_s_epoch_is_passed_on() -> None:
+    """A state at the beginning of a stream's epoch, loaded and taken again, names the same generators."""
+    found = []
+    for seed in (9, 1):
+        loader = DataLoader(Mute(20), 4, generator=seeded(seed))
+        if found:
+            loader.load_state_dict(found[0])
+        iter(loader)
+        found.append(loader.state_dict())
 
-    def make() -> DataLoader:
-        return DataLoader(Numbers(12), 4, shuffle=True, num_workers=num_workers)
-
-    torch.manual_seed(0)
-    loader = make()
-    iterator = iter(loader)
-    first = [next(iterator).tolist() for _ in range(num_received)]
-    state = loader.state_dict()
-    expected = first + [batch.tolist() for batch in iterator]
-    torch.manual_seed(1)  # as in another process
-    before = torch.get_rng_state()
-
-    resumed = make()
-    resumed.load_state_dict(state)
-    got = first + [batch.tolist() for batch in resumed]
-
-    assert got == expected
-    assert torch.equal(torch.get_rng_state(), before)
+    assert [state["_num_yielded"] for state in found] == [0, 0]
+    names = found[0]["generators"].keys() - {"default"}
+    assert names
+    assert all(found[0]["generators"][name] == found[1]["generators"][name] for name in names)
 
 
-def _constant(key: Any) -> int:
-    return 1
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_is_read_again_is_warned_of(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The warning says how many batches are read; streams with a state, and beginnings, have none."""
+    told = []
+    for kind, num_batches in [("MakesSamples", 5), ("Stream", 5), ("Mute", 0), ("Mute", 5)]:
+        with caplog.at_level("WARNING", "fastload"), make(kind, num_workers) as loader:
+            loader.load_state_dict(state_after(make(kind, num_workers), num_batches))
+            next(iter(loader))
+        told.append("is resumed by reading 5 batches again" in caplog.text)
+
+    assert told == [False, False, False, True]
 
 
-def _loader_of_keys(keys: list[Any]) -> DataLoader:
-    return DataLoader(datasets.Made(_constant, len(keys)), 2, sampler=keys)
+def test_snapshots_every_n_steps() -> None:
+    """Torchdata's argument is accepted and checked, and the state is exact after every batch."""
+    assert make("Stream", snapshot_every_n_steps=None).snapshot_every_n_steps is None
+    with make("Stream", 2, snapshot_every_n_steps=10) as loader:
+        counts = [loader.state_dict()["_num_yielded"] for _ in loader]
+
+    assert loader.snapshot_every_n_steps == 10
+    assert counts == list(range(1, 15))
+    for steps in (0, 1.5, True):
+        with pytest.raises(ValueError, match=r"snapshot_every_n_steps should be an int of at least 1, or "):
+            make("Stream", snapshot_every_n_steps=steps)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "is_refused"),
-    [
-        (["a", "b", "c", "d"], ["a", "b", "c", "d"], False),
-        (["a", "b", "c", "d"], ["a", "x", "c", "d"], True),
-        ([object() for _ in range(4)], [object() for _ in range(4)], False),
-        ([object() for _ in range(4)], [Ellipsis for _ in range(4)], True),
-    ],
-    ids=["same texts", "other texts", "addresses", "other kinds"],
-)
-def test_keys_are_told_apart_by_their_text(before: list[Any], after: list[Any], is_refused: bool) -> None:
-    """Less the addresses in it, which the next process does not have."""
-    loader = _loader_of_keys(before)
-    next(iter(loader))
-    resumed = _loader_of_keys(after)
-    resumed.load_state_dict(through_json(loader.state_dict()))
-
-    with pytest.raises(ResumeError, match="different indices") if is_refused else contextlib.nullcontext():
-        assert len(list(resumed)) == 1
-
-
-@pytest.mark.parametrize("kind", ["shuffle", "weighted", "no batches", "stateful"])
-def test_persistent_workers_resume_between_epochs(kind: str) -> None:
-    """The next epoch has the batches that it has without an interruption, though the workers are new."""
-    with make(kind, 2, persistent=True) as loader:
-        torch.manual_seed(11)
-        list(loader)
-        state, default = through_json(loader.state_dict()), torch.get_rng_state()
-        expected = labels(loader)
-        after = torch.get_rng_state()
-        last = labels(loader)
-
-    with make(kind, 2, persistent=True) as fresh:
-        fresh.load_state_dict(state)
-        torch.set_rng_state(default)
-        found = labels(fresh)
-        assert torch.equal(torch.get_rng_state(), after)
-
-        assert (found, labels(fresh)) == (expected, last)
+def test_an_order_that_workers_draw_is_another_each_time() -> None:
+    """So that the rows with Shuffled above show something."""
+    assert labels(DataLoader(Shuffled(), 3)) != labels(DataLoader(Shuffled(), 3))

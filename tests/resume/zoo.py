@@ -1,12 +1,13 @@
-"""Datasets and samplers that the resume tests share; importable, so that spawned workers find them."""
+"""Samplers, streams with and without a state, also faulty ones, and datasets with a state; importable."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, IterableDataset, Sampler, get_worker_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,22 @@ class Numbers:
     def __getitem__(self, index: int) -> Any:
         self.reads += 1
         return torch.tensor([index, index * index])
+
+
+class Counting(Numbers):
+    """Gives the count of its reads, which is its state, with each index."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.cat([super().__getitem__(index), torch.tensor([self.reads])])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"reads": self.reads}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.reads = state["reads"]
+
+
+# --- samplers --------------------------------------------------------------------------------------------
 
 
 class Draws(Sampler[int]):
@@ -75,26 +92,7 @@ class Faulty(Draws):
 
 
 class Stateful(Draws):
-    """A sampler with a state of its own, from which each epoch's order follows."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(length)
-        self.round = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.round += 1
-        order = random.Random(self.round).sample(range(self.length), self.length)
-        return iter(order)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"round": self.round}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.round = state["round"]
-
-
-class KeepsOrder(Draws):
-    """As Stateful, but its state is the very dict that it goes on to change."""
+    """A sampler from whose state each epoch's order follows; the state is the very dict that it changes."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -108,31 +106,41 @@ class KeepsOrder(Draws):
         return self.state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        if "round" not in state:
+            raise KeyError("round")
         self.state = state
 
 
-class Keeps(IterableDataset[int]):
-    """A stream whose state is the very dict that it goes on to change, with a list in it."""
+class KnowsItsRank(Stateful):
+    """Splits the dataset; its state has the rank in it."""
 
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-        self.state: dict[str, Any] = {"position": 0, "seen": []}
+    num_replicas = 2
+
+    def __init__(self, length: int, rank: int) -> None:
+        super().__init__(length)
+        self.state["rank"] = rank
+
+    @property
+    def rank(self) -> int:
+        return self.state["rank"]
 
     def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        step = 1 if info is None else info.num_workers
-        while self.state["position"] < self.length:
-            position = self.state["position"]
-            self.state["position"] = position + step
-            self.state["seen"].append((position, step))
-            yield position
-        self.state["position"] = 0
+        return itertools.islice(super().__iter__(), self.state["rank"], None, self.num_replicas)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = {"position": state["position"], "seen": state["seen"]}
+class Sharded(BatchSampler):
+    """Gives each rank every n-th batch, with the attributes of Accelerate's BatchSamplerShard."""
+
+    def __init__(self, batch_sampler: BatchSampler, num_processes: int, process_index: int) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler) // self.num_processes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return itertools.islice(self.batch_sampler, self.process_index, None, self.num_processes)
 
 
 class MuteSampler(Stateful):
@@ -147,3 +155,219 @@ class SamplerOfArguments(Stateful):
 
     def state_dict(self, epoch: int) -> dict[str, int]:  # type: ignore[override]
         raise AssertionError
+
+
+# --- streams ---------------------------------------------------------------------------------------------
+
+
+def share(length: int) -> range:
+    """The samples of this worker; the second of three workers has few."""
+    info = get_worker_info()
+    if info is None:
+        return range(length)
+    return range(info.id, length // 4 if (info.id, info.num_workers) == (1, 3) else length, info.num_workers)
+
+
+class Mute(IterableDataset[int]):
+    """A stream without a state."""
+
+    def __init__(self, length: int = 41) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        yield from share(self.length)
+
+
+class Shuffled(Mute):
+    """A stream without a state, in an order that it draws while it is read."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(share(self.length))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+class HasPosition:
+    """What has a position that is its state."""
+
+    position = 0
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:  # defaults need no arguments
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.position = state["position"]
+
+
+class Samples(HasPosition):
+    """An iterator with a state."""
+
+    def __init__(self, samples: range) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Samples:
+        return self
+
+    def __next__(self) -> int:
+        if self.position >= len(self.samples):
+            raise StopIteration
+        self.position += 1
+        return self.samples[self.position - 1]
+
+
+class MakesSamples(Mute):
+    """A stream without a state, whose iterator has one."""
+
+    def __iter__(self) -> Iterator[int]:
+        return Samples(share(self.length))
+
+
+class MakesBoth(MakesSamples):
+    """A stream with a state, which its iterator needs: where its samples begin."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.first += 100
+        return Samples(range(self.first, self.first + len(share(self.length))))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first - 100}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+class StartsOver(Mute):
+    """A stream that is its own iterator, and goes back to its beginning with each call of iter()."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.samples = Samples(share(self.length))
+        return self
+
+    def __next__(self) -> int:
+        return next(self.samples)
+
+    def state_dict(self) -> dict[str, int]:
+        return self.samples.state_dict()
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples.load_state_dict(state)
+
+
+class ContinuesOnce(HasPosition, Mute):
+    """A stream that is its own iterator, and needs its state before iter()."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.left = iter(share(self.length)[self.position :])
+        return self
+
+    def __next__(self) -> int:
+        try:
+            sample = next(self.left)
+        except StopIteration:
+            self.position = 0
+            raise
+        self.position += 1
+        return sample
+
+
+class Stream(HasPosition, Mute):
+    """A stream that says where it stands and goes on there; each worker reads an unequal share."""
+
+    def __iter__(self) -> Iterator[int]:
+        samples = share(self.length)
+        while self.position < len(samples):
+            self.position += 1
+            yield samples[self.position - 1]
+        self.position = 0
+
+
+class Keeps(Stream):
+    """A stream whose state is the very dict that it goes on to change, with a list in it."""
+
+    def __init__(self, length: int = 20) -> None:
+        super().__init__(length)
+        self.state: dict[str, Any] = {"position": 0, "seen": []}
+
+    def __iter__(self) -> Iterator[int]:
+        for sample in super().__iter__():
+            self.state["position"] = self.position
+            self.state["seen"].append((self.position, sample))
+            yield sample
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        super().load_state_dict(state)
+        self.state = {"position": state["position"], "seen": state["seen"]}
+
+
+class BrokenStream(Stream):
+    """Cannot say where it stands."""
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        raise ArithmeticError("no idea")
+
+
+class BrokenTwice(BrokenStream):
+    """Fails in its second batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if number == 4:
+                raise ZeroDivisionError
+            yield number
+
+
+class MuteAtTimes(Stream):
+    """Cannot say where it stands after each other batch."""
+
+    asked = 0
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        self.asked += 1
+        if self.asked % 2:
+            raise ArithmeticError("not now")
+        return super().state_dict()
+
+
+class OddState(Stream):
+    """Says where it stands with something that cannot be pickled."""
+
+    def state_dict(self, deep: bool = False) -> dict[str, Any]:
+        return {"position": lambda: self.position}
+
+
+class RefusesOnce(Stream):
+    """Refuses its state the first time."""
+
+    refuses = True
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        if self.refuses:
+            self.refuses = False
+            raise ArithmeticError
+        super().load_state_dict(state)
+
+
+class NeedsArguments(Stream):
+    """As litdata's StreamingDataset: its loader has to say how much was read."""
+
+    def state_dict(  # type: ignore[override]
+        self, num_samples_yielded: int, num_workers: int, batch_size: int
+    ) -> dict[str, Any]:
+        return {}
+
+
+class LoadNeedsArguments(Stream):
+    """Wants to know more when it goes on."""
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def draw(samples: list[int]) -> torch.Tensor:
+    """A collate_fn that draws from the generator from which Shuffled draws."""
+    return torch.tensor([*samples, random.randrange(1000)])

@@ -1,4 +1,4 @@
-"""Datasets whose samples are what they drew; importable, so that spawned workers find them."""
+"""Datasets, transforms and collate functions whose samples are their draws; started workers import them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,48 @@ import fastload
 
 SIDE = 64
 POSITIONS = np.arange(SIDE * SIDE, dtype=np.int32).reshape(SIDE, SIDE, 1).astype(np.float32)
+
+# Every kind of generator that rng="sample" seeds.
+KINDS: dict[str, Any] = {
+    "Generator": lambda: np.random.default_rng(1),
+    "PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(1)),
+    "MT19937": lambda: np.random.Generator(np.random.MT19937(1)),
+    "Philox": lambda: np.random.Generator(np.random.Philox(1)),
+    "SFC64": lambda: np.random.Generator(np.random.SFC64(1)),
+    "RandomState": lambda: np.random.RandomState(1),
+    "Random": lambda: random.Random(1),
+    "torch": lambda: torch.Generator().manual_seed(1),
+}
+
+
+def every_kind() -> list[Any]:
+    return [make() for make in KINDS.values()]
+
+
+def draw(generator: Any) -> int:
+    """A number of 31 bits; the normal draw first leaves numbers behind in generators that keep some."""
+    if isinstance(generator, torch.Generator):
+        torch.randn(1, generator=generator)
+        return int(torch.randint(1 << 31, (), generator=generator))
+    if isinstance(generator, random.Random):
+        generator.gauss()
+        return generator.getrandbits(31)
+    generator.normal()
+    return int(generator.bytes(4).hex(), 16) >> 1
+
+
+def draw_globals() -> list[int]:
+    """A number of 40 bits of each of the libraries' own generators."""
+    return [random.getrandbits(40), int(np.random.randint(1 << 40)), int(torch.randint(1 << 40, ()))]
+
+
+def draw_sample_rng() -> int:
+    return int(fastload.sample_rng().integers(1 << 40))
+
+
+def corner(pipeline: Any) -> int:
+    """Where a crop begins."""
+    return int(pipeline(image=POSITIONS)["image"][0, 0, 0])
 
 
 def plain(batch: Any) -> Any:
@@ -48,48 +90,117 @@ class Composed(Randomizable):
         return self
 
 
-class Dice:
-    """Each sample: its index, and a draw of every kind of generator."""
+class Alone:
+    """Each sample: its index, and draws from all that a thread has for itself.
 
-    def __init__(self, length: int = 24, seed: int | None = None) -> None:
+    Args:
+        length: The number of samples.
+        seed: Of the pipeline.
+        own: Its own generators; by default one of each kind.
+    """
+
+    def __init__(self, length: int = 24, seed: int | None = None, own: list[Any] | None = None) -> None:
         self.length = length
         self.crop = A.Compose([A.OneOf([A.RandomCrop(8, 8)], p=1), A.HorizontalFlip(p=0.5)], seed=seed)
         self.second = A.RandomCrop(4, 4)
         self.part = Randomizable()
         self.composed = Composed(self.part)
+        self.own = every_kind() if own is None else own
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: Any) -> Any:
-        first, second = (pipeline(image=POSITIONS)["image"][0, 0, 0] for pipeline in (self.crop, self.second))
-        return torch.tensor(
-            [
-                int(index),
-                random.getrandbits(40),
-                int(np.random.randint(1 << 40)),
-                int(torch.randint(1 << 40, ())),
-                int(fastload.sample_rng().integers(1 << 40)),
-                int(fastload.sample_rng().integers(1 << 40)),
-                int(first),
-                int(second),
-                int(self.part.R.randint(1 << 30)),
-                int(self.composed.R.randint(1 << 30)),
-            ]
-        )
+        return torch.tensor([int(index), *self.wide(), *self.narrow()])
+
+    def wide(self) -> list[int]:
+        """Draws of 31 bits or more."""
+        return [draw_sample_rng(), draw_sample_rng(), *(draw(one) for one in (*self.own, *self.own))]
+
+    def narrow(self) -> list[int]:
+        crops = corner(self.crop), corner(self.second)
+        return [*crops, int(self.part.R.randint(1 << 30)), int(self.composed.R.randint(1 << 30))]
+
+    def stand(self) -> Any:
+        """Which generators the pipelines and MONAI's objects have, and where they and its own stand."""
+        parts = [self.crop, *self.crop.transforms, *self.crop.transforms[0].transforms, self.second]
+        kept = [generator for part in parts for generator in (part.py_random, part.random_generator)]
+        kept += [self.part.R, self.composed.R]
+        return list(map(id, kept)), list(map(state_of, [*kept, *self.own]))
+
+
+def state_of(generator: Any) -> str:
+    """All that decides the next draws."""
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    if isinstance(generator, np.random.Generator):
+        return str(generator.bit_generator.state)
+    state = generator.get_state()
+    return str(state.tolist() if isinstance(state, torch.Tensor) else state)
+
+
+def state_of_globals() -> list[str]:
+    return [str(random.getstate()), str(np.random.get_state()), str(torch.get_rng_state().tolist())]
+
+
+class Dice(Alone):
+    """Draws from the libraries' own generators, too, and from a set, which threads would share.
+
+    Args:
+        error: Raised once, by sample 2.
+    """
+
+    def __init__(self, *args: Any, error: type[BaseException] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.in_a_set = {random.Random(1)}
+        self.error = error
+
+    def __getitem__(self, index: Any) -> Any:
+        error = self.error
+        row = torch.tensor([int(index), *self.wide(), *self.narrow()])
+        if index == 2 and error is not None:
+            self.error = None
+            raise error
+        return row
+
+    def wide(self) -> list[int]:
+        return [*draw_globals(), *super().wide(), *map(draw, self.in_a_set)]
+
+
+class AtOnce(Dice):
+    """Fetches many samples with one call."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Unreadable(Dice):
+    """Draws, and then fails to read the last sample of every batch of four."""
+
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        if index % 4 == 3:
+            raise OSError(f"sample {index} cannot be read")
+        return row
 
 
 class Pictures:
-    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does."""
+    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does.
 
-    def __init__(self, length: int = 24) -> None:
+    Args:
+        length: The number of samples.
+        own: A further generator that they draw from.
+    """
+
+    def __init__(self, length: int = 24, own: Any = None) -> None:
         self.length = length
+        self.own = [] if own is None else [own]
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
-        random.random(), np.random.rand(), torch.rand(())
+        draw_globals(), list(map(draw, self.own))
         return POSITIONS + index, index
 
 
@@ -99,13 +210,17 @@ def resize() -> A.Compose:
 
 
 class Jitter:
-    """A transform that draws and then writes to its input."""
+    """A transform that draws, also from a generator of its own, and then writes to its input."""
+
+    def __init__(self, own: Any = None, *, shared: bool = True) -> None:
+        self.options = {"rng": np.random.default_rng(1) if own is None else own}
+        self.shared = shared
 
     def __call__(self, sample: Any) -> Any:
         image, label = sample
-        number = random.getrandbits(40) + np.random.randint(1 << 40) + int(torch.randint(1 << 40, ()))
         image[0, 0, 0] = 1.0
-        return number, fastload.sample_rng().integers(1 << 40), label
+        numbers = [draw_sample_rng(), draw(self.options["rng"])]
+        return numbers + draw_globals() if self.shared else numbers, label
 
 
 class Wrapped:
@@ -118,9 +233,9 @@ class Wrapped:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        before = random.getrandbits(40), int(fastload.sample_rng().integers(1 << 40))
+        before = random.getrandbits(40), draw_sample_rng()
         sample = self.dataset[index]
-        return before, sample, random.getrandbits(40), int(fastload.sample_rng().integers(1 << 40))
+        return before, sample, random.getrandbits(40), draw_sample_rng()
 
 
 class Keyed:
@@ -130,58 +245,72 @@ class Keyed:
         return str(key), random.getrandbits(40)
 
 
-class Kept(Dice):
-    """Seeds its own pipeline in the parent, and says where that stands."""
+class Holder:
+    """Holds a value in an attribute."""
 
-    def stand(self) -> Any:
-        parts = [self.crop, *self.crop.transforms, *self.crop.transforms[0].transforms, self.second]
-        return [(id(part.random_generator), id(part.py_random), part.py_random.getstate()) for part in parts]
-
-
-class AtOnce(Dice):
-    """Fetches many samples with one call."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
-class Alone(Dice):
-    """Draws only from what a thread has for itself."""
+class Noise(Holder):
+    """A transform that adds a draw to the sample."""
 
-    def __getitem__(self, index: Any) -> Any:
-        image, generator = self.crop(image=POSITIONS)["image"], fastload.sample_rng()
-        numbers = [generator.integers(1 << 40), image[0, 0, 0], self.part.R.randint(1 << 30)]
-        return torch.tensor([int(number) for number in (index, *numbers)])
+    def __call__(self, sample: Any) -> Any:
+        return (*sample, draw(self.value))
+
+
+class Chain:
+    """As torchvision's Compose."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = transforms
+
+    def __call__(self, sample: Any) -> Any:
+        for transform in self.transforms:
+            sample = transform(sample)
+        return sample
+
+
+class Plain:
+    """A dataset that applies a transform to the index."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform((index,))
 
 
 class Drawing:
     """A collate_fn that draws from every kind of generator, and returns the batch and the draws.
 
     Args:
-        shared: Whether it draws from the generators that threads share, and from a pipeline.
+        shared: Whether it draws from the generators that threads share.
+        own: Its own generators; by default one of each kind.
     """
 
-    def __init__(self, *, shared: bool = True) -> None:
+    def __init__(self, *, shared: bool = True, own: list[Any] | None = None) -> None:
         self.shared = shared
         self.crop = A.Compose([A.RandomCrop(8, 8)])
+        self.own = every_kind() if own is None else own
 
     def __call__(self, samples: Any) -> Any:
-        numbers = [int(fastload.sample_rng().integers(1 << 40))]
-        if self.shared:
-            numbers += [
-                random.getrandbits(40),
-                int(np.random.randint(1 << 40)),
-                int(torch.randint(1 << 40, ())),
-            ]
-            numbers += [int(self.crop(image=POSITIONS)["image"][0, 0, 0]) for _ in range(4)]
-        return (default_collate(samples) if type(samples) is list else samples), numbers
+        wide = [draw_sample_rng(), *map(draw, self.own), *(draw_globals() if self.shared else ())]
+        batch = default_collate(samples) if type(samples) is list else samples
+        return batch, wide, [corner(self.crop) for _ in range(4)]
 
 
-class Unreadable(Dice):
-    """Draws, and then fails to read the last sample of every batch of four."""
+module_generator = np.random.default_rng(1)
 
-    def __getitem__(self, index: Any) -> Any:
-        row = super().__getitem__(index)
-        if index % 4 == 3:
-            raise OSError(f"sample {index} cannot be read")
-        return row
+
+class DrawsFromModule(Plain):
+    """Draws from a generator that its method finds in the module."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, draw(module_generator)

@@ -1,4 +1,4 @@
-"""Datasets and worker functions for the seeding tests, in a module that spawned workers can import."""
+"""Datasets and functions whose albumentations pipelines tell what they drew; started workers import them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network
 
 import albumentations as A  # the name its own documentation uses
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import fastload
+from tests.rng.draws_zoo import state_of
 
 # A crop of a picture whose pixels are their own positions tells where it was taken.
 SIDE = 256
@@ -62,85 +62,64 @@ class Crops(Dataset[Any]):
         return (-1 if info is None else info.id), corner(self.transform)
 
 
-class Draws(Dataset[Any]):
-    """Each sample: one draw of random, numpy and torch."""
+class Notes:
+    """A worker function that notes its name and a draw in the dataset, the first sample of `Calls`."""
 
-    def __len__(self) -> int:
-        return 4
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __getitem__(self, index: int) -> tuple[float, float, float]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Notes) and other.name == self.name
 
+    __hash__ = None  # type: ignore[assignment]
 
-class Raises:
-    """Runs no code when it is only looked at; raises at every other touch."""
-
-    __slots__ = ("__dict__", "inner", "never_set")
-
-    def __init__(self, inner: Any) -> None:
-        object.__setattr__(self, "inner", inner)
-
-    def _refuse(self, *_: Any) -> Any:
-        raise ZeroDivisionError("user code was run")
-
-    __getattribute__ = __getattr__ = __iter__ = __len__ = __eq__ = __hash__ = __bool__ = _refuse
-    __class__ = property(_refuse)
-    anything = property(_refuse)
+    def __call__(self, worker_id: int) -> None:
+        info: Any = get_worker_info()
+        assert info.id == worker_id
+        info.dataset.append((self.name, random.random()))
 
 
-def append_zero(worker_id: int) -> None:
-    _calls(worker_id).append(("zero", random.random()))
-
-
-def append_one(worker_id: int) -> None:
-    _calls(worker_id).append(("one", random.random()))
-
-
-def _calls(worker_id: int) -> list[tuple[str, float]]:
-    info = get_worker_info()
-    if info is None or info.id != worker_id:
-        raise ValueError("called with another worker's id")
-    return info.dataset.calls  # type: ignore[attr-defined,no-any-return]
-
-
-class Calls(Dataset[Any]):
-    """Its one sample is what the worker's functions noted, and the next draw."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, float]] = []
+class Calls(list[Any]):
+    """Its one sample is what the worker's functions noted."""
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> list[tuple[str, float]]:
-        return self.calls
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)
 
 
 class Corners(Dataset[int]):
-    """Each sample: the position of a random crop. The pipeline is the only thing that is random."""
+    """Each sample: the position of a random crop. The pipeline is the only thing that is random.
 
-    def __init__(self, num_samples: int = 12, seed: int | None = None) -> None:
+    Args:
+        num_samples: The length.
+        seed: Of the pipeline.
+        error: Raised once, by sample 2.
+    """
+
+    def __init__(
+        self, num_samples: int = 12, seed: int | None = None, error: type[BaseException] | None = None
+    ) -> None:
         self.num_samples = num_samples
         self.transform = crop(seed)
+        self.error = error
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> Any:
+        error = self.error
+        if index == 2 and error is not None:
+            self.error = None
+            raise error
         return corner(self.transform)
 
     def stand(self) -> Any:
         """Which generators the pipeline has, and where they stand."""
         parts = [self.transform, *self.transform.transforms]
-        return [
-            (
-                id(part.random_generator),
-                id(part.py_random),
-                part.py_random.getstate(),
-                str(part.random_generator.bit_generator.state),
-            )
-            for part in parts
-        ]
+        kept = [generator for part in parts for generator in (part.py_random, part.random_generator)]
+        return list(map(id, kept)), list(map(state_of, kept))
 
 
 class CornersAtOnce(Corners):
@@ -250,31 +229,6 @@ class DrawsAroundALoader(Corners):
         return [int(before), int(fastload.sample_rng().integers(1 << 40)), corner(self.transform)]
 
 
-class DrawsAndCrops(Draws):
-    """As Draws, with a pipeline that is called and whose result is not used."""
-
-    def __init__(self) -> None:
-        self.transform = crop()
-
-    def __getitem__(self, index: int) -> tuple[float, float, float]:
-        self.transform(image=POSITIONS)
-        return super().__getitem__(index)
-
-
-class FailsOnce(Corners):
-    """Fails in the middle of its first batch."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error: type[BaseException] | None = error
-
-    def __getitem__(self, index: int) -> Any:
-        error, self.error = self.error, None if index == 2 else self.error
-        if index == 2 and error is not None:
-            raise error
-        return super().__getitem__(index)
-
-
 class Stubborn(A.RandomCrop):  # type: ignore[misc]  # albumentations has no types
     """A transform that cannot be seeded."""
 
@@ -303,7 +257,7 @@ class Waits(Corners):
 
 
 class CropsBatch:
-    """A collate_fn: each batch is the worker, what the dataset drew, and two crops of its own pipeline.
+    """A collate_fn: each batch is what the dataset drew, and two crops of its own pipeline.
 
     Args:
         pipeline: The pipeline; None: a new one.
@@ -311,10 +265,11 @@ class CropsBatch:
 
     def __init__(self, pipeline: Any = None) -> None:
         self.pipeline = crop() if pipeline is None else pipeline
+        self.calls: list[tuple[Any, Any]] = []
 
     def __call__(self, samples: Any) -> Any:
-        info = fastload.get_worker_info()
-        return -1 if info is None else info.id, samples, [corner(self.pipeline), corner(self.pipeline)]
+        self.calls.append((fastload.get_worker_info(), self.pipeline))
+        return samples, [corner(self.pipeline), corner(self.pipeline)]
 
 
 def crops_batch(samples: Any, batch: Any) -> Any:

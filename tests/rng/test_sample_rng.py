@@ -1,9 +1,10 @@
-"""rng="sample": a sample's random numbers depend on seed, epoch, index and occurrence, on nothing else."""
+"""rng="sample": what sets random numbers, and whose generators they are; more in test_claims.py."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,282 +14,258 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, Subset
 
-import fastload
-from fastload import CachedDataset, DataLoader
+from fastload import DataLoader
+from fastload.rng.pipelines import Search
 from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
-from tests.rng.draws_zoo import (
-    AtOnce,
-    Dice,
-    Drawing,
-    Jitter,
-    Keyed,
-    Pictures,
-    Unreadable,
-    Wrapped,
-    plain,
-    resize,
-)
+from fastload.system.logs import say_once
+from tests.rng import draws_zoo as zoo
+from tests.rng.draws_zoo import Alone, Dice, Drawing, Keyed, plain
+
+THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 
 
 def seeded(seed: int = 5) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def epochs(dataset: Any, count: int = 2, **options: Any) -> list[dict[int, list[int]]]:
-    """What each sample drew, by its index, in each epoch."""
-    options = {"batch_size": 4, "generator": seeded(), **options}
-    with DataLoader(dataset, rng="sample", **options) as loader:
-        return [{int(row[0]): row[1:].tolist() for batch in loader for row in batch} for _ in range(count)]
+def read(dataset: Any, **options: Any) -> list[Any]:
+    """The batches of an epoch, as lists."""
+    loader = DataLoader(dataset, rng="sample", **{"batch_size": 4, "generator": seeded(), **options})
+    return [plain(batch) for batch in loader]
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[dict[int, list[int]]]:
-    """Two epochs of Dice, without workers, in order."""
-    return epochs(Dice())
+# --- what sets the numbers -------------------------------------------------------------------------------
 
 
-class TestSamePixels:
-    @pytest.mark.slow
-    def test_workers(self, expected: Any) -> None:
-        """Three workers draw what none draws; test_claims.py has other numbers, start methods and threads."""
-        options: dict[str, Any] = {"num_workers": 3, "prefetch_factor": 3, "persistent_workers": True}
-        assert epochs(Dice(), **options, collate_fn=torch.stack) == expected
+def test_the_state_before_the_sample_does_not_matter() -> None:
+    """Numbers that earlier draws left behind, of generators and pipelines, are forgotten."""
+    used = Dice()
+    for index in range(3):
+        used[index]
 
-    def test_any_order_and_batch_size(self, expected: Any) -> None:
-        """Shuffling moves samples; each draws what it drew."""
-        assert epochs(Dice(), shuffle=True, batch_size=5) == expected
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("batch_size", "persistent"), [(4, True), (None, False)])
-    def test_batches_as_they_come(self, batch_size: int | None, persistent: bool, expected: Any) -> None:
-        """in_order=False, which torch's own iterator serves, moves batches and changes none."""
-        options = {"num_workers": 2, "in_order": False, "persistent_workers": persistent}
-        collate = {} if batch_size else {"collate_fn": lambda row: row[None]}
-
-        assert epochs(Dice(), batch_size=batch_size, **options, **collate) == expected
-
-    def test_torchs_own_iterator_keeps_the_dataset_in_reach(self) -> None:
-        """A worker_init_fn finds the dataset's attributes, and its draws come before each sample's."""
-        found = epochs(Dice(), 1, num_workers=2, in_order=False, worker_init_fn=_shorten)
-
-        assert found == epochs(Dice(), 1)
-
-    def test_a_batch_sampler_of_iterators(self, expected: Any) -> None:
-        """Indices that can be read only once are counted and fetched."""
-        batches = [iter(range(start, start + 4)) for start in range(0, 24, 4)]
-
-        assert epochs(Dice(), 1, batch_size=1, batch_sampler=batches) == expected[:1]
-
-    @pytest.mark.slow
-    def test_torchs_subset_draws_by_its_own_indices(self, expected: Any) -> None:
-        """A Subset is asked sample by sample, though it has a `__getitems__`."""
-        found = epochs(Subset(Dice(), range(24)), num_workers=2)
-
-        assert found == expected
+    assert read(used) == read(Dice())
 
 
-def _shorten(worker_id: int) -> None:
-    info = torch.utils.data.get_worker_info()
-    assert info is not None
-    assert info.dataset.length == 24
-    random.random()
+def test_a_seed_given_to_compose_is_mixed_in() -> None:
+    """A pipeline with a seed of its own crops elsewhere, and stays reproducible."""
+    without, mixed, again = (read(Dice(seed=seed)) for seed in (None, 3, 3))
+
+    assert mixed == again
+    assert [row[-4] for batch in mixed for row in batch] != [row[-4] for batch in without for row in batch]
 
 
-class TestDifferentPixels:
-    def test_epochs_seeds_indices_and_generators_differ(self, expected: Any) -> None:
-        """No two samples of two epochs and two seeds share a draw of 40 bits, nor do two generators."""
-        other = epochs(Dice(), generator=seeded(6))
-        wide = [row[:5] for epoch in expected + other for row in epoch.values()]
-        numbers = list(itertools.chain.from_iterable(wide))
+def test_the_libraries_generators_are_not_the_datasets() -> None:
+    """Who keeps numpy's own RandomState in an attribute draws what numpy.random draws."""
 
-        assert len(set(numbers)) == len(numbers)
+    class FromNumpy(zoo.Plain):
+        rng = np.random.mtrand._rand
 
-    def test_a_seed_given_to_compose_is_mixed_in(self) -> None:
-        """A pipeline with a seed of its own crops elsewhere, and stays reproducible."""
-        plain, mixed, again = (epochs(Dice(seed=seed), 1)[0] for seed in (None, 3, 3))
+    class FromModule(zoo.Plain):
+        rng = np.random  # type: ignore[assignment]
 
-        assert mixed == again
-        assert [row[5] for row in mixed.values()] != [row[5] for row in plain.values()]
-
-
-class TestCaches:
-    def test_a_hit_draws_what_a_miss_draws(self) -> None:
-        """A source that draws while it is read, and a prepare that does, shift nothing for the transform."""
-        dataset = CachedDataset(Pictures(), prepare=resize(), transform=Jitter())
-        runs = [list(self._run(dataset)) for _ in range(2)]
-
-        assert dataset.cache_info().num_cached == 24
-        assert runs[0] == runs[1]
-
-    def test_a_wrapper_that_draws_before_and_after(self) -> None:
-        """What a wrapper of a cached dataset drew before is not drawn again after a miss."""
-        dataset = Wrapped(CachedDataset(Pictures(), transform=Jitter()))
-        runs = [list(self._run(dataset)) for _ in range(2)]
-
-        assert runs[0] == runs[1]
-        assert len(set(np.ravel([[*before, after] for before, _, after, _ in runs[0]]))) == 3 * 24
-
-    @staticmethod
-    def _run(dataset: Any) -> Any:
-        loader = DataLoader(dataset, batch_size=None, rng="sample")
-        for sample in loader:
-            yield plain(sample)
+    found = []
+    for kind in (FromNumpy, FromModule):
+        dataset = kind(None)
+        dataset.transform = lambda sample, dataset=dataset: dataset.rng.randint(1 << 30)
+        found.append(read(dataset))
+    assert found[0] == found[1]
 
 
-def collated(dataset: Any, epochs: int = 2, **options: Any) -> list[Any]:
-    """All batches of some epochs, and what `Drawing` drew for each of them."""
-    options = {"batch_size": 4, "collate_fn": Drawing(), "generator": seeded(), **options}
-    with DataLoader(dataset, rng="sample", **options) as loader:
-        return [(plain(batch), numbers) for _ in range(epochs) for batch, numbers in loader]
+def test_sample_rng_by_hand_follows_torchs_seed() -> None:
+    """`dataset[i]` outside a loader draws from torch's default generator, anew at each call."""
+    torch.manual_seed(1)
+    first, second = zoo.draw_sample_rng(), zoo.draw_sample_rng()
+    torch.manual_seed(1)
+
+    assert zoo.draw_sample_rng() == first != second
 
 
-class TestCollate:
-    """The draws of a collate_fn follow on those of the last sample of its batch."""
-
-    def test_each_batch_has_its_own_draws(self) -> None:
-        """No batch of two epochs repeats a draw of another, from any generator."""
-        drawn = [numbers for _, numbers in collated(Dice())]
-
-        assert all(len(set(column)) == 12 for column in list(zip(*drawn, strict=True))[:4])
-        assert len({tuple(numbers[4:]) for numbers in drawn}) == 12
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("batch_size", [4, None])
-    def test_batches_as_they_come(self, batch_size: int | None) -> None:
-        """Workers of torch's own iterator (in_order=False) draw the same for each batch."""
-        found = collated(Dice(), 1, batch_size=batch_size, num_workers=2, in_order=False)
-
-        assert sorted(found) == sorted(collated(Dice(), 1, batch_size=batch_size))
-
-    @pytest.mark.slow
-    def test_a_batch_whose_last_sample_is_made_up(self) -> None:
-        """The draws follow on those before the error."""
-
-        def replace(failed: Any) -> torch.Tensor:
-            return torch.zeros(10, dtype=torch.long)
-
-        options = {"on_error": replace, "max_errors": 1.0}
-        assert collated(Unreadable(), num_workers=2, **options) == collated(Unreadable(), **options)
-
-    def test_the_users_generators_are_as_they_were(self) -> None:
-        """Without workers, each batch restores the collate_fn's pipeline and the global generators."""
-        drawing = Drawing()
-        parts = [drawing.crop, *drawing.crop.transforms]
-
-        def states() -> list[Any]:
-            return [random.getstate(), *[(id(part.py_random), part.py_random.getstate()) for part in parts]]
-
-        before = states()
-        for _ in DataLoader(Dice(), 4, rng="sample", collate_fn=drawing, generator=seeded()):
-            assert states() == before
+KEYS = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner).map(tuple), max_leaves=6)
 
 
-class TestParent:
-    def test_the_users_generators_are_as_they_were(self) -> None:
-        """Without workers the global generators go on after each batch as if nothing had been drawn."""
-        loader = DataLoader(Dice(), batch_size=4, rng="sample", generator=seeded())
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        drawn = [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in loader]
-        random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        torch.empty((), dtype=torch.int64).random_(generator=seeded())
-        alone = [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in range(6)]
+@pytest.mark.slow
+@given(KEYS, KEYS)
+def test_different_indices_have_different_keys(one: Any, other: Any) -> None:
+    """No two indices share a key."""
+    assert (index_key(one) == index_key(other)) == (one == other)
 
-        assert drawn == alone
 
-    def test_also_after_an_error(self) -> None:
-        """A sample that raises leaves nothing set."""
-        torch.manual_seed(3)
-        state = torch.default_generator.get_state()
-        iterator = iter(DataLoader(_Fails(), batch_size=4, rng="sample", generator=seeded()))
+@given(st.lists(st.integers(-3, 12), max_size=40), st.integers(1, 5))
+@settings(deadline=None)
+def test_occurrences_are_counted_over_batches(indices: list[int], batch_size: int) -> None:
+    """Each draw knows how often its index came before in the epoch, also outside the dataset's range."""
+    kinds: list[Any] = [int, np.int64, torch.tensor]  # one index for all of them
+    draws = StreamCounter(1, 2, 10, auto_collation=True)
+    found = []
+    for start in range(0, len(indices), batch_size):
+        given: Any = [kinds[i % 3](i) for i in indices[start : start + batch_size]]
+        batch, draw = draws.count(iter(given) if start % 2 else given)  # some can be read only once
+        found += draw.occurrences or [0] * len(batch)
 
-        with pytest.raises(ArithmeticError):
+    assert found == [indices[:position].count(index) for position, index in enumerate(indices)]
+
+
+def test_the_streams_are_fixed_for_ever() -> None:
+    """These bytes are part of the release: another value is another run of every user."""
+    assert stream_bytes(StreamOrigin(1, 2, None), 3, 4)[:8].hex() == "edeabf5d7b4de48e"
+
+
+# --- the user's own generators ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [None, ArithmeticError, KeyboardInterrupt, "threads"])
+def test_the_users_generators_are_as_they_were(error: Any) -> None:
+    """Between batches, after an error in the middle of one, and in threads: every generator of the user's."""
+    if error == "threads":
+        dataset, drawing, options = Alone(), Drawing(shared=False), THREADS
+    else:
+        dataset, drawing, options = Dice(error=error), Drawing(), {}
+
+    def stand() -> Any:
+        crop = [*map(zoo.state_of, (drawing.crop.py_random, drawing.crop.random_generator, *drawing.own))]
+        return dataset.stand(), crop, zoo.state_of_globals()
+
+    for generator in (*dataset.own, *drawing.own):
+        zoo.draw(generator)  # which leaves numbers behind
+    before = stand()
+    iterator = iter(DataLoader(dataset, 4, rng="sample", collate_fn=drawing, generator=seeded(), **options))
+    if isinstance(error, type):
+        with pytest.raises(error):
             next(iterator)
-
-        assert torch.equal(torch.default_generator.get_state(), state)
-
-    def test_sample_rng_by_hand_follows_torchs_seed(self) -> None:
-        """`dataset[i]` outside a loader draws from torch's default generator, anew at each call."""
-        torch.manual_seed(1)
-        first, second = (fastload.sample_rng().integers(1 << 40) for _ in range(2))
-        torch.manual_seed(1)
-
-        assert fastload.sample_rng().integers(1 << 40) == first != second
+        assert stand() == before
+    for _ in iterator:
+        assert stand() == before
 
 
-class _Fails(Dice):
-    def __getitem__(self, index: Any) -> Any:
-        random.random()
-        raise ArithmeticError
+@pytest.mark.parametrize("seed_albumentations", [True, False])
+def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> None:
+    """Those of albumentations and MONAI are seeded by their own rule, and with False not at all."""
+    dataset = Dice()
+    found = Search(dataset, zoo.Composed(zoo.Randomizable()))
+    before = dataset.stand()
+    read(dataset, seed_albumentations=seed_albumentations)
+
+    assert found.of_dataset.generators == [*dataset.own, *dataset.in_a_set]
+    assert found.of_collate.generators == []
+    assert (dataset.stand() == before) is seed_albumentations
 
 
-class TestIndices:
-    def test_names_and_tuples(self) -> None:
-        """Strings, tuples and numpy's and torch's integers are indices, the same with workers."""
-        keys = ["a", ("a", 1), 7, np.int64(7), torch.tensor(7), "7", ("a", (1, "b")), "a"]
-        runs = [
-            [number for _, number in DataLoader(Keyed(), None, sampler=keys, num_workers=n, rng="sample")]
-            for n in (0, 2)
-        ]
-
-        assert runs[0] == runs[1]
-        assert len(set(runs[0])) == len(keys)
-
-    @pytest.mark.parametrize("index", [1.5, None, [1, 2], b"a", ("a", 1.5)])
-    def test_others_are_refused(self, index: Any) -> None:
-        """An index without a stable digest is an error that shows it."""
-        with pytest.raises(TypeError, match=r"integers, strings, and tuples") as caught:
-            list(DataLoader(Keyed(), None, sampler=[index], rng="sample"))
-
-        assert type(index if not isinstance(index, tuple) else index[1]).__name__ in str(caught.value)
-
-    keys = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner).map(tuple), max_leaves=6)
-
-    @pytest.mark.slow
-    @given(keys, keys)
-    def test_different_indices_have_different_keys(self, one: Any, other: Any) -> None:
-        """No two indices share a key."""
-        assert (index_key(one) == index_key(other)) == (one == other)
-
-    @given(st.lists(st.integers(-3, 12), max_size=40), st.integers(1, 5))
-    @settings(deadline=None)
-    def test_occurrences_are_counted_over_batches(self, indices: list[int], batch_size: int) -> None:
-        """Each draw knows how often its index came before in the epoch, also outside the dataset's range."""
-        draws = StreamCounter(1, 2, 10, auto_collation=True)
-        found = []
-        for start in range(0, len(indices), batch_size):
-            batch, draw = draws.count(indices[start : start + batch_size])
-            found += draw.occurrences or [0] * len(batch)
-
-        assert found == [indices[:position].count(index) for position, index in enumerate(indices)]
-
-    def test_the_streams_are_fixed_for_ever(self) -> None:
-        """These bytes are part of the release: another value is another run of every user."""
-        assert stream_bytes(StreamOrigin(1, 2, None), 3, 4)[:8].hex() == "edeabf5d7b4de48e"
+# --- errors and warnings ---------------------------------------------------------------------------------
 
 
-class TestRefusals:
-    def test_iterable_datasets(self) -> None:
-        """A stream has no indices to derive numbers from."""
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(())
 
-        class Stream(IterableDataset[int]):
-            def __iter__(self) -> Any:
-                return iter(())
 
-        with pytest.raises(
-            ValueError, match=r'^rng="sample" derives random streams from indices, but a Stream has none'
-        ):
-            DataLoader(Stream(), rng="sample")
+@pytest.mark.parametrize(
+    ("refused", "error", "text"),
+    [
+        (
+            lambda: read(Stream()),
+            ValueError,
+            r'^rng="sample" derives random streams .*, but a Stream has none',
+        ),
+        (lambda: read(zoo.AtOnce()), ValueError, r"AtOnce\.__getitems__"),
+        (lambda: read(Subset(zoo.AtOnce(), [1])), ValueError, r"AtOnce\.__getitems__"),
+        (
+            lambda: DataLoader(Dice(), rng="batch"),  # type: ignore[arg-type]
+            ValueError,
+            r'^rng should be "worker" or "sample", but got \'batch\'$',
+        ),
+        *(
+            (
+                functools.partial(read, Keyed(), batch_size=None, sampler=[index]),
+                TypeError,
+                rf"integers, strings, and tuples.* a {kind}\b",
+            )
+            for index, kind in [(1.5, "float"), (None, "NoneType"), ([1], "list"), (("a", b"a"), "bytes")]
+        ),
+    ],
+)
+def test_refused(refused: Any, error: Any, text: str) -> None:
+    """A stream, many samples at once, an unknown mode, and an index without a stable digest."""
+    with pytest.raises(error, match=text):
+        refused()
 
-    def test_getitems(self) -> None:
-        """Many samples at once cannot be told apart; without batches there is no such call."""
-        with pytest.raises(ValueError, match=r"AtOnce\.__getitems__"):
-            DataLoader(AtOnce(), rng="sample")
-        with pytest.raises(ValueError, match=r"AtOnce\.__getitems__"):
-            DataLoader(Subset(AtOnce(), [1]), rng="sample")
 
-        assert len(list(DataLoader(AtOnce(3), batch_size=None, rng="sample"))) == 3
+def test_many_at_once_are_read_one_by_one_without_batches() -> None:
+    """Then there is no call of __getitems__."""
+    assert len(read(zoo.AtOnce(3), batch_size=None)) == 3
 
-    def test_other_words(self) -> None:
-        """A mode that does not exist is named."""
-        with pytest.raises(ValueError, match=r'^rng should be "worker" or "sample", but got \'batch\'$'):
-            DataLoader(Dice(), rng="batch")  # type: ignore[arg-type]
+
+class OwnBits(np.random.PCG64):
+    """A bit generator that fastload does not know."""
+
+
+def in_a_partial(bad: Any) -> Any:
+    """A collate_fn that holds a generator in its closure, in a partial's arguments."""
+    inner = functools.partial(print, {"key": [0, bad]})
+    return lambda samples: inner is None
+
+
+def noise(generator: Any) -> tuple[Any, Any]:
+    return zoo.Plain(zoo.Chain(zoo.Noise(generator))), {}
+
+
+WARNINGS: dict[str, tuple[Any, Any, list[str]]] = {
+    "unknown bits": (lambda: noise(np.random.Generator(OwnBits(1))), {}, ["Generator(OwnBits) at "]),
+    "other bits": (
+        lambda: noise(np.random.RandomState(np.random.PCG64(1))),
+        {},
+        [
+            "does not seed dataset.transform.transforms[0].value, RandomState(PCG64) at ",
+            "fastload.sample_rng()",
+        ],
+    ),
+    "system": (
+        lambda: noise(random.SystemRandom()),
+        {"num_workers": 2},
+        [", <random.SystemRandom object at "],
+    ),
+    "in a collate_fn": (
+        lambda: (zoo.Plain(repr), {"collate_fn": in_a_partial(random.SystemRandom())}),
+        {},
+        ["seed collate_fn.inner.args[0]['key'][1], <random.SystemRandom "],
+    ),
+    # A generator that a method finds in its module cannot be copied for each thread.
+    "in a module": (
+        lambda: (zoo.DrawsFromModule(), {}),
+        THREADS,
+        [
+            "does not seed dataset.__getitem__.module_generator, which all ",
+            "<function DrawsFromModule.__getitem__",
+            'worker_type="process"',
+        ],
+    ),
+    "of each kind": (lambda: (Dice(), {}), {}, []),
+    "of each kind in threads": (lambda: (Alone(), {}), THREADS, []),
+}
+
+
+def warned(caplog: Any, make: Any, **options: Any) -> list[str]:
+    """What two epochs of two loaders log."""
+    say_once.cache_clear()
+    for _ in range(2):
+        dataset, more = make()
+        with DataLoader(dataset, batch_size=4, rng="sample", **options, **more) as loader:
+            list(loader), list(loader)
+    return [record.getMessage() for record in caplog.records if record.name == "fastload"]
+
+
+@pytest.mark.parametrize("kind", WARNINGS)
+def test_a_generator_that_is_not_seeded_gets_a_warning(kind: str, caplog: Any) -> None:
+    """One, from the parent, names the attribute and says what to do; generators that are seeded get none."""
+    make, options, parts = WARNINGS[kind]
+    dataset, more = make()
+    texts = warned(caplog, lambda: (dataset, more), **options)
+
+    assert len(texts) == (1 if parts else 0)
+    assert all(part in texts[0] for part in parts), texts
+
+
+def test_the_modules_of_installed_packages_keep_theirs(caplog: Any, monkeypatch: Any) -> None:
+    """A generator in the module of a library, which may name its files with it, is left alone."""
+    monkeypatch.setattr(sys.modules[zoo.__name__], "__file__", "/lib/python3/site-packages/library.py")
+
+    assert warned(caplog, lambda: (zoo.DrawsFromModule(), {}), **THREADS) == []

@@ -1,31 +1,47 @@
-"""Seeds: torch's own for the libraries, independent streams for albumentations' pipelines."""
+"""rng="worker": torch's own seeds for the libraries, random streams for albumentations' pipelines."""
 
 from __future__ import annotations
 
-import collections
 import functools
+import itertools
+import os
 import pickle
 import random
+import signal
+import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A  # the name its own documentation uses
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+import torch.utils.data as tud
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
-import fastload
-from fastload.rng.seeding import seed_albumentations, seed_everything, seed_libraries, seed_worker
+from fastload import CachedDataset, DataLoader
+from fastload.rng import takeover as module
+from fastload.rng.seeding import seed_albumentations, seed_everything, seed_worker
+from fastload.rng.takeover import Takeover
+from tests.kit import datasets
 from tests.rng import pipelines_zoo as zoo
+from tests.rng.draws_zoo import Pictures, Randomizable, plain, state_of_globals
+from tests.rng.pipelines_zoo import Corners, CropsBatch
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
-
-NUM_DRAWS = 2_000
 CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed, so no luck is involved
+THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
+PROCESSES: dict[str, Any] = {"num_workers": 2}
+AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}  # torch's own iterator
 
-METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(autouse=True)
@@ -38,234 +54,25 @@ def keep_random_state() -> Any:
     torch.set_rng_state(states[2])
 
 
-def load(dataset: Any, method: str, **options: Any) -> list[Any]:
-    generator = torch.Generator().manual_seed(11)
-    loader = DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=2,
-        multiprocessing_context=method,
-        generator=generator,
-        collate_fn=list,
-        **options,
-    )
-    return list(loader)
+def run(dataset: Any, epochs: int = 1, **options: Any) -> list[Any]:
+    """What each epoch brings, as lists; in their order, or sorted if batches come as they are made."""
+    with DataLoader(dataset, **{"batch_size": 4, "generator": seed_everything(7), **options}) as loader:
+        found = [[plain(batch) for batch in loader] for _ in range(epochs)]
+    return found if options.get("in_order", True) else [sorted(epoch) for epoch in found]
 
 
-@functools.cache
-def crops(method: str, *, is_seeded: bool) -> list[tuple[int, int]]:
-    """The samples of `zoo.Crops`; kept for the tests below."""
-    return load(zoo.Crops(), method, worker_init_fn=seed_worker if is_seeded else None)
-
-
-def crops_of(worker: int, samples: list[Any]) -> list[int]:
-    return [position for where, position in samples if where == worker]
-
-
-# --- the libraries ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("worker_id", [0, 3])
-def test_libraries_draw_what_they_draw_in_torchs_worker(worker_id: int) -> None:
-    """seed_libraries gives the streams of a real torch worker with the same base seed."""
-    workers = worker_id + 1
-    loader = DataLoader(
-        zoo.Draws(),
-        batch_size=None,
-        num_workers=workers,
-        generator=torch.Generator().manual_seed(3),
-        multiprocessing_context="fork",
-    )
-    theirs = list(loader)[worker_id]
-    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(3)))
-
-    seed = seed_libraries(base_seed, worker_id)
-
-    assert seed == base_seed + worker_id
-    assert torch.initial_seed() == seed
-    assert theirs == pytest.approx(zoo.Draws()[0], abs=0)
-
-
-def test_albumentations_is_not_imported(interpreter: Interpreter) -> None:
-    """Neither importing this module nor searching a dataset imports albumentations."""
-    code = (
-        "import sys; from fastload.rng.pipelines import find_pipelines; "
-        "assert find_pipelines({'a': [object()]}) == []; sys.exit('albumentations' in sys.modules)"
-    )
-
-    assert interpreter.run(code).returncode == 0
-
-
-# --- in workers ------------------------------------------------------------------------------------------
-
-
-def test_torchs_loader_repeats_crops_across_workers() -> None:
-    """The fault that we mend: albumentations 2.0.8 draws the same crops in every worker of torch's loader."""
-    samples = crops("fork", is_seeded=False)
-
-    assert crops_of(0, samples) == crops_of(1, samples)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
-    """With seed_worker no crop of one worker is repeated by the other."""
-    samples = crops(method, is_seeded=True)
-
-    assert len(crops_of(0, samples)) == len(crops_of(1, samples)) == 8
-    assert not set(crops_of(0, samples)) & set(crops_of(1, samples))
-
-
-@pytest.mark.slow
-def test_crops_are_the_same_for_the_same_base_seed_and_any_start_method() -> None:
-    """The base seed alone decides the crops, whatever state the parent's pipeline is in."""
-    used = zoo.Crops()
-    zoo.corner(used.transform)
-
-    samples = load(used, "fork", worker_init_fn=seed_worker)
-
-    assert samples == crops("fork", is_seeded=True) == crops("forkserver", is_seeded=True)
-
-
-@pytest.mark.slow
-def test_torchs_own_streams_are_left_as_torch_seeded_them() -> None:
-    """seed_worker draws nothing: the libraries' streams are those of a worker without it."""
-    assert load(zoo.Draws(), "fork", worker_init_fn=seed_worker) == load(zoo.Draws(), "fork")
-
-
-def test_then_calls_functions_in_order_after_seeding() -> None:
-    """Functions added by then() run in the order given, each with freshly seeded streams before it."""
-    chain = seed_worker.then(zoo.append_zero).then(zoo.append_one)
-
-    (calls,) = load(zoo.Calls(), "fork", worker_init_fn=chain)
-
-    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(11)))
-    expected = random.Random(base_seed)
-    assert [tuple(call) for call in calls] == [("zero", expected.random()), ("one", expected.random())]
-
-
-def test_then_refuses_what_cannot_be_called() -> None:
-    """then() names what it was given when that is not a function."""
-    with pytest.raises(TypeError, match=r"^then\(\) expects a function of the worker's id, got 3$"):
-        seed_worker.then(3)  # type: ignore[arg-type]
-
-
-def test_pickling_keeps_the_chain() -> None:
-    """seed_worker and chains of it survive pickling, equal by value."""
-    chain = seed_worker.then(zoo.append_zero)
-
-    assert pickle.loads(pickle.dumps(seed_worker)) == seed_worker
-    assert pickle.loads(pickle.dumps(chain)) == chain != seed_worker
-    assert (chain.functions, seed_worker.functions) == ((zoo.append_zero,), ())
-
-
-def test_outside_a_worker_it_says_where_it_belongs() -> None:
-    """Called in the parent, seed_worker raises and tells how it is meant to be used."""
-    with pytest.raises(RuntimeError, match="worker_init_fn=fastload"):
-        seed_worker(0)
-
-
-# --- independence ----------------------------------------------------------------------------------------
-
-
-def flips(pipeline: A.Compose, num_draws: int) -> collections.Counter[tuple[bool, bool]]:
-    """How often each of the four outcomes of a horizontal and a vertical flip came."""
-    image = np.array([[0, 1], [2, 3]], np.uint8)[..., None]
-    outcomes: collections.Counter[tuple[bool, bool]] = collections.Counter()
-    for _ in range(num_draws):
-        top_left = int(pipeline(image=image)["image"][0, 0, 0])
-        outcomes[(top_left in (1, 3), top_left in (2, 3))] += 1
-    return outcomes
-
-
-def chi_square(counts: collections.Counter[tuple[bool, bool]]) -> float:
-    """Against four equally likely outcomes."""
-    expected = counts.total() / 4
-    outcomes = [(a, b) for a in (False, True) for b in (False, True)]
-    return sum((counts[outcome] - expected) ** 2 / expected for outcome in outcomes)
-
-
-def two_flips() -> A.Compose:
-    return A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
-
-
-def test_two_flips_of_one_pipeline_are_independent() -> None:
-    """After seed_albumentations all four outcomes of two p=0.5 flips come equally often."""
-    pipeline = two_flips()
-    seed_albumentations(pipeline, 7)
-
-    assert chi_square(flips(pipeline, NUM_DRAWS)) < CHI_SQUARE_LIMIT
-
-
-# --- what the stream depends on --------------------------------------------------------------------------
-
-
-def stream(seed: int, user_seed: int | None = None) -> list[int]:
-    pipeline = zoo.crop(user_seed)
-    seed_albumentations(pipeline, seed)
-    return [zoo.corner(pipeline) for _ in range(5)]
-
-
-def test_the_same_seed_gives_the_same_stream() -> None:
-    """seed_albumentations is a pure function of its seed, the pipelines and their seeds, called twice too."""
-    pipeline = zoo.crop(5)
-    seed_albumentations(pipeline, 7)
-    seed_albumentations(pipeline, 7)
-
-    assert [zoo.corner(pipeline) for _ in range(5)] == stream(7, 5) == stream(7, 5)
-
-
-def test_every_seed_gives_another_stream() -> None:
-    """Worker seeds and user seeds are mixed: each pair, None and 0 among them, has its own stream."""
-    seeds = [0, 1, 1 << 32, (1 << 64) - 1]
-    user_seeds = [None, 0, 1, 137, 1 << 32]
-
-    streams = {tuple(stream(seed, user)) for seed in seeds for user in user_seeds}
-
-    assert len(streams) == len(seeds) * len(user_seeds)
-
-
-# --- what a pipeline is made of --------------------------------------------------------------------------
-
-
-def test_all_parts_of_a_pipeline_share_one_pair() -> None:
-    """The pair reaches OneOf, Sequential, SomeOf, ReplayCompose, an inner Compose and their transforms."""
-    outer, parts = zoo.nested()
-    seed_albumentations(outer, 7)
-
-    assert all(part.random_generator is outer.random_generator for part in parts)
-    assert all(part.py_random is outer.py_random for part in parts)
-
-
-def test_no_part_keeps_a_generator_elsewhere() -> None:
-    """Of albumentations 2.0.8: it keeps its generators in two attributes only, processors keep none."""
-    outer, parts = zoo.nested()
-    holders = [outer, *parts, *outer.processors.values()]
-    kept = {
-        name
-        for holder in holders
-        for name, value in vars(holder).items()
-        if isinstance(value, (random.Random, np.random.Generator))
-    }
-
-    assert kept == {"random_generator", "py_random"}
+# --- seeds -----------------------------------------------------------------------------------------------
 
 
 def test_seed_everything_seeds_all_three() -> None:
     """After the same seed the three libraries and the returned generator draw the same again."""
+    states = [[*state_of_globals(), seed_everything(2**40 + 3).get_state().tolist()] for _ in range(2)]
+    states.append(state_of_globals())
+    seed_everything(5)
 
-    def draws() -> list[Any]:
-        generator = seed_everything(2**40 + 3)
-        return [
-            random.random(),
-            np.random.rand(),
-            float(torch.rand(1)),
-            float(torch.rand(1, generator=generator)),
-        ]
-
-    first = draws()
-    assert first == draws()
-    assert len(set(first[:3])) == 3
+    assert states[1][:3] == states[2]
+    assert states[0][3] == states[1][3]
+    assert all(one != other for one, other in zip(states[2], state_of_globals(), strict=True))
 
 
 @pytest.mark.parametrize(("seed", "error"), [(-1, ValueError), (2**63, ValueError), (1.5, TypeError)])
@@ -273,6 +80,438 @@ def test_odd_seeds_are_refused(seed: Any, error: type[Exception]) -> None:
     """A seed is an int that all three libraries can take."""
     with pytest.raises(error):
         seed_everything(seed)
+
+
+def stream(seed: int, user_seed: int | None = None, times: int = 1) -> list[int]:
+    pipeline = zoo.crop(user_seed)
+    for _ in range(times):
+        seed_albumentations(pipeline, seed)
+    return [zoo.corner(pipeline) for _ in range(5)]
+
+
+def test_a_stream_follows_from_the_worker_s_seed_and_the_user_s() -> None:
+    """Each pair, None and 0 among them, has its own stream, the same one if it is seeded twice."""
+    seeds = [0, 1, 1 << 32, (1 << 64) - 1]
+    user_seeds = [None, 0, 1, 137, 1 << 32]
+    streams = {tuple(stream(seed, user)) for seed in seeds for user in user_seeds}
+
+    assert len(streams) == len(seeds) * len(user_seeds)
+    assert stream(7, 5) == stream(7, 5, times=2)
+
+
+def test_all_parts_of_a_pipeline_share_one_pair() -> None:
+    """The pair reaches all compositions and their transforms; no part keeps a generator in a third place."""
+    outer, parts = zoo.nested()
+    seed_albumentations(outer, 7)
+    holders = [outer, *parts, *outer.processors.values()]
+    kinds = (random.Random, np.random.Generator)
+    kept = {name for one in holders for name, value in vars(one).items() if isinstance(value, kinds)}
+
+    assert all(part.random_generator is outer.random_generator for part in parts)
+    assert all(part.py_random is outer.py_random for part in parts)
+    assert kept == {"random_generator", "py_random"}
+
+
+def test_two_flips_of_one_pipeline_are_independent() -> None:
+    """After seed_albumentations all four outcomes of two p=0.5 flips come equally often (chi-square)."""
+    pipeline = A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
+    seed_albumentations(pipeline, 7)
+    image = np.array([[0, 1], [2, 3]], np.uint8)[..., None]
+    counts = Counter(int(pipeline(image=image)["image"][0, 0, 0]) for _ in range(2_000))
+
+    assert sum((counts[corner] - 500) ** 2 / 500 for corner in range(4)) < CHI_SQUARE_LIMIT
+
+
+def test_without_albumentations_there_is_no_search(interpreter: Interpreter) -> None:
+    """Neither the search nor a loader imports albumentations, and then a loader does not search."""
+    program = (
+        "import sys, fastload\n"
+        "from fastload.rng import pipelines, takeover\n"
+        "assert pipelines.find_pipelines({'a': [object()]}) == []\n"
+        "takeover.pipeline_streams = None\n"
+        "assert len(list(fastload.DataLoader(range(8), 4))) == 2\n"
+        "assert 'albumentations' not in sys.modules\n"
+    )
+    done = interpreter.run(program)
+
+    assert done.returncode == 0, done.stderr
+
+
+# --- seed_worker, in torch's loader ----------------------------------------------------------------------
+
+
+def torchs(dataset: Any, method: str = "fork", init: Any = seed_worker) -> list[Any]:
+    """The samples from torch's loader."""
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method, "worker_init_fn": init}
+    return list(tud.DataLoader(dataset, None, generator=seeded(), collate_fn=plain, **options))
+
+
+def of_worker(worker: int, samples: list[Any]) -> list[int]:
+    return [position for where, position in samples if where == worker]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
+def test_seed_worker_gives_each_worker_its_own_crops(method: str) -> None:
+    """From the base seed alone, with any start method; torch repeats crops. Its own streams are torch's."""
+    without, samples = torchs(zoo.Crops(), init=None), torchs(zoo.Crops())
+    used = zoo.Crops()
+    zoo.corner(used.transform)
+
+    assert of_worker(0, without) == of_worker(1, without)
+    assert len(of_worker(0, samples)) == len(of_worker(1, samples)) == 8
+    assert not set(of_worker(0, samples)) & set(of_worker(1, samples))
+    assert samples == torchs(used) == torchs(zoo.Crops(), method)
+    assert torchs(datasets.Made(datasets.draws, 4)) == torchs(datasets.Made(datasets.draws, 4), init=None)
+
+
+def test_then_calls_functions_in_order_after_seeding() -> None:
+    """A chain is equal to its copy from a pickle; the first function draws what torch's seed gives."""
+    chain = seed_worker.then(zoo.Notes("zero")).then(zoo.Notes("one"))
+    (calls,) = torchs(zoo.Calls(), init=chain)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=seeded()))
+    expected = random.Random(base_seed)
+
+    assert calls == [("zero", expected.random()), ("one", expected.random())]
+    assert (
+        pickle.loads(pickle.dumps(chain)) == chain != seed_worker == pickle.loads(pickle.dumps(seed_worker))
+    )
+    assert (len(chain.functions), seed_worker.functions) == (2, ())
+
+
+def test_misuse_of_seed_worker_is_named() -> None:
+    """What then() gets must be a function, and seed_worker is called in workers."""
+    with pytest.raises(TypeError, match=r"^then\(\) expects a function of the worker's id, got 3$"):
+        seed_worker.then(3)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="worker_init_fn=fastload"):
+        seed_worker(0)
+
+
+# --- streams of a loader ---------------------------------------------------------------------------------
+
+
+def collated(make: Any) -> Any:
+    return lambda: (Corners(), {"collate_fn": make()})
+
+
+def method_of_the_dataset() -> Any:
+    dataset = zoo.CollatingCorners()
+    return dataset, {"collate_fn": dataset.collate}
+
+
+# Each makes a dataset and the options of its loader anew. The pipeline is the dataset's ...
+HELD: dict[str, Any] = {
+    "many at once": lambda: (zoo.CornersAtOnce(), {}),
+    "single samples of a subset": lambda: (Subset(Corners(), range(10)), {"batch_size": None}),
+    "two pipelines, one in the other": lambda: (zoo.ManyCorners(), {}),
+    "a pipeline with a seed": lambda: (Corners(seed=5), {}),
+    "a stream": lambda: (zoo.CornerStream(), {}),
+    "a stream that draws in iter()": lambda: (zoo.EagerCornerStream(), {}),
+    "a cached dataset": lambda: (CachedDataset(Pictures(), transform=zoo.corner_of_sample), {}),
+    "a dataset that iterates a loader": lambda: (zoo.InnerLoader(), {}),
+    # ... or the collate_fn's.
+    "attribute": collated(CropsBatch),
+    "partial": collated(lambda: functools.partial(zoo.crops_batch, batch=zoo.crop())),
+    "global": collated(lambda: zoo.global_crops_batch),
+    "closure": collated(zoo.closed_crops_batch),
+    "method": collated(lambda: CropsBatch().__call__),
+    "attribute with the name of a global": collated(zoo.AttributeOfTheName),
+    "method of the dataset": method_of_the_dataset,
+    "datapipe": lambda: (IterableWrapper(range(8)).map(zoo.CornerOf()), {"collate_fn": CropsBatch()}),
+}
+
+
+def read(kind: str, epochs: int = 2, **more: Any) -> list[Any]:
+    dataset, options = HELD[kind]()
+    return run(dataset, epochs, **options, **more)
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_no_worker_draws_what_one_worker_draws(kind: str) -> None:
+    """In two epochs, which differ, with the same generator: bit for bit."""
+    # Through torch's own iterator: for the next epoch it draws other base seeds.
+    epochs = 1 if kind == "datapipe" else 2
+    alone = read(kind, epochs)
+
+    assert alone == read(kind, epochs, num_workers=1)
+    assert len(set(map(str, itertools.chain.from_iterable(alone)))) == sum(map(len, alone))
+
+
+@pytest.mark.slow
+def test_workers_of_the_fork_server() -> None:
+    """They seed the copy of the collate_fn that collates."""
+    from_server = {"num_workers": 1, "multiprocessing_context": "forkserver"}
+    assert read("attribute", 1, **from_server) == read("attribute", 1, num_workers=1)
+
+
+@pytest.mark.parametrize(
+    "way", [PROCESSES, THREADS, AS_THEY_COME, {**AS_THEY_COME, "memory_format": torch.channels_last}]
+)
+def test_two_workers_draw_different_numbers(way: Any) -> None:
+    """No crop of a collate_fn is repeated; the dataset's first ones are those that earlier releases drew."""
+    (epoch,) = run(zoo.ManyCorners(), collate_fn=CropsBatch(), **way)
+    crops = [crop for _, crops in epoch for crop in crops]
+
+    assert len(set(crops)) == len(crops) == 6
+    assert sorted(samples[0] for samples, _ in epoch) == [
+        [54393, 12924, 60567],
+        [59242, 17339, 22850],
+        [59759, 55143, 33146],
+    ]
+
+
+def test_streams_are_those_of_earlier_releases() -> None:
+    """Numbers that must never change, without workers: with a collate_fn's own pipeline and a shared one."""
+    (epoch,) = run(zoo.ManyCorners(), collate_fn=CropsBatch())
+    assert [samples[0] for samples, _ in epoch] == [
+        [59242, 17339, 22850],
+        [54393, 12924, 60567],
+        [57779, 35388, 56309],
+    ]
+    assert read("method of the dataset", 1)[0] == [
+        ([59242, 42062, 12234, 14395], [54393, 47618]),
+        ([28359, 9902, 57779, 60831], [54448, 61157]),
+        ([22663, 47245, 62177, 36625], [10641, 12179]),
+    ]
+
+
+def test_the_loader_s_seed_decides() -> None:
+    """Another generator gives other pixels; a resumed epoch begins its streams anew, from its own seed."""
+    first, again, other = (run(Corners(), 2, generator=seeded(seed)) for seed in (1, 1, 2))
+    assert first == again
+    assert len({str(epoch) for epoch in (*first, *other)}) == 4
+
+    loader, resumed = (DataLoader(Corners(), 4, generator=seeded(seed)) for seed in (1, 2))
+    next(iter(loader))
+    resumed.load_state_dict(loader.state_dict())
+    assert plain(next(iter(resumed))) == first[0][0]
+
+
+def test_seed_albumentations_false_leaves_them_alone() -> None:
+    """As in torch: they draw from what they have, and use it up."""
+    dataset, twin = Corners(seed=5), Corners(seed=5)
+    (found,) = run(dataset, seed_albumentations=False)
+
+    assert list(itertools.chain(*found)) == [twin[index] for index in range(len(twin))]
+
+
+def test_the_libraries_generators_are_torch_s() -> None:
+    """With a pipeline, the dataset draws from random, numpy and torch what it draws in torch's loader."""
+    runs = []
+    for cls in (tud.DataLoader, DataLoader):
+        seed_everything(1)
+        pipeline = zoo.crop()
+        dataset: Any = datasets.Made(
+            lambda index, use=pipeline: (zoo.corner(use), datasets.draws(index))[1], 4
+        )
+        runs.append([plain(batch) for batch in cls(dataset, 2)])
+
+    assert runs[0] == runs[1]
+
+
+def test_pipelines_of_the_dataset_and_the_collate_fn_differ() -> None:
+    """Also equal ones; and a Compose of the collate_fn around the dataset's does not change its stream."""
+    for seed in (None, 5):
+        dataset, batch = zoo.crop(seed), zoo.crop(seed)
+        seed_albumentations(dataset, 7, batch)
+        drawn = [[zoo.corner(pipeline) for _ in range(5)] for pipeline in (dataset, batch)]
+        assert drawn[0] != drawn[1]
+        assert drawn[0] == stream(7, seed)
+    for others in ([], [zoo.crop()]):
+        inner = zoo.crop()
+        seed_albumentations(inner, 7, [A.Compose([inner]), *others])
+        assert [zoo.corner(inner) for _ in range(5)] == stream(7)
+
+
+def test_objects_of_monai_differ_between_workers() -> None:
+    """Those of a collate_fn only: MONAI's own worker_init_fn seeds those of a dataset."""
+    shared, own, of_dataset = Randomizable(), Randomizable(), Randomizable()
+    before = of_dataset.R
+    draws = set()
+    for seed in (1, 2):
+        seed_albumentations([of_dataset, shared], seed, [own, shared])
+        draws.add(int(own.R.randint(1 << 30)))
+
+    assert len(draws) == 2
+    assert of_dataset.R is shared.R is before
+
+
+# --- in threads ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_each_thread_has_its_own_pipeline(rng: Any) -> None:
+    """No two threads call the same pipeline, and none calls the user's; other objects stay shared."""
+    batch = CropsBatch()
+    run(Corners(), batch_size=1, collate_fn=batch, rng=rng, **THREADS)
+    callers: dict[int, set[int]] = {}
+    for info, pipeline in batch.calls:
+        callers.setdefault(id(pipeline), set()).add(info.id)
+
+    assert sorted(map(sorted, callers.values())) == [[0], [1]]
+    assert id(batch.pipeline) not in callers
+
+
+@pytest.mark.parametrize(
+    "kind", ["attribute", "attribute with the name of a global", "method of the dataset"]
+)
+def test_threads_draw_what_processes_draw(kind: str) -> None:
+    """An attribute is copied, whatever its name; a method of the dataset belongs to the thread's copy."""
+    assert read(kind, 1, **THREADS) == read(kind, 1, **PROCESSES)
+
+
+@pytest.mark.parametrize("kind", ["global", "closure"])
+def test_one_that_cannot_be_copied_is_refused(kind: str) -> None:
+    """A function holds its globals and its closure where no thread can have another object."""
+    with pytest.raises(ValueError, match=r"(?s)held by <function .*of an object that is the collate_fn"):
+        read(kind, **THREADS)
+
+
+# --- the user's own --------------------------------------------------------------------------------------
+
+
+# The holder of the pipeline, a dataset if it is not the holder, and options.
+BETWEEN: dict[str, Any] = {
+    "error": lambda: (Corners(error=ArithmeticError), None, {}),
+    "another dataset": lambda: (Corners(), Corners(), {}),
+    "threads": lambda: (Corners(), Corners(), THREADS),
+    "datapipe": lambda: (Corners(), IterableWrapper(range(8)), {}),
+    "inner loader": lambda: (zoo.Recursive(), None, {}),
+    "inner loader, by sample": lambda: (zoo.Recursive(), None, {"rng": "sample"}),
+}
+
+
+@pytest.mark.parametrize("way", BETWEEN)
+def test_the_user_s_pipelines_have_their_own_generators_between_batches(way: str) -> None:
+    """Those of a collate_fn and of its dataset; also after an error, and around an inner loader."""
+    held, dataset, options = BETWEEN[way]()
+    before = held.stand()
+    iterator = iter(DataLoader(dataset or held, 4, collate_fn=CropsBatch(held.transform), **options))
+    if way == "error":
+        with pytest.raises(ArithmeticError):
+            next(iterator)
+        assert held.stand() == before
+    for _ in iterator:
+        assert held.stand() == before
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_after_a_pipeline_that_cannot_be_set(rng: Any) -> None:
+    """A transform whose set_random_state() raises is put back, too."""
+    dataset = Corners()
+    dataset.other = zoo.Stubborn()  # type: ignore[attr-defined]
+    before = dataset.stand()
+    with pytest.raises(ZeroDivisionError):
+        next(iter(DataLoader(dataset, 4, rng=rng)))
+
+    assert dataset.stand() == before
+
+
+def test_two_iterators_at_once() -> None:
+    """Each has streams of its own: in turns they bring what they bring alone."""
+    dataset = Corners()
+    before = dataset.stand()
+
+    def iterator(seed: int) -> Any:
+        return map(plain, DataLoader(dataset, 4, generator=seeded(seed)))
+
+    alone = [list(iterator(seed)) for seed in (1, 2)]
+    together = list(zip(iterator(1), iterator(2), strict=True))
+
+    assert [list(part) for part in zip(*together, strict=True)] == alone
+    assert dataset.stand() == before
+
+
+@pytest.mark.parametrize(("rng", "first_to_end"), [("worker", 0), ("worker", 1), ("sample", 0)])
+def test_two_threads(first_to_end: int, rng: Any) -> None:
+    """Two threads in the middle of a batch of one dataset at once; whichever ends first."""
+    dataset = zoo.Waits()
+    before = dataset.stand()
+    random_state = torch.get_rng_state()
+
+    def read_one(number: int) -> None:
+        next(iter(DataLoader(dataset, 1, sampler=[number], rng=rng, generator=seeded(number))))
+
+    threads = [threading.Thread(target=read_one, args=(number,)) for number in range(2)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        assert dataset.is_in[number].wait(30)
+    for number in (first_to_end, 1 - first_to_end):
+        dataset.may_go[number].set()
+        threads[number].join(30)
+
+    assert dataset.stand() == before
+    assert rng == "worker" or torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_s_streams_outlive_an_inner_loader(num_workers: int) -> None:
+    """With rng="sample" a dataset draws on from its sample's streams after it has iterated such a loader."""
+    alone, around = (
+        run(zoo.DrawsAroundALoader(iterates=iterates), num_workers=num_workers, rng="sample")
+        for iterates in (False, True)
+    )
+
+    assert alone == around
+
+
+def test_a_child_that_was_forked_while_a_thread_held_the_lock() -> None:
+    """The child waits for no lock, because no thread of its own holds it."""
+    is_held, may_go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with module._lock:
+            is_held.set()
+            may_go.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert is_held.wait(30)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        with Takeover(dict, lambda: None):
+            pass
+        os._exit(0)
+    may_go.set()
+    thread.join(30)
+
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+THINGS = "abc"
+
+
+@pytest.mark.slow
+@given(st.lists(st.integers(0, 5) | st.sets(st.sampled_from(THINGS)), max_size=12))
+def test_takeovers_in_any_order(steps: list[Any]) -> None:
+    """Each thing is what the latest open takeover made it; after all of them it is what it was.
+
+    A step is the number of the takeover that ends, or the things of a new one.
+    """
+    values = dict.fromkeys(THINGS, "own")
+    is_open: list[tuple[str, str, Takeover]] = []
+
+    def taken(things: set[str], name: str) -> Takeover:
+        def find() -> Any:
+            return {thing: functools.partial(values.__setitem__, thing, values[thing]) for thing in things}
+
+        takeover = Takeover(find, lambda: values.update(dict.fromkeys(things, name)))
+        takeover.__enter__()
+        return takeover
+
+    for number, step in enumerate(steps):
+        if isinstance(step, set):
+            is_open.append((f"number {number}", "".join(step), taken(step, f"number {number}")))
+        elif step < len(is_open):
+            is_open.pop(step)[2].__exit__()
+        for thing in THINGS:
+            names = [name for name, things, _ in is_open if thing in things]
+            assert values[thing] == (names[-1] if names else "own")
+    for _, _, last in is_open:
+        last.__exit__()
+
+    assert values == dict.fromkeys(THINGS, "own")
 
 
 # --- pipelines that seed themselves ----------------------------------------------------------------------
@@ -306,55 +545,27 @@ class BaseCompose:
 BaseCompose.__module__ = "albumentations.core.composition"
 
 
-class Samples:
+def of_itself(pipeline: BaseCompose, index: int) -> tuple[bool, int]:
     """Whether the pipeline has been seeded by somebody else, and a draw."""
-
-    def __init__(self) -> None:
-        self.pipeline = BaseCompose()
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        is_seeded = self.pipeline._manual_random_state
-        return torch.tensor([is_seeded, self.pipeline.random_generator.integers(1 << 30)])
+    return pipeline._manual_random_state, int(pipeline.random_generator.integers(1 << 30))
 
 
-def load_all(dataset: Samples, num_workers: int, **options: Any) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    options = {"multiprocessing_context": "fork", **options} if num_workers else options
-    with fastload.DataLoader(
-        dataset, batch_size=2, num_workers=num_workers, generator=generator, **options
-    ) as loader:
-        return torch.cat(list(loader))
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_pipelines_that_seed_themselves(rng: Any) -> None:
+    """With "worker" they keep their seeding; "sample" gives each sample its stream, and puts them back."""
+    pipeline = BaseCompose()
+    before = dict(vars(pipeline))
+    dataset: Any = datasets.Made(functools.partial(of_itself, pipeline), 8)
+    alone, in_workers = (run(dataset, num_workers=num_workers, rng=rng) for num_workers in (0, 2))
 
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_they_keep_their_seeding(num_workers: int) -> None:
-    """With rng="worker" fastload does not seed them, without workers and in worker processes."""
-    assert not load_all(Samples(), num_workers)[:, 0].any()
+    assert {is_seeded for batch in (*alone[0], *in_workers[0]) for is_seeded in batch[0]} == {rng == "sample"}
+    assert rng == "worker" or alone == in_workers
+    assert rng == "worker" or vars(pipeline) == before
 
 
 def test_they_are_seeded_outside_of_worker_processes() -> None:
-    """A worker thread is no worker to them, so that fastload seeds them there."""
+    """A worker thread is no worker to them, so fastload seeds them there."""
     pipeline = BaseCompose()
 
     assert seed_albumentations(pipeline, 1) == 1
     assert pipeline._manual_random_state
-
-
-def test_samples_have_streams_of_their_own() -> None:
-    """With rng="sample" they draw the same for any number of workers."""
-    first, second = load_all(Samples(), 0, rng="sample"), load_all(Samples(), 2, rng="sample")
-
-    assert torch.equal(first, second)
-    assert first[:, 0].all()
-
-
-def test_they_are_restored_after_each_batch() -> None:
-    """With rng="sample" and no workers the pipeline has its own generators again afterwards."""
-    dataset = Samples()
-    before = dict(vars(dataset.pipeline))
-    load_all(dataset, 0, rng="sample")
-
-    assert vars(dataset.pipeline) == before

@@ -7,9 +7,8 @@
 One integer, the seed, determines a case (`case`). Each sample is a function of its index (`samples`), and the
 soak computes the order of the indices with torch's samplers (`order`): it knows each batch before it asks the
 loader for it. The mode of a case is the way in which the consumer uses the loader and the batches (`modes`,
-`together`, `faults`, `neighbours`). After each case `run` checks that the library has left nothing behind.
-`known` lists the defects that are known; the soak does not run the cases that meet one of them.
+`together`, `faults`). After each case `run` checks that the library has left nothing behind.
 
-Files from the bottom up: samples, datasets, case, known; order, compare; subject; modes, together, faults,
-neighbours; run; __main__.
+Files from the bottom up: samples, compare, datasets, case; order; subject; modes, together, faults; run;
+__main__.
 """

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from tests.soak.case import draw
-from tests.soak.known import known_defect
 from tests.soak.run import Soak, replay
 
 if TYPE_CHECKING:
@@ -42,13 +41,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="the first case; the next ones follow (default: random)")
     parser.add_argument("--case", type=int, help="run this case alone")
     parser.add_argument(
-        "--with", dest="changes", nargs="+", default=[], help="change settings of that case: name=value"
+        "--with", dest="changes", nargs="+", default=[], help="change its settings: name=value"
     )
     parser.add_argument("--times", type=int, default=1, help="how often to run that case")
-    parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds after which a case counts as hanging"
-    )
-    parser.add_argument("--known", action="store_true", help="also run cases that meet a known defect")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case hangs")
     return parser.parse_args()
 
 
@@ -68,23 +64,15 @@ def _one(soak: Soak, case: Case, times: int) -> int:
 
 
 class Round:
-    """Runs cases one after another until the time is over.
-
-    Args:
-        soak: Runs a case.
-        options: Of the command line.
-    """
+    """Runs cases one after another until the time is over."""
 
     def __init__(self, soak: Soak, options: argparse.Namespace) -> None:
         self._soak = soak
-        self._runs_known = options.known
         self._seconds = 60 * options.minutes
         self._first = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
         self._num_cases = 0
         self._failed: list[Case] = []
-        self._passed_over: collections.Counter[str] = collections.Counter()
-        self._counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
-        self._mode_seconds: dict[str, float] = collections.defaultdict(float)
+        self._counts: collections.Counter[str] = collections.Counter()
         self._warm_bytes = 0
 
     def run(self) -> int:
@@ -98,10 +86,6 @@ class Round:
         return self._conclude(time.monotonic() - start_s)
 
     def _run_case(self, case: Case) -> None:
-        defect = known_defect(case)
-        if defect is not None and not self._runs_known:
-            self._passed_over[defect] += 1
-            return
         say(f"{case} ... ", end="")
         start_s = time.monotonic()
         failure = self._soak.run(case)
@@ -113,27 +97,18 @@ class Round:
         self._num_cases += 1
         if self._num_cases == WARM_CASES:
             self._warm_bytes = _resident_bytes()
-        self._mode_seconds[case.mode] += seconds
-        method = case.method if case.num_workers else "no workers"
-        for name in ("mode", "kind", "source"):
-            self._counts[name][getattr(case, name)] += 1
-        self._counts["workers"][method] += 1
+        self._counts.update(
+            [case.mode, case.kind, case.source, case.method if case.num_workers else "no workers"]
+        )
 
     def _conclude(self, seconds: float) -> int:
-        for name, counts in self._counts.items():
-            say(f"{name}: " + ", ".join(f"{value} {count}" for value, count in counts.most_common()))
-        spent = sorted(self._mode_seconds.items(), key=lambda item: -item[1])
-        say("seconds: " + ", ".join(f"{mode} {mode_seconds:.0f}" for mode, mode_seconds in spent))
-        for defect, count in self._passed_over.most_common():
-            say(f"not run, {count} cases: known defect: {defect}")
-        grown_bytes = 0
+        say("cases with " + ", ".join(f"{name}: {count}" for name, count in self._counts.most_common()))
+        has_grown = False
         if self._warm_bytes:
             end_bytes = _resident_bytes()
-            grown_bytes = end_bytes - self._warm_bytes
-            say(f"memory: {self._warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now")
-        has_grown = grown_bytes > MAX_GROWTH_BYTES
-        if has_grown:
-            say(f"FAILED: the memory of this process has grown by {grown_bytes >> 20} MB")
+            has_grown = end_bytes - self._warm_bytes > MAX_GROWTH_BYTES
+            told = f"{self._warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now"
+            say(f"FAILED: memory has grown: {told}" if has_grown else f"memory: {told}")
         for case in self._failed:
             say(f"FAILED {case}")
         say(f"soak: {self._num_cases} cases in {seconds:.0f} s, {len(self._failed)} failed")

@@ -7,19 +7,30 @@ import dataclasses
 import random
 import shlex
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.soak.samples import KINDS
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PLAIN = ("plain", "bulk", "subset")
-STREAMS = ("stream", "stateful stream")
 LMDB = ("lmdb", "png lmdb", "shards", "tiers", "from_cache", "from_cache in ram")
 CACHED = ("ram", "keyed ram", "subset of ram", *LMDB)
-
+BATCH_SAMPLERS = ("buckets", "odd batches")
+FAULTS = ("dies", "stops")  # modes in which a worker dies or stops
 # In these modes a sample is also read outside of a loader, or in two threads: rng="sample" cannot set the
 # generators there.
-_OWN_GENERATORS = ("reads samples", "torch reads", "two threads", "side by side")
-SIGNALS = ("kill", "terminate", "segfault")  # modes in which a worker dies
+_OWN_GENERATORS = ("reads samples", "side by side")
+
+
+def _one_of(default: Any, weights: dict[Any, int]) -> Any:
+    """A setting: its value in the simplest case, and all values with the weights by which they are drawn."""
+    return dataclasses.field(default=default, metadata=weights)
+
+
+def _rarely(percent: int) -> Any:
+    return _one_of(False, {True: percent, False: 100 - percent})
 
 
 @dataclass(frozen=True)
@@ -27,39 +38,54 @@ class Case:
     """The settings of one case; the defaults make the simplest case."""
 
     seed: int
-    mode: str = "plain"
+    mode: str = _one_of(
+        "reads",
+        {"reads": 25, "breaks": 14, "interleaves": 6, "resumes": 8, "reads samples": 6, "hands over": 6}
+        | {"side by side": 5, "forks": 8, "dies": 10, "stops": 6, "neighbour": 4},
+    )
     # Samples and their dataset.
-    kind: str = "labelled"
-    shapes: str = "one"  # all samples have "one" shape, the shape changes "by batch", or with "each" sample
-    num_samples: int = 12
-    source: str = "plain"
-    is_filled: bool = False  # CachedDataset.fill() runs before the first epoch
-    max_memory: str = "auto"  # of a cache in RAM; "half" is room for half of the samples
-    transform: str = "none"
-    raises: bool = False  # some samples raise ValueError
-    delay_ms: int = 0  # added to every third sample
-    is_sharded: bool = True  # each worker reads a share of a stream
+    kind: str = _one_of("labelled", dict.fromkeys(KINDS, 1))
+    # All samples have "one" shape, the shape changes "by batch", or with "each" sample.
+    shapes: str = _one_of("one", {"one": 2, "by batch": 3, "each": 2})
+    num_samples: int = _one_of(12, {0: 1, 1: 3, 2: 2, 7: 3, 13: 4, 20: 4, 24: 4, 31: 4, 40: 3, 64: 3, 100: 3})
+    source: str = _one_of(
+        "plain",
+        {"plain": 12, "bulk": 4, "subset": 4, "stream": 4, "stateful stream": 4, "ram": 10, "keyed ram": 6}
+        | {"subset of ram": 4, "lmdb": 4, "png lmdb": 3, "shards": 2, "tiers": 4}
+        | {"from_cache": 3, "from_cache in ram": 3},
+    )
+    is_filled: bool = _rarely(30)  # CachedDataset.fill() runs before the first epoch
+    max_memory: str = _one_of("auto", {"auto": 4, "half": 1})  # of a cache in RAM; for half of the samples
+    transform: str = _one_of("none", {name: 1 for kind in KINDS.values() for name in kind.transforms})
+    raises: bool = _rarely(15)  # some samples raise ValueError
+    delay_ms: int = _one_of(0, {0: 4, 1: 2, 4: 1})  # added to every third sample
+    is_sharded: bool = _one_of(True, {True: 7, False: 3})  # each worker reads a share of a stream
     # The loader.
-    batch_size: int | None = 4
-    order: str = "in order"
-    drop_last: bool = False
-    num_workers: int = 0
-    method: str = "fork"
-    prefetch_factor: int = 2
-    is_persistent: bool = False
-    prefetch_memory: int | str = "auto"
-    channels_last: bool = False
-    rng: str = "worker"
-    collate: str = "default"
-    in_order: bool = True
-    is_pinned: bool = False
-    device: str | None = None
-    timeout_s: float = 0
+    batch_size: int | None = _one_of(4, {None: 2, 1: 2, 2: 1, 3: 3, 4: 3, 5: 2, 7: 2, 16: 2, 150: 1})
+    order: str = _one_of(
+        "in order",
+        {"in order": 8, "shuffle": 4, "shuffle by a generator": 4, "buckets": 4, "odd batches": 2}
+        | {"subset sampler": 2, "with replacement": 2, "weighted": 2, "distributed": 2},
+    )
+    drop_last: bool = _rarely(20)
+    num_workers: int = _one_of(0, {0: 3, 1: 4, 2: 6, 3: 3})
+    method: str = _one_of(
+        "fork", {"fork": 60, "thread": 22, "forkserver": 25, "spawn": 3}
+    )  # spawn takes seconds
+    prefetch_factor: int = _one_of(2, {1: 2, 2: 4, 3: 1, 5: 1})
+    is_persistent: bool = _rarely(40)
+    prefetch_memory: int | str = _one_of("auto", {"auto": 4, 1: 2, "64KB": 2, "1MB": 1})
+    channels_last: bool = _rarely(25)
+    rng: str = _one_of("worker", {"worker": 2, "sample": 1})
+    collate: str = _one_of("default", {"default": 6, "list": 2, "arrays": 1, "keeps": 2})
+    in_order: bool = _one_of(True, {True: 93, False: 7})
+    is_pinned: bool = _rarely(15)
+    device: str | None = _one_of(None, {None: 6, "cpu": 1})
+    timeout_s: float = _one_of(0, {0: 5, 30: 1, 0.2: 3})  # 0.2 is for a worker that stops
     # The consumer.
-    epochs: int = 1
-    handles_sigterm: bool = False
-    is_transformed: bool = False  # by a batch_transform that returns what it gets
-    garbage: str = "usual"  # the garbage collector runs as "usual", is "off", or "eager"
+    epochs: int = _one_of(1, {1: 2, 2: 2, 3: 1})
+    is_transformed: bool = _rarely(20)  # by a batch_transform that returns what it gets
+    garbage: str = _one_of("usual", {"usual": 6, "off": 1, "eager": 1})  # how the garbage collector runs
 
     @property
     def is_cached(self) -> bool:
@@ -69,17 +95,13 @@ class Case:
     @property
     def is_stream(self) -> bool:
         """Whether the dataset is iterable-style."""
-        return self.source in STREAMS
+        return "stream" in self.source
 
     def settings(self, other: Case | None = None) -> str:
         """The settings that differ from another case, or from the defaults, in the form of `--with`."""
-        other = Case(self.seed) if other is None else other
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return " ".join(
-            f"{name}={shlex.quote(str(value))}"
-            for name, value in values.items()
-            if value != getattr(other, name)
-        )
+        others = vars(Case(self.seed) if other is None else other)
+        different = {name: value for name, value in vars(self).items() if value != others[name]}
+        return " ".join(f"{name}={shlex.quote(str(value))}" for name, value in different.items())
 
     def __str__(self) -> str:
         return f"case {self.seed}: {self.settings() or 'the defaults'}"
@@ -90,12 +112,11 @@ class Case:
         Raises:
             ValueError: There is no such setting.
         """
-        names = {field.name for field in dataclasses.fields(self)}
         changes: dict[str, Any] = {}
         for assignment in assignments:
             name, _, value = assignment.partition("=")
-            if name not in names:
-                raise ValueError(f"a case has no setting {name!r}; it has {', '.join(sorted(names))}")
+            if name not in vars(self):
+                raise ValueError(f"a case has no setting {name!r}; it has {', '.join(sorted(vars(self)))}")
             try:
                 changes[name] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
@@ -103,217 +124,91 @@ class Case:
         return dataclasses.replace(self, **changes)
 
 
-# The weights of the values. Spawned workers take seconds to start, so their weight is low.
-MODES = {
-    "plain": 8,
-    "holds": 10,
-    "writes": 10,
-    "breaks": 8,
-    "interleaves": 6,
-    "resumes": 8,
-    "closes": 6,
-    "reads samples": 6,
-    "torch reads": 3,
-    "interrupts": 4,
-    "hands over": 4,
-    "moves between threads": 4,
-    "two threads": 3,
-    "side by side": 5,
-    "forks": 8,
-    "kill": 6,
-    "terminate": 3,
-    "segfault": 3,
-    "stop": 4,
-    "times out": 3,
-    "neighbour": 4,
-}
-SOURCES = {
-    "plain": 12,
-    "bulk": 4,
-    "subset": 4,
-    "stream": 4,
-    "stateful stream": 4,
-    "ram": 10,
-    "keyed ram": 6,
-    "subset of ram": 4,
-    "lmdb": 4,
-    "png lmdb": 3,
-    "shards": 2,
-    "tiers": 4,
-    "from_cache": 3,
-    "from_cache in ram": 3,
-}
-METHODS = {"fork": 60, "thread": 22, "forkserver": 25, "spawn": 3}
-ORDERS = {
-    "in order": 8,
-    "shuffle": 4,
-    "shuffle by a generator": 4,
-    "subset sampler": 2,
-    "with replacement": 2,
-    "weighted": 2,
-    "distributed": 2,
-    "buckets": 4,
-    "odd batches": 2,
-}
-
-
 def draw(seed: int) -> Case:
     """The case of a seed: always the same one, until this file or `samples` changes."""
     rng = random.Random(seed)
-
-    def pick(weights: dict[Any, int]) -> Any:
-        return rng.choices(list(weights), list(weights.values()))[0]
-
-    kind = rng.choice(list(KINDS))
-    case = Case(
-        seed,
-        mode=pick(MODES),
-        kind=kind,
-        shapes=pick({"one": 2, "by batch": 3, "each": 2}),
-        num_samples=pick({0: 1, 1: 3, 2: 2, 7: 3, 13: 4, 20: 4, 24: 4, 31: 4, 40: 3, 64: 3, 100: 3}),
-        source=pick(SOURCES),
-        is_filled=rng.random() < 0.3,
-        max_memory=pick({"auto": 4, "half": 1}),
-        transform=rng.choice(KINDS[kind].transforms),
-        raises=rng.random() < 0.15,
-        delay_ms=pick({0: 4, 1: 2, 4: 1}),
-        is_sharded=rng.random() < 0.7,
-        batch_size=pick({None: 2, 1: 2, 2: 1, 3: 3, 4: 3, 5: 2, 7: 2, 16: 2, 150: 1}),
-        order=pick(ORDERS),
-        drop_last=rng.random() < 0.2,
-        num_workers=pick({0: 3, 1: 4, 2: 6, 3: 3}),
-        method=pick(METHODS),
-        prefetch_factor=pick({1: 2, 2: 4, 3: 1, 5: 1}),
-        is_persistent=rng.random() < 0.4,
-        prefetch_memory=pick({"auto": 4, 1: 2, "64KB": 2, "1MB": 1}),
-        channels_last=rng.random() < 0.25,
-        rng=pick({"worker": 2, "sample": 1}),
-        collate=pick({"default": 6, "list": 2, "arrays": 1, "keeps": 2}),
-        in_order=rng.random() < 0.93,
-        is_pinned=rng.random() < 0.15,
-        device=pick({None: 6, "cpu": 1}),
-        timeout_s=pick({0: 5, 30: 1}),
-        epochs=pick({1: 2, 2: 2, 3: 1}),
-        handles_sigterm=rng.random() < 0.3,
-        garbage=pick({"usual": 6, "off": 1, "eager": 1}),
-        is_transformed=rng.random() < 0.2,
-    )
-    return settled(case)
+    drawn = {
+        field.name: rng.choices(list(field.metadata), list(field.metadata.values()))[0]
+        for field in dataclasses.fields(Case)[1:]
+    }
+    drawn["transform"] = rng.choice(KINDS[drawn["kind"]].transforms)
+    return settled(Case(seed, **drawn))
 
 
 def settled(case: Case) -> Case:
     """The nearest case whose settings go together."""
-    for settle in (_settle_mode, _settle_samples, _settle_batches, _settle_loader, _settle_cost):
-        case = dataclasses.replace(case, **settle(case))
+    for applies, changes in _RULES:
+        if applies(case):
+            case = dataclasses.replace(case, **(changes(case) if callable(changes) else changes))
     return case
 
 
-def _settle_mode(case: Case) -> dict[str, Any]:
-    mode, changes = case.mode, dict[str, Any]()
-    if not case.in_order:  # torch's own thread pins them, and asks for an accelerator
-        changes |= {"is_pinned": False}
-    if mode == "two threads":  # torch's iterators with workers are not safe in two threads
-        changes |= {"num_workers": 0}
-    if mode in (*SIGNALS, "stop", "times out"):
-        changes |= {"num_workers": max(1, case.num_workers), "in_order": True}
-        if case.method == "thread":
-            changes |= {"method": "fork"}
-    if mode == "times out":
-        changes |= {"timeout_s": 0.2}
-    if mode in ("resumes", "closes", "interrupts", "forks", "torch reads"):
-        changes |= {"in_order": True}  # the iterator for in_order=False is torch's, which cannot do this
-    if mode == "resumes" and case.source == "stream":
-        changes |= {"source": "stateful stream"}
-    if mode == "interleaves" and case.order == "with replacement":  # this sampler draws in mid-epoch
-        changes |= {"order": "shuffle by a generator"}
-    if mode == "side by side" and case.order == "shuffle":  # both would draw from the default generator
-        changes |= {"order": "shuffle by a generator"}
-    if mode in ("interrupts", "torch reads"):
-        changes |= {"raises": False}
-    if mode == "interrupts" and case.is_stream:  # what raises inside the user's generator ends it
-        changes |= {"num_workers": max(1, case.num_workers)}
-    if mode == "torch reads" and case.method == "thread":
-        changes |= {"method": "fork"}
-    if mode in ("reads samples", "two threads") and case.is_stream:
-        changes |= {"source": "plain"}
-    if mode in _OWN_GENERATORS and case.kind == "draws":
-        changes |= {"kind": "scalars", "transform": "none"}
-    if mode == "side by side" and case.kind == "plain colour":  # a pipeline is not safe in two threads
-        changes |= {"transform": "none"}
-    if mode == "neighbour":
-        changes |= {"source": "keyed ram"}
-    if mode != "terminate":
-        changes |= {"handles_sigterm": False}
-    return changes
+def _shapes(case: Case) -> dict[str, Any]:
+    """Samples of one batch have one shape, unless they are not stacked."""
+    stays_together = case.order in ("in order", *BATCH_SAMPLERS) and case.batch_size is not None
+    may_differ = case.collate == "list" or case.batch_size in (None, 1)
+    shapes = case.shapes if KINDS[case.kind].has_shapes else "one"
+    if shapes == "by batch" and (not stays_together or case.is_stream or "subset" in case.source):
+        shapes = "each" if may_differ else "one"
+    elif shapes == "each" and not may_differ:
+        shapes = "by batch" if stays_together and case.source in ("plain", "ram") else "one"
+    return {"shapes": shapes}
 
 
-def _settle_samples(case: Case) -> dict[str, Any]:
-    changes = dict[str, Any]()
-    kind, source = case.kind, case.source
-    if source in CACHED and not KINDS[kind].is_cacheable:
-        changes |= {"kind": (kind := "nest"), "transform": "none"}
-    if source not in PLAIN:
-        changes |= {"raises": False}
-    if source not in CACHED:
-        changes |= {"is_filled": False, "max_memory": "auto"}
-    if case.is_stream:
-        changes |= {"order": "in order", "rng": "worker"}
-        if case.method == "thread":
-            changes |= {"method": "fork"}
-        if kind == "draws":
-            changes |= {"kind": "texts", "transform": "none"}
-    elif kind == "draws":
-        changes |= {"rng": "sample", "source": "plain" if source == "bulk" else source}
-    elif source == "bulk":
-        changes |= {"rng": "worker"}
-    if not case.num_samples:  # torch's random samplers refuse an empty dataset
-        changes |= {"order": "in order", "max_memory": "auto"}
-    if KINDS[kind].is_big:
-        changes |= {"num_samples": min(case.num_samples, 13)}
-    return changes
-
-
-def _settle_batches(case: Case) -> dict[str, Any]:
-    changes = dict[str, Any]()
-    order, collate, batch_size = case.order, case.collate, case.batch_size
-    if case.kind == "record":
-        changes |= {"collate": (collate := "list")}
-    if KINDS[case.kind].is_big and batch_size is not None:
-        changes |= {"batch_size": (batch_size := min(batch_size, 5))}
-    if batch_size is None:
-        changes |= {"drop_last": False}
-        if order in ("buckets", "odd batches"):
-            changes |= {"order": (order := "in order")}
-        if collate != "list":
-            changes |= {"collate": (collate := "default")}
-    if order in ("buckets", "odd batches"):
-        changes |= {"drop_last": False}
-    if collate == "keeps" and case.mode in ("writes", "forks"):  # worker and consumer share the batch
-        changes |= {"collate": (collate := "default")}
-    if collate == "arrays" and case.kind != "labelled":
-        changes |= {"collate": (collate := "default")}
-    stays_together = order in ("in order", "buckets", "odd batches") and batch_size is not None
-    may_differ = collate == "list" or batch_size in (None, 1)
-    if not KINDS[case.kind].has_shapes:
-        changes |= {"shapes": "one"}
-    elif case.shapes == "by batch" and (not stays_together or case.is_stream or "subset" in case.source):
-        changes |= {"shapes": "each" if may_differ else "one"}
-    elif case.shapes == "each" and not may_differ:
-        changes |= {"shapes": "by batch" if stays_together and case.source in ("plain", "ram") else "one"}
-    return changes
-
-
-def _settle_loader(case: Case) -> dict[str, Any]:
-    changes = dict[str, Any]()
-    if case.num_workers == 0:
-        changes |= {"method": "fork", "prefetch_factor": 2, "is_persistent": False, "timeout_s": 0}
-    if case.num_workers == 0 or case.method == "thread" or case.is_stream:
-        changes |= {"in_order": True}
-    return changes
-
-
-def _settle_cost(case: Case) -> dict[str, Any]:
-    if case.num_workers and case.method == "spawn":  # each worker takes two seconds to start
-        epochs = case.epochs if case.is_persistent else 1
-        return {"num_workers": min(case.num_workers, 2), "epochs": epochs}
-    return {}
+# What does not go together, and what is changed for it; a later rule sees what earlier ones have changed.
+_RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict[str, Any]]]] = [
+    # Modes.
+    (lambda c: c.mode in FAULTS, lambda c: {"num_workers": max(1, c.num_workers), "in_order": True}),
+    (lambda c: c.mode in FAULTS and c.method == "thread", {"method": "fork"}),
+    (lambda c: c.mode != "stops" and c.timeout_s == 0.2, {"timeout_s": 0}),
+    # The iterator for in_order=False is torch's, which cannot do this.
+    (lambda c: c.mode in ("resumes", "forks"), {"in_order": True}),
+    (lambda c: c.mode == "resumes" and c.source == "stream", {"source": "stateful stream"}),
+    # This sampler draws in mid-epoch; and two loaders would both draw from the default generator.
+    (
+        lambda c: c.mode == "interleaves" and c.order == "with replacement",
+        {"order": "shuffle by a generator"},
+    ),
+    (lambda c: c.mode == "side by side" and c.order == "shuffle", {"order": "shuffle by a generator"}),
+    (lambda c: c.mode == "reads samples" and c.is_stream, {"source": "plain"}),
+    (lambda c: c.mode in _OWN_GENERATORS and c.kind == "draws", {"kind": "scalars", "transform": "none"}),
+    # A pipeline is not safe in two threads.
+    (lambda c: c.mode == "side by side" and c.kind == "plain colour", {"transform": "none"}),
+    (lambda c: c.mode == "neighbour", {"source": "keyed ram"}),
+    # Samples.
+    (lambda c: c.is_cached and not KINDS[c.kind].is_cacheable, {"kind": "nest", "transform": "none"}),
+    (lambda c: c.source not in PLAIN, {"raises": False}),
+    (lambda c: not c.is_cached, {"is_filled": False, "max_memory": "auto"}),
+    (lambda c: c.is_stream, {"order": "in order", "rng": "worker"}),
+    (lambda c: c.is_stream and c.method == "thread", {"method": "fork"}),
+    (lambda c: c.is_stream and c.kind == "draws", {"kind": "texts", "transform": "none"}),
+    (lambda c: c.kind == "draws", {"rng": "sample"}),
+    (lambda c: c.kind == "draws" and c.source == "bulk", {"source": "plain"}),
+    (lambda c: c.source == "bulk", {"rng": "worker"}),
+    # torch's random samplers refuse an empty dataset.
+    (lambda c: not c.num_samples, {"order": "in order", "max_memory": "auto"}),
+    (lambda c: KINDS[c.kind].is_big, lambda c: {"num_samples": min(c.num_samples, 13)}),
+    # Batches.
+    (lambda c: c.kind == "record", {"collate": "list"}),
+    (lambda c: KINDS[c.kind].is_big and c.batch_size, lambda c: {"batch_size": min(c.batch_size or 0, 5)}),
+    (lambda c: c.batch_size is None and c.order in BATCH_SAMPLERS, {"order": "in order"}),
+    (lambda c: c.batch_size is None or c.order in BATCH_SAMPLERS, {"drop_last": False}),
+    (lambda c: c.batch_size is None and c.collate != "list", {"collate": "default"}),
+    # Worker and consumer share a batch that the collate function keeps.
+    (lambda c: c.collate == "keeps" and c.mode == "forks", {"collate": "default"}),
+    (lambda c: c.collate == "arrays" and c.kind != "labelled", {"collate": "default"}),
+    (lambda c: True, _shapes),
+    # The loader.
+    (
+        lambda c: not c.num_workers,
+        {"method": "fork", "prefetch_factor": 2, "is_persistent": False, "timeout_s": 0},
+    ),
+    (lambda c: not c.num_workers or c.method == "thread" or c.is_stream, {"in_order": True}),
+    # torch's own thread pins its batches, and asks for an accelerator.
+    (lambda c: not c.in_order, {"is_pinned": False}),
+    # Each spawned worker takes two seconds to start.
+    (
+        lambda c: c.num_workers and c.method == "spawn",
+        lambda c: {"num_workers": min(c.num_workers, 2), "epochs": c.epochs if c.is_persistent else 1},
+    ),
+]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,98 +17,73 @@ class SoakError(AssertionError):
     """The library has broken a promise; the message says what was expected, what came, and where."""
 
 
+def _parts(nest: Any) -> list[tuple[str, Any]] | None:
+    """The values of a dict, list, tuple or dataclass with their places; None for any other."""
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        nest = vars(nest)
+    if isinstance(nest, dict):
+        return [(f"[{key!r}]", value) for key, value in nest.items()]
+    if isinstance(nest, (list, tuple)):
+        return [(f"[{number}]", value) for number, value in enumerate(nest)]
+    return None
+
+
+def leaves(nest: Any) -> Iterator[Any]:
+    """The leaves of a nest of dicts, lists, tuples and dataclasses, in order."""
+    parts = _parts(nest)
+    if parts is None:
+        yield nest
+    for _, value in parts or ():
+        yield from leaves(value)
+
+
 def difference(expected: Any, got: Any, path: str = "batch") -> str | None:
     """The first place in which two nests differ in type, dtype, shape or value; None if they are equal."""
     if type(expected) is not type(got):
         return f"{path}: expected a {type(expected).__name__}, got a {type(got).__name__}"
-    if isinstance(expected, torch.Tensor):
-        return _tensor_difference(expected, got, path)
-    if isinstance(expected, np.ndarray):
-        if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-            return f"{path}: expected {expected.dtype} {expected.shape}, got {got.dtype} {got.shape}"
-        return None if np.array_equal(expected, got) else f"{path}: {_shown(expected, got)}"
-    if dataclasses.is_dataclass(expected):
-        return difference(vars(expected), vars(got), path)
-    if isinstance(expected, dict):
-        if list(expected) != list(got):
-            return f"{path}: expected the keys {list(expected)}, got {list(got)}"
-        parts = [(f"{path}[{key!r}]", expected[key], got[key]) for key in expected]
-    elif isinstance(expected, (list, tuple)):
-        if len(expected) != len(got):
-            return f"{path}: expected {len(expected)} elements, got {len(got)}"
-        parts = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(expected, got, strict=True))]
-    else:
+    if isinstance(expected, (torch.Tensor, np.ndarray)):
+        kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (expected, got)]
+        if kinds[0] != kinds[1]:
+            return f"{path}: expected {kinds[0]}, got {kinds[1]}"
+        wrong = np.flatnonzero(np.asarray(expected != got))
+        few = slice(int(wrong[0]), int(wrong[0]) + 8) if len(wrong) else slice(0)
+        one, other = expected.reshape(-1)[few].tolist(), got.reshape(-1)[few].tolist()
+        where = f"{len(wrong)} of {expected.reshape(-1).shape[0]} values of {kinds[0]} differ"
+        return f"{path}: {where}; from value {few.start} on expected {one}, got {other}" if one else None
+    parts, others = _parts(expected), _parts(got)
+    if parts is None or others is None:
         return None if expected == got else f"{path}: expected {expected!r}, got {got!r}"
-    for place, one, other in parts:
-        found = difference(one, other, place)
-        if found is not None:
-            return found
-    return None
-
-
-def _tensor_difference(expected: torch.Tensor, got: torch.Tensor, path: str) -> str | None:
-    if (expected.dtype, expected.shape) != (got.dtype, got.shape):
-        shapes = tuple(expected.shape), tuple(got.shape)
-        return f"{path}: expected {expected.dtype} {shapes[0]}, got {got.dtype} {shapes[1]}"
-    return None if torch.equal(expected, got) else f"{path}: {_shown(expected, got)}"
-
-
-def _shown(expected: Any, got: Any) -> str:
-    where = (expected != got).reshape(-1)
-    count = int(where.sum())
-    first = int(where.nonzero()[0].item() if isinstance(where, torch.Tensor) else where.nonzero()[0][0])
-    one, other = expected.reshape(-1), got.reshape(-1)
-    few = slice(first, first + 8)
-    return (
-        f"{count} of {len(one)} values of shape {tuple(expected.shape)} differ; from value {first} on "
-        f"expected {one[few].tolist()}, got {other[few].tolist()}"
+    names = [[name for name, _ in one] for one in (parts, others)]
+    if names[0] != names[1]:
+        return f"{path}: expected the parts {names[0]}, got {names[1]}"
+    found = (
+        difference(one, other, path + name) for (name, one), (_, other) in zip(parts, others, strict=True)
     )
+    return next(filter(None, found), None)
 
 
 def with_channels_last(batch: Any) -> Any:
     """The batch in the shapes that `memory_format=torch.channels_last` gives it; strides are not set."""
-    if isinstance(batch, torch.Tensor):
-        return batch.permute(0, 3, 1, 2) if _is_image(batch, channels=3, sides=(1, 2)) else batch
-    if type(batch) is dict:
-        return {key: with_channels_last(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return type(batch)(*(with_channels_last(value) for value in batch))
-    if type(batch) in (list, tuple):
-        return type(batch)(with_channels_last(value) for value in batch)
-    return batch
+    return tree_map(lambda one: one.permute(0, 3, 1, 2) if _is_image(one, 3, (1, 2)) else one, batch)
 
 
 def wrong_strides(batch: Any) -> str | None:
     """A message about the first images whose strides are not channels-last; None if there are none."""
     for leaf in leaves(batch):
-        if not isinstance(leaf, torch.Tensor) or not _is_image(leaf, channels=1, sides=(2, 3)):
-            continue
-        if leaf.numel() and not leaf.is_contiguous(memory_format=torch.channels_last):
-            return f"images of shape {tuple(leaf.shape)} have strides {leaf.stride()}, not channels-last ones"
+        is_image = _is_image(leaf, channels=1, sides=(2, 3)) and leaf.numel()
+        if is_image and not leaf.is_contiguous(memory_format=torch.channels_last):
+            return f"images of shape {tuple(leaf.shape)} have strides {leaf.stride()}"
     return None
 
 
-def _is_image(tensor: torch.Tensor, channels: int, sides: tuple[int, int]) -> bool:
-    is_pixels = tensor.dtype is torch.uint8 or tensor.is_floating_point()
+def _is_image(leaf: Any, channels: int, sides: tuple[int, int]) -> bool:
     return (
-        is_pixels
-        and tensor.dim() == 4
-        and tensor.shape[channels] in (1, 3, 4)
-        and all(tensor.shape[side] >= 8 for side in sides)
+        isinstance(leaf, torch.Tensor)
+        and (leaf.dtype is torch.uint8 or leaf.is_floating_point())
+        and leaf.dim() == 4
+        and leaf.shape[channels] in (1, 3, 4)
+        and all(leaf.shape[side] >= 8 for side in sides)
     )
-
-
-def leaves(nest: Any) -> Iterator[Any]:
-    """The leaves of a nest of dicts, lists, tuples and dataclasses, in order."""
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        nest = vars(nest)
-    if isinstance(nest, dict):
-        nest = nest.values()
-    elif not isinstance(nest, (list, tuple)):
-        yield nest
-        return
-    for value in nest:
-        yield from leaves(value)
 
 
 def spoil(batch: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import operator
 import random
 import threading
@@ -15,6 +15,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 import fastload
+from tests.kit.datasets import as_arrays
+from tests.soak.compare import leaves
 from tests.soak.samples import KINDS
 
 if TYPE_CHECKING:
@@ -70,27 +72,24 @@ class BulkSamples(Samples):
 class Stream(IterableDataset[Any]):
     """The samples of a case as an iterable-style dataset; each worker reads a share, or all samples."""
 
+    _next: int | None = None
+    _loaded: int | None = None
+
     def __init__(self, case: Case) -> None:
         self.case = case
         self.samples = Samples(case, case.num_samples, with_transform=True)
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(*_own_share(self.case)):
+        info = get_worker_info()
+        first, stop, step = share_of(self.case, info.id if info else 0, info.num_workers if info else 0)
+        begin, self._loaded = first if self._loaded is None else self._loaded, None
+        for index in range(begin, stop, step):
+            self._next = index + step
             yield self.samples[index]
 
 
 class StatefulStream(Stream):
     """A stream with `state_dict()` and `load_state_dict()`."""
-
-    _next: int | None = None
-    _loaded: int | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        first, stop, step = _own_share(self.case)
-        begin, self._loaded = first if self._loaded is None else self._loaded, None
-        for index in range(begin, stop, step):
-            self._next = index + step
-            yield self.samples[index]
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
@@ -106,12 +105,6 @@ def share_of(case: Case, worker: int, num_workers: int) -> tuple[int, int, int]:
     return 0, case.num_samples, 1
 
 
-def _own_share(case: Case) -> tuple[int, int, int]:
-    """The share of this process."""
-    info = get_worker_info()
-    return share_of(case, 0, 0) if info is None else share_of(case, info.id, info.num_workers)
-
-
 def known_sample(case: Case, index: int) -> Any:
     """The sample of an index before its transform."""
     if case.shapes == "one":
@@ -122,6 +115,10 @@ def known_sample(case: Case, index: int) -> Any:
 
 
 # --- transforms ------------------------------------------------------------------------------------------
+
+
+def alias(sample: Any) -> Any:
+    return sample
 
 
 def plus_one(sample: Any) -> Any:
@@ -142,16 +139,8 @@ def rarely_in_place(sample: Any) -> Any:
     return in_place_by_torch(sample) if random.random() < 0.05 else plus_one(sample)
 
 
-def alias(sample: Any) -> Any:
-    return sample
-
-
 def part(sample: Any) -> Any:
     return sample[0][::2, 1:], sample[1]
-
-
-def turned(sample: Any) -> Any:
-    return sample[0].transpose(2, 0, 1), sample[1]
 
 
 def as_tensor(sample: Any) -> Any:
@@ -175,15 +164,6 @@ class Draws:
         return {**sample, "noise": np.array(numbers)}
 
 
-def _crop(case: Case, *, to_tensor: bool) -> Any:
-    import albumentations
-
-    steps: list[Any] = [albumentations.RandomCrop(*CROP), albumentations.HorizontalFlip(p=0.5)]
-    if to_tensor:
-        steps.append(albumentations.ToTensorV2())
-    return albumentations.Compose(steps)
-
-
 class _CallByName:
     """An albumentations pipeline that takes a dict sample, for datasets without a cache."""
 
@@ -194,13 +174,20 @@ class _CallByName:
         return self.pipeline(**sample)
 
 
+def _pipeline(case: Case, *last: str) -> Any:
+    import albumentations
+
+    steps: list[Any] = [albumentations.RandomCrop(*CROP), albumentations.HorizontalFlip(p=0.5)]
+    made = albumentations.Compose([*steps, *(getattr(albumentations, name)() for name in last)])
+    return made if case.is_cached else _CallByName(made)
+
+
 def _cropped(sample: Any) -> Any:
     return {**sample, "image": sample["image"][: CROP[0], : CROP[1]].copy()}
 
 
 def _cropped_to_tensor(sample: Any) -> Any:
-    image = _cropped(sample)["image"]
-    return {**sample, "image": torch.from_numpy(image.transpose(2, 0, 1).copy())}
+    return {**sample, "image": torch.from_numpy(_cropped(sample)["image"].transpose(2, 0, 1).copy())}
 
 
 class Transform(NamedTuple):
@@ -210,28 +197,18 @@ class Transform(NamedTuple):
     known: Callable[[Any], Any]  # gives the expected output for a fresh sample
 
 
-def _constant(function: Any) -> Callable[[Case], Any]:
-    return lambda case: function
-
-
-def _pipeline(case: Case, *, to_tensor: bool) -> Any:
-    made = _crop(case, to_tensor=to_tensor)
-    return made if case.is_cached else _CallByName(made)
-
-
 TRANSFORMS = {
-    "none": Transform(_constant(None), alias),
-    "plus one": Transform(_constant(plus_one), plus_one),
-    "in place": Transform(_constant(in_place), plus_one),
-    "in place by torch": Transform(_constant(in_place_by_torch), plus_one),
-    "rarely in place": Transform(_constant(rarely_in_place), plus_one),
-    "alias": Transform(_constant(alias), alias),
-    "part": Transform(_constant(part), part),
-    "turned": Transform(_constant(turned), turned),
-    "as tensor": Transform(_constant(as_tensor), as_tensor),
+    "none": Transform(lambda case: None, alias),
+    "plus one": Transform(lambda case: plus_one, plus_one),
+    "in place": Transform(lambda case: in_place, plus_one),
+    "in place by torch": Transform(lambda case: in_place_by_torch, plus_one),
+    "rarely in place": Transform(lambda case: rarely_in_place, plus_one),
+    "alias": Transform(lambda case: alias, alias),
+    "part": Transform(lambda case: part, part),
+    "as tensor": Transform(lambda case: as_tensor, as_tensor),
     "draws": Transform(lambda case: Draws(with_globals=case.method != "thread"), alias),
-    "crop": Transform(functools.partial(_pipeline, to_tensor=False), _cropped),
-    "crop to tensor": Transform(functools.partial(_pipeline, to_tensor=True), _cropped_to_tensor),
+    "crop": Transform(_pipeline, _cropped),
+    "crop to tensor": Transform(lambda case: _pipeline(case, "ToTensorV2"), _cropped_to_tensor),
 }
 
 
@@ -245,38 +222,21 @@ def as_list(samples: Any) -> Any:
     return samples
 
 
-def stacked_arrays(samples: list[Any]) -> Any:
-    images, labels = zip(*samples, strict=True)
-    return {"images": np.stack(images), "names": [f"{label}" for label in labels]}
-
-
 def keeps_batches(samples: list[Any]) -> Any:
     """The default collate function; it keeps its last batches, and raises if one of them has changed."""
     batches = _kept.__dict__.setdefault("batches", deque(maxlen=3))
-    for leaves, copies in batches:
-        if not all(torch.equal(leaf, copy) for leaf, copy in zip(leaves, copies, strict=True)):
+    for tensors, copies in batches:
+        if not all(map(torch.equal, tensors, copies)):
             raise AssertionError("a batch that the collate function in a worker kept has changed")
     batch = default_collate(samples)
-    leaves = list(tensors_of(batch))
-    batches.append((leaves, [leaf.clone() for leaf in leaves]))
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    batches.append((tensors, [tensor.clone() for tensor in tensors]))
     return batch
 
 
 def forget_kept_batches() -> None:
     """Drop the batches that `keeps_batches` keeps in this thread."""
     _kept.__dict__.clear()
-
-
-def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of dicts, lists and tuples."""
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from tensors_of(value)
-    elif isinstance(batch, (list, tuple)):
-        for value in batch:
-            yield from tensors_of(value)
 
 
 class Collate(NamedTuple):
@@ -289,7 +249,7 @@ class Collate(NamedTuple):
 COLLATES = {
     "default": Collate(None, default_collate),
     "list": Collate(as_list, as_list),
-    "arrays": Collate(stacked_arrays, stacked_arrays),
+    "arrays": Collate(as_arrays, as_arrays),
     "keeps": Collate(keeps_batches, default_collate),
 }
 
@@ -319,25 +279,20 @@ class Buckets:
         num_samples: The length of the dataset.
         batch_size: The size of all batches except the last one.
         generator: The order of the batches is drawn from it.
+        kinds: What batches are, in turns.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, generator: torch.Generator) -> None:
-        indices = list(range(num_samples))
-        self.batches = [indices[start : start + batch_size] for start in range(0, num_samples, batch_size)]
-        self.generator = generator
+    def __init__(
+        self, num_samples: int, batch_size: int, generator: torch.Generator, kinds: tuple[Any, ...] = (list,)
+    ) -> None:
+        firsts = range(0, num_samples, batch_size)
+        self.batches = [range(first, min(first + batch_size, num_samples)) for first in firsts]
+        self.generator, self.kinds = generator, kinds
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
-        for number in torch.randperm(len(self.batches), generator=self.generator).tolist():
-            yield self.batches[number]
-
-
-class OddBatches(Buckets):
-    """The same; a batch is a tuple, a tensor, an array or a list of indices."""
-
-    def __iter__(self) -> Iterator[Any]:
-        kinds: list[Any] = [tuple, torch.tensor, np.array, list]
-        for number, batch in enumerate(super().__iter__()):
-            yield kinds[number % len(kinds)](batch)
+        order = torch.randperm(len(self.batches), generator=self.generator).tolist()
+        for kind, number in zip(itertools.cycle(self.kinds), order, strict=False):
+            yield kind(list(self.batches[number]))

@@ -1,10 +1,13 @@
-"""Modes in which a worker is killed, is stopped, or is too late."""
+"""Modes in which a worker dies or stops, and one in which another process at the same cache dies."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import multiprocessing
 import os
+import random
+import select
 import signal
 import threading
 import time
@@ -12,37 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import fastload
 from tests.kit import leaks
-from tests.soak.compare import SoakError
-from tests.soak.modes import Held, some
+from tests.soak import datasets
+from tests.soak.compare import SoakError, difference
+from tests.soak.modes import Held
 
 if TYPE_CHECKING:
-    import random
     from collections.abc import Callable, Iterator
 
+    from tests.soak.case import Case
     from tests.soak.subject import Reader, Subject
 
 DEATH_S = 2.0  # after which the consumer must have the error about a dead worker
-_SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "segfault": signal.SIGSEGV}
-
-
-def worker_dies(subject: Subject, rng: random.Random) -> None:
-    """A worker is killed. All batches before WorkerDiedError are right, and the next epoch is complete."""
-    loader = subject.loader()
-    held = Held(rng)
-    with _sigterm_handler(subject.case.handles_sigterm):
-        reader, workers = _start(subject, loader)
-        some(reader, rng, held)
-        victim = rng.choice(workers)
-        death = _Death(reader, victim, _SIGNALS[subject.case.mode], rng.choice([0, 0, rng.uniform(0, 0.05)]))
-        is_error = _is_death_an_error(reader, death, held)
-        held.check("after the death of a worker")
-        del reader
-        if not is_error and subject.case.is_persistent:
-            # The killed worker had no task left, and it may have no task in the next epoch either.
-            _is_death_an_error(subject.read(loader), death, held)
-            loader.close()
-        for received in subject.read(loader):
-            held.add(received)
+_READY_S = 40.0  # the fork server may have to start first
 
 
 def _start(subject: Subject, loader: fastload.DataLoader) -> tuple[Reader, list[int]]:
@@ -59,15 +43,29 @@ def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
             os.kill(worker, number)
 
 
-class _Death:
-    """Sends a fatal signal to a worker, at once or while the consumer iterates.
+# --- workers that die ------------------------------------------------------------------------------------
 
-    Args:
-        reader: The reader of the epoch.
-        victim: The worker's pid.
-        number: The signal.
-        after_s: Seconds until the signal is sent.
-    """
+
+def worker_dies(subject: Subject, rng: random.Random) -> None:
+    """A worker is killed. All batches before WorkerDiedError are right, and the next epoch is complete."""
+    loader = subject.loader()
+    held = Held(rng)
+    reader, workers = _start(subject, loader)
+    held.some(reader)
+    number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+    death = _Death(reader, rng.choice(workers), number, rng.choice([0, 0, rng.uniform(0, 0.05)]))
+    is_error = _is_death_an_error(reader, death, held)
+    held.check("after the death of a worker")
+    del reader
+    if not is_error and subject.case.is_persistent:
+        # The killed worker had no task left, and it may have no task in the next epoch either.
+        _is_death_an_error(subject.read(loader), death, held)
+        loader.close()
+    held.rest(subject.read(loader))
+
+
+class _Death:
+    """Sends a fatal signal to a worker, at once or after some seconds, while the consumer iterates."""
 
     def __init__(self, reader: Reader, victim: int, number: signal.Signals, after_s: float) -> None:
         self._reader = reader
@@ -82,8 +80,7 @@ class _Death:
 
     def _happen(self) -> None:
         self.sent_s = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            _send(self._reader, self.victim, self._number)
+        _send(self._reader, self.victim, self._number)
 
     def call_off(self) -> None:
         """Do not send the signal any more, because the worker may have ended with its epoch."""
@@ -115,72 +112,36 @@ def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def _sigterm_handler(is_there: bool) -> Iterator[None]:
-    """Install a handler for SIGTERM in the consumer's process; no worker may run it."""
-    if not is_there:
-        yield
-        return
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    before = signal.signal(signal.SIGTERM, lambda *_: os.write(write, b"."))
-    try:
-        yield
-        with contextlib.suppress(BlockingIOError):
-            if os.read(read, 1):
-                raise SoakError("a worker ran the consumer's handler for SIGTERM")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        os.close(read)
-        os.close(write)
+# --- workers that stop -----------------------------------------------------------------------------------
 
 
 def worker_stops(subject: Subject, rng: random.Random) -> None:
-    """A worker is stopped and continued a moment later; all batches come."""
+    """A worker is stopped and continued, later if the loader times out first; all batches come, in order."""
     loader = subject.loader()
     held = Held(rng)
     victims: list[int] = []
     for _ in range(subject.case.epochs):
         reader, workers = _start(subject, loader)
-        some(reader, rng, held)
+        held.some(reader)
         victims = workers or victims  # persistent workers start in the first epoch only
-        timer = threading.Timer(rng.uniform(0.01, 0.3), _continue, [victim := rng.choice(victims)])
+        victim = rng.choice(victims)
+        timer = threading.Timer(rng.uniform(0.01, 0.3), _continue, [victim])
         _send(reader, victim, signal.SIGSTOP)
-        timer.start()
+        reader.raises_timeouts = subject.case.timeout_s == 0.2
+        if not reader.raises_timeouts:
+            timer.start()
         try:
-            for received in reader:
-                held.add(received)
+            for _ in range(3):  # batches that are ready come first
+                held.add(next(reader))
+        except (StopIteration, TimeoutError):
+            held.check("after a time-out")
         finally:
-            timer.join()
-
-
-def worker_is_late(subject: Subject, rng: random.Random) -> None:
-    """A worker is stopped until the loader has timed out, and then continued; all batches come, in order."""
-    loader = subject.loader()
-    held = Held(rng)
-    reader, workers = _start(subject, loader)
-    some(reader, rng, held)
-    victim = rng.choice(workers)
-    _send(reader, victim, signal.SIGSTOP)
-    try:
-        for _ in range(3):  # batches that are ready come first
-            held.add(_next_or_timeout(reader))
-    except StopIteration:
-        pass
-    except TimeoutError:
-        held.check("after a time-out")
-    finally:
-        _continue(victim)
-    for received in reader:
-        held.add(received)
-
-
-def _next_or_timeout(reader: Reader) -> Any:
-    reader.raises_timeouts = True
-    try:
-        return next(reader)
-    finally:
+            if reader.raises_timeouts:
+                _continue(victim)
+            else:
+                timer.join()
         reader.raises_timeouts = False
+        held.rest(reader)
 
 
 def _continue(pid: int) -> None:
@@ -188,10 +149,80 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+# --- a process at the same cache -------------------------------------------------------------------------
+
+
+def neighbour_dies(subject: Subject, rng: random.Random) -> None:
+    """A process that fills and reads a shared cache is killed; all others read the right samples."""
+    held = Held(rng)
+    for epoch in range(subject.case.epochs):
+        with _neighbour(subject.case, subject.key) as pid:
+            if epoch == 0:
+                if rng.random() < 0.5:
+                    subject.open_again()  # only the neighbour holds the cache in between
+                loader = subject.loader()
+            reader = subject.read(loader)
+            fatal = rng.randrange(len(reader.due) + 1)
+            for number, received in enumerate(reader):
+                held.add(received)
+                if number == fatal:
+                    os.kill(pid, signal.SIGKILL)
+    with _neighbour(subject.case, subject.key, rounds=1):  # reads all that is there now, and leaves
+        pass
+    held.check("after its neighbours have gone")
+
+
+@contextlib.contextmanager
+def _neighbour(case: Case, key: str, rounds: int | None = None) -> Iterator[int]:
+    """Another process that reads the same cache, for some rounds or until it is killed; gives its pid."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=read_again_and_again, args=(case, key, rounds, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        _expect(ours, "open")
+        yield process.pid or 0
+        if rounds is not None:
+            _expect(ours, "done")
+        elif ours.poll():  # its only further message is an error
+            with contextlib.suppress(EOFError):
+                raise SoakError(f"another process at the same cache: {ours.recv()}")
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _expect(pipe: Any, word: str) -> None:
+    said = pipe.recv() if pipe.poll(_READY_S) else f"nothing in {_READY_S:.0f} s"
+    if said != word:
+        raise SoakError(f"another process at the same cache said {said!r} in the place of {word!r}")
+
+
+def read_again_and_again(case: Case, key: str, rounds: int | None, pipe: Any) -> None:
+    """The neighbour's process: open the cache, and compare all samples in random order, round by round."""
+    try:
+        samples = datasets.Samples(case, case.num_samples, with_transform=False)
+        dataset = fastload.CachedDataset(samples, cache_key=key, progress=False)
+        pipe.send("open")
+        rng = random.Random(time.monotonic_ns())
+        watch = select.poll()
+        watch.register(pipe, 0)  # reports that the consumer's process has ended
+        while (rounds is None or rounds > 0) and not watch.poll(0):
+            rounds = None if rounds is None else rounds - 1
+            for index in rng.sample(range(case.num_samples), case.num_samples):
+                found = difference(datasets.known_sample(case, index), dataset[index])
+                if found is not None:
+                    raise SoakError(f"sample {index}: {found}")
+        pipe.send("done")
+    except BaseException as error:  # noqa: BLE001  # the consumer's process raises it
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
 FAULTS: dict[str, Callable[[Subject, random.Random], None]] = {
-    "kill": worker_dies,
-    "terminate": worker_dies,
-    "segfault": worker_dies,
-    "stop": worker_stops,
-    "times out": worker_is_late,
+    "dies": worker_dies,
+    "stops": worker_stops,
+    "neighbour": neighbour_dies,
 }

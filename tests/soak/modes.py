@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-import signal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.utils.data as tud
 
 import fastload
 from tests.soak import datasets, order
@@ -32,7 +29,7 @@ class Held:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._most = rng.choice([2, 8, 8, 200])
+        self._most = rng.choice([0, 2, 8, 8, 200])
         self._drops_early = rng.random() < 0.3
         self.received: list[Received] = []
 
@@ -51,50 +48,38 @@ class Held:
                 return
             self.received.pop(self._rng.randrange(len(self.received)))
 
+    def rest(self, reader: Reader) -> None:
+        """Read to the end of an epoch."""
+        for received in reader:
+            self.add(received)
 
-def some(reader: Reader, rng: random.Random, held: Held) -> None:
-    """Read a part of an epoch, of random length."""
-    for _ in range(rng.randrange(len(reader.due) + 1)):
-        try:
-            held.add(next(reader))
-        except StopIteration:  # the last ones of those that are due were errors
-            return
-
-
-def plain(subject: Subject, rng: random.Random) -> None:
-    """The consumer drops each batch before it asks for the next one."""
-    loader = subject.loader()
-    for _ in range(subject.case.epochs):
-        for _ in subject.read(loader):
-            pass
+    def some(self, reader: Reader) -> None:
+        """Read a part of an epoch, of random length."""
+        for _ in range(self._rng.randrange(len(reader.due) + 1)):
+            try:
+                self.add(next(reader))
+            except StopIteration:  # the last ones of those that are due were errors
+                return
 
 
-def holds(subject: Subject, rng: random.Random) -> None:
-    """The consumer holds batches longer than later ones, longer than their epoch and than the loader."""
+def reads(subject: Subject, rng: random.Random) -> None:
+    """The consumer drops, holds or overwrites batches, longer than their epoch and than the loader."""
     loader = subject.loader()
     held = Held(rng)
-    for _ in range(subject.case.epochs):
-        for received in subject.read(loader):
-            held.add(received)
-    held.check("after the epoch")
-    loader.close()
-    held.check("after close()")
-
-
-def writes(subject: Subject, rng: random.Random) -> None:
-    """The consumer overwrites half of the batches; caches and other batches stay as they are."""
-    loader = subject.loader()
-    held = Held(rng)
+    # Worker and consumer share a batch that the collate function keeps.
+    spoils = 0.0 if subject.case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
     spoilt: list[Any] = []
-    for _ in range(subject.case.epochs + 1):
+    for _ in range(subject.case.epochs + (spoils > 0)):
         for received in subject.read(loader):
-            if rng.random() < 0.5:
+            if rng.random() < spoils:
                 spoil(received.batch)
                 spoilt.append(received.batch)
                 del spoilt[: rng.randrange(len(spoilt) + 1)]
             else:
                 held.add(received)
-            held.check("after other batches were overwritten")
+        held.check("after the epoch")
+    loader.close()
+    held.check("after close()")
 
 
 def reads_samples(subject: Subject, rng: random.Random) -> None:
@@ -107,8 +92,7 @@ def reads_samples(subject: Subject, rng: random.Random) -> None:
             index = rng.randrange(case.num_samples)
             if case.raises and datasets.raises_at(order.source_index(case, index)):
                 continue
-            sample, expected = dataset[index], subject.expected_sample(index)
-            held.append((expected, sample))
+            held.append((subject.expected_sample(index), dataset[index]))
             if rng.random() < 0.3:
                 spoil(held.pop(rng.randrange(len(held)))[1])
         received.check("after samples were read")
@@ -117,62 +101,42 @@ def reads_samples(subject: Subject, rng: random.Random) -> None:
                 raise SoakError(f"a sample that the consumer read while it iterated: {found}")
         del held[:-20]
     if case.is_cached and case.num_samples and "subset" not in case.source:
-        _look(dataset, rng.randrange(case.num_samples), case)
-
-
-def _look(dataset: fastload.CachedDataset, index: int, case: Case) -> None:
-    """CachedDataset._view() gives the sample before its transform, in read-only arrays."""
-    sample = dataset._view(index)
-    if found := difference(datasets.known_sample(case, index), sample, "view"):
-        raise SoakError(f"view({index}): {found}")
-    if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
-        raise SoakError(f"view({index}) gave a writable array")
-
-
-def torch_reads(subject: Subject, rng: random.Random) -> None:
-    """torch.utils.data.DataLoader reads the same dataset, before or after ours."""
-    case = subject.case
-    has_workers = case.num_workers > 0
-    theirs = tud.DataLoader(
-        subject.dataset,
-        case.batch_size,
-        drop_last=case.drop_last,
-        num_workers=case.num_workers,
-        collate_fn=datasets.COLLATES[case.collate].given,
-        multiprocessing_context=case.method if has_workers else None,
-    )
-    ours = subject.loader()
-    for is_ours in rng.choice([[True, False], [False, True], [False, True, False]]):
-        if is_ours:
-            for _ in subject.read(ours):
-                pass
-            continue
-        in_order = dataclasses.replace(case, order="in order", channels_last=False)
-        due = order.due_batches(in_order, 0, torch.Generator(), draws_base_seed=False)
-        for batch, one in zip(theirs, due, strict=True):
-            if found := difference(subject.expected(one, channels_last=False), batch):
-                raise SoakError(f"torch's loader, indices {one.indices}: {found}")
+        index = rng.randrange(case.num_samples)
+        sample = dataset._view(index)  # before its transform, in read-only arrays
+        if found := difference(datasets.known_sample(case, index), sample, "view"):
+            raise SoakError(f"view({index}): {found}")
+        if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
+            raise SoakError(f"view({index}) gave a writable array")
 
 
 def breaks(subject: Subject, rng: random.Random) -> None:
-    """The consumer leaves epochs in the middle. Iterators go at once, later, or in a reference cycle."""
+    """Epochs are left in the middle: iterators go at once, later, in a reference cycle, or by close()."""
     loader = subject.loader()
     held = Held(rng)
     left: list[Reader] = []
     for _ in range(rng.randrange(1, 4)):
         reader = subject.read(loader)
-        some(reader, rng, held)
-        where = rng.choice(["nowhere", "nowhere", "kept", "cycle"])
+        held.some(reader)
+        # torch's own iterator, for in_order=False, knows no close().
+        where = rng.choice(["nowhere", "kept", "cycle", *(["closed"] * 2 if subject.case.in_order else ())])
         if where == "kept":
             left.append(reader)
         elif where == "cycle":
             reader.cycle = reader
+        elif where == "closed":
+            loader.close()
+            held.check("after close()")
+            try:
+                next(reader.iterator)
+            except (fastload.errors.LoaderClosedError, StopIteration):  # StopIteration after its end
+                pass
+            else:
+                raise SoakError("an iterator gave a batch after close()")
         del reader
     held.check("after its epoch was left")
     if rng.random() < 0.5:
         left.clear()
-    for received in subject.read(loader):
-        held.add(received)
+    held.rest(subject.read(loader))
 
 
 def interleaves(subject: Subject, rng: random.Random) -> None:
@@ -195,102 +159,21 @@ def resumes(subject: Subject, rng: random.Random) -> None:
     loader = subject.loader()
     held = Held(rng)
     for _ in range(subject.case.epochs - 1):
-        for received in subject.read(loader):
-            held.add(received)
+        held.rest(subject.read(loader))
     reader = subject.read(loader)
-    some(reader, rng, held)
+    held.some(reader)
     state = pickle.loads(pickle.dumps(loader.state_dict()))
     due, is_within_epoch = list(reader.due), not reader.has_ended
     if rng.random() < 0.5:
         loader.close()
     else:
-        some(reader, rng, held)  # the first loader may go on, too
+        held.some(reader)  # the first loader may go on, too
         reader.due[:] = due
     other = subject.loader(**other_workers(subject.case, rng))
     other.load_state_dict(state)
     if is_within_epoch:
-        for received in subject.read(other, goes_on_from=reader):
-            held.add(received)
-    for received in subject.read(other):
-        held.add(received)
-
-
-def closes(subject: Subject, rng: random.Random) -> None:
-    """The consumer calls close() in mid-epoch, and then iterates again."""
-    loader = subject.loader()
-    held = Held(rng)
-    for _ in range(rng.randrange(1, 3)):
-        reader = subject.read(loader)
-        some(reader, rng, held)
-        loader.close()
-        held.check("after close()")
-        _expect_closed(reader)
-    for received in subject.read(loader):
-        held.add(received)
-
-
-def _expect_closed(reader: Reader) -> None:
-    try:
-        next(reader.iterator)
-    except (fastload.errors.LoaderClosedError, StopIteration):  # StopIteration after the end of the epoch
-        return
-    raise SoakError("an iterator gave a batch after close()")
-
-
-class _InterruptedError(Exception):
-    """The consumer's handler for SIGALRM raises it."""
-
-
-class _Alarm:
-    """A timer that sends SIGALRM again and again; the handler raises once each time that it is armed."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self.is_armed = False
-        self._before = signal.signal(signal.SIGALRM, self._handle)
-        signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.0005, 0.02), rng.uniform(0.002, 0.05))
-
-    def _handle(self, *_: Any) -> None:
-        if self.is_armed:
-            self.is_armed = False
-            raise _InterruptedError
-
-    def stop(self) -> None:
-        self.is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, self._before)
-
-
-def interrupts(subject: Subject, rng: random.Random) -> None:
-    """A signal handler raises while the consumer waits for a batch, and the consumer iterates on.
-
-    Each signal may cost one batch. The other batches come unchanged and in order, or the iterator is closed.
-    """
-    loader = subject.loader()
-    held = Held(rng)
-    reader = subject.read(loader)
-    num_due = len(reader.due)
-    alarm = _Alarm(rng)
-    try:
-        for _ in range(3 * num_due + 10):
-            try:
-                alarm.is_armed = True
-                batch = next(reader.iterator)
-                alarm.is_armed = False
-            except _InterruptedError:
-                reader.may_skip += 1
-                continue
-            except StopIteration:
-                reader.expect_end()
-                break
-            except fastload.errors.LoaderClosedError:
-                break
-            held.add(reader.take(batch))
-    finally:
-        alarm.stop()
-    held.check("after signals")
-    loader.close()
-    for received in subject.read(loader):
-        held.add(received)
+        held.rest(subject.read(other, goes_on_from=reader))
+    held.rest(subject.read(other))
 
 
 def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
@@ -300,29 +183,21 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
     methods = ["fork", "fork", "forkserver"]
     if case.kind != "draws" or case.method == "thread":  # threads cannot repeat the draws of processes
         methods.append("thread")
-    other = settled(
-        dataclasses.replace(
-            case,
-            num_workers=num_workers,
-            method=rng.choice(methods),
-            prefetch_factor=rng.choice([1, 2, 4]),
-            is_persistent=case.is_persistent and num_workers > 0,
-            prefetch_memory=rng.choice(["auto", 1, "64KB"]),
-        )
-    )
-    names = ("num_workers", "method", "prefetch_factor", "is_persistent", "prefetch_memory")
-    return {name: getattr(other, name) for name in (*names, "timeout_s", "in_order")}
+    changes: dict[str, Any] = {
+        "num_workers": num_workers,
+        "method": rng.choice(methods),
+        "prefetch_factor": rng.choice([1, 2, 4]),
+        "is_persistent": case.is_persistent and num_workers > 0,
+        "prefetch_memory": rng.choice(["auto", 1, "64KB"]),
+    }
+    other = settled(dataclasses.replace(case, **changes))
+    return {name: getattr(other, name) for name in (*changes, "timeout_s", "in_order")}
 
 
 MODES: dict[str, Callable[[Subject, random.Random], None]] = {
-    "plain": plain,
-    "holds": holds,
-    "writes": writes,
+    "reads": reads,
     "reads samples": reads_samples,
-    "torch reads": torch_reads,
     "breaks": breaks,
     "interleaves": interleaves,
     "resumes": resumes,
-    "closes": closes,
-    "interrupts": interrupts,
 }

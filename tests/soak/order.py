@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.utils.data as tud
 
-from tests.soak.datasets import Buckets, OddBatches, raises_at, share_of
+from tests.soak.datasets import Buckets, raises_at, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -40,13 +42,12 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
     batches = {"batch_size": case.batch_size, "drop_last": case.drop_last}
     if case.order == "in order":
         return batches
-    if case.order == "shuffle":
-        return {**batches, "shuffle": True}
-    if case.order == "shuffle by a generator":
-        return {**batches, "shuffle": True, "generator": generator}
+    if case.order.startswith("shuffle"):
+        given = {} if case.order == "shuffle" else {"generator": generator}
+        return {**batches, "shuffle": True, **given}
     if case.order in ("buckets", "odd batches"):
-        kind = Buckets if case.order == "buckets" else OddBatches
-        batch_sampler = kind(case.num_samples, case.batch_size or 1, generator)
+        kinds = (list,) if case.order == "buckets" else (tuple, torch.tensor, np.array, list)
+        batch_sampler = Buckets(case.num_samples, case.batch_size or 1, generator, kinds)
         return {"batch_sampler": batch_sampler, "generator": generator}
     sampler: Any
     if case.order == "subset sampler":
@@ -100,18 +101,12 @@ def _stream_batches(case: Case) -> Iterator[Any]:
     """The workers take turns; each makes batches of its own share until the share is used up."""
     shares = []
     for worker in range(max(1, case.num_workers)):
-        indices = list(range(*share_of(case, worker, case.num_workers)))
-        size = case.batch_size
-        if size is None:
-            shares.append(collections.deque[Any](indices))
-            continue
-        batches = [indices[start : start + size] for start in range(0, len(indices), size)]
-        if case.drop_last and batches and len(batches[-1]) < size:
-            batches.pop()
-        shares.append(collections.deque[Any](batches))
-    while shares := [share for share in shares if share]:
-        for share in shares:
-            yield share.popleft()
+        share: Any = range(*share_of(case, worker, case.num_workers))
+        if case.batch_size is not None:
+            share = tud.BatchSampler(share, case.batch_size, case.drop_last)
+        shares.append(iter(share))
+    for turn in itertools.zip_longest(*shares):
+        yield from (batch for batch in turn if batch is not None)
 
 
 def _with_occurrences(case: Case, batches: Iterable[Any]) -> Iterator[Due]:
@@ -123,12 +118,8 @@ def _with_occurrences(case: Case, batches: Iterable[Any]) -> Iterator[Due]:
         for index in indices:
             occurrences.append(seen[index])
             seen[index] += 1
-        error = next((source_index(case, index) for index in indices if _raises(case, index)), None)
-        yield Due(indices, is_single, tuple(occurrences), error)
-
-
-def _raises(case: Case, index: int) -> bool:
-    return case.raises and raises_at(source_index(case, index))
+        failing = (one for one in (source_index(case, index) for index in indices) if raises_at(one))
+        yield Due(indices, is_single, tuple(occurrences), next(failing, None) if case.raises else None)
 
 
 def source_index(case: Case, index: int) -> int:

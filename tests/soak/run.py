@@ -30,7 +30,6 @@ from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
-from tests.soak.neighbours import NEIGHBOURS
 from tests.soak.subject import Subject, pretended_accelerator
 from tests.soak.together import TOGETHER
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 
     from tests.soak.case import Case
 
-_ALL_MODES = {**MODES, **TOGETHER, **FAULTS, **NEIGHBOURS}
+_ALL_MODES = {**MODES, **TOGETHER, **FAULTS}
 _STACKS_S = 1.0  # in which workers write their stacks
 _LATER_S = 30.0  # after the limit faulthandler takes over, if Python does not let the watching thread run
 
@@ -65,7 +64,7 @@ class Soak:
         self._registry = Path(self._folder.name, "registry")
         os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # apart from other jobs' caches
         os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
-        multiprocessing.set_forkserver_preload(["tests.soak.datasets", "tests.soak.neighbours"])
+        multiprocessing.set_forkserver_preload(["tests.soak.datasets", "tests.soak.faults"])
         torch.set_num_threads(1)  # torch's pools of threads do not survive a fork
         warnings.simplefilter("ignore")  # about more workers than cores, and about pinned memory
         gc.collect()

@@ -24,20 +24,8 @@ BIG_SIDES = (700, 500, 900)  # 0.75 to 2.4 MB an image
 _LIMITS = {"bool": 2, "int8": 127, "uint8": 251, "bfloat16": 251, "float16": 2039}
 _LIMIT_OF_OTHERS = 32749
 
-TENSOR_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-)
-ARRAY_DTYPES = ("bool", "uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "complex128")
+_TENSORS = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+_ARRAYS = ["bool", "uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "complex128"]
 
 
 @dataclass
@@ -48,23 +36,20 @@ class Record:
     label: Any
 
 
-def values(index: int, shape: tuple[int, ...], limit: int, salt: int) -> np.ndarray[Any, Any]:
-    """Whole numbers from 0 to `limit - 1`; neighbouring elements differ, and so do neighbouring indices."""
-    count = int(np.prod(shape))
+def values(index: int, shape: tuple[int, ...], dtype: str, salt: int) -> np.ndarray[Any, Any]:
+    """Whole numbers below the dtype's limit; neighbouring elements differ, and so do neighbouring indices."""
+    count, limit = int(np.prod(shape)), _LIMITS.get(dtype, _LIMIT_OF_OTHERS)
     # The series has the period `limit`: computing one period is enough for a big array.
     series = (np.arange(min(count, limit)) * 7 + index * 31 + salt * 17) % limit
     return np.resize(series, count).reshape(shape) if count else np.zeros(shape, np.int64)
 
 
 def array(index: int, shape: tuple[int, ...], dtype: str = "uint8", salt: int = 0) -> np.ndarray[Any, Any]:
-    """An array of these values."""
-    return values(index, shape, _LIMITS.get(dtype, _LIMIT_OF_OTHERS), salt).astype(dtype)
+    return values(index, shape, dtype, salt).astype(dtype)
 
 
-def tensor(index: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """A tensor of these values."""
-    limit = _LIMITS.get(str(dtype).removeprefix("torch."), _LIMIT_OF_OTHERS)
-    return torch.from_numpy(values(index, shape, limit, salt)).to(dtype)
+def tensor(index: int, shape: tuple[int, ...], dtype: str = "float32", salt: int = 0) -> torch.Tensor:
+    return torch.from_numpy(values(index, shape, dtype, salt)).to(getattr(torch, dtype))
 
 
 # --- kinds of samples ------------------------------------------------------------------------------------
@@ -86,7 +71,7 @@ def labelled(index: int, group: int) -> Any:
 def planes(index: int, group: int) -> Any:
     """An image whose channels come first."""
     side = side_of(group)
-    return {"image": tensor(index, (3, side + 4, side + 5), torch.float32), "label": torch.tensor(index)}
+    return {"image": tensor(index, (3, side + 4, side + 5)), "label": torch.tensor(index)}
 
 
 def big(index: int, group: int) -> Any:
@@ -94,29 +79,13 @@ def big(index: int, group: int) -> Any:
     return array(index, (side, side, 3)), index
 
 
-def tiny(index: int, group: int) -> Any:
-    return array(index, (1,))
-
-
-def number(index: int, group: int) -> Any:
-    return index
-
-
-def text(index: int, group: int) -> Any:
-    return f"sample-{index}"
-
-
-def flags(index: int, group: int) -> Any:
-    return tensor(index, (side_of(group),), torch.bool)
-
-
-def tensors(index: int, group: int) -> Any:
-    shape = (2, side_of(group))
-    return {str(dtype): tensor(index, shape, dtype, salt) for salt, dtype in enumerate(TENSOR_DTYPES)}
-
-
-def arrays(index: int, group: int) -> Any:
-    return [array(index, (side_of(group), 3), dtype, salt) for salt, dtype in enumerate(ARRAY_DTYPES)]
+def dtypes(index: int, group: int) -> Any:
+    """A tensor and an array of each dtype."""
+    side = side_of(group)
+    tensors = {
+        dtype: tensor(index, (2, side), dtype, salt) for salt, dtype in enumerate([*_TENSORS, "complex64"])
+    }
+    return tensors, [array(index, (side, 3), dtype, salt) for salt, dtype in enumerate(_ARRAYS)]
 
 
 def scalars(index: int, group: int) -> Any:
@@ -136,64 +105,42 @@ def nest(index: int, group: int) -> Any:
     side = side_of(group)
     return {
         "image": array(index, (side, 3, 2)),
-        "point": Point(tensor(index, (2,), torch.bfloat16), {"z": tensor(index, (side,), torch.int64, 1)}),
+        "point": Point(tensor(index, (2,), "bfloat16"), {"z": tensor(index, (side,), "int64", 1)}),
         "pair": (torch.tensor(float(index)), [index, array(index, (2, side), "int64", 2)]),
         "name": f"n{index}",
         "nothing": {},
-    }
-
-
-def empties(index: int, group: int) -> Any:
-    side = side_of(group)
-    return {
-        "array": np.zeros((0, side), np.float32),
-        "tensor": torch.empty(side, 0, dtype=torch.int16),
-        "nothing": {},
-        "index": index,
+        "empty array": np.zeros((0, side), np.float32),
+        "empty tensor": torch.empty(side, 0, dtype=torch.int16),
         "after": array(index, (side,), "int32"),
     }
 
 
 def strided(index: int, group: int) -> Any:
-    """Arrays and tensors whose elements do not lie one behind the other."""
-    side = side_of(group)
+    """Elements that do not lie one behind the other; the same tensor in several places."""
+    side, one = side_of(group), tensor(index, (side_of(group), 2))
     return {
         "turned array": array(index, (side, side + 1, 2)).transpose(2, 0, 1),
-        "turned tensor": tensor(index, (side, side + 2), torch.float32).T,
+        "turned tensor": tensor(index, (side, side + 2)).T,
         "every other": array(index, (2 * side,), "float64")[::2],
-        "expanded": tensor(index, (1,), torch.int32).expand(side),
+        "expanded": tensor(index, (1,), "int32").expand(side),
+        "same": [one, one, one[:1]],
     }
 
 
-def twice(index: int, group: int) -> Any:
-    """The same tensor in several places."""
-    one = tensor(index, (side_of(group), 2), torch.float32)
-    return {"one": one, "two": one, "more": [one, one[:1]]}
-
-
-def _views(index: int, group: int) -> list[Any]:
+def looped(index: int, group: int) -> Any:
+    """Two views, collated by torch or by a loader in the dataset, in another order of keys."""
     side = side_of(group)
-    return [
-        {"b": tensor(index, (side,), torch.int64, salt), "a": tensor(index, (side, 2), torch.int32, salt + 7)}
+    views: Any = [
+        {"b": tensor(index, (side,), "int64", salt), "a": tensor(index, (side, 2), "int32", salt + 7)}
         for salt in range(2)
     ]
-
-
-def collated(index: int, group: int) -> Any:
-    """Two views of one sample, collated by torch in another order of keys."""
-    views = tud.default_collate(_views(index, group))
-    return {"a": views["a"], "b": views["b"]}
-
-
-def looped(index: int, group: int) -> Any:
-    """The same with a loader inside the dataset: torch's or ours."""
-    loader_class = fastload.DataLoader if index % 2 else tud.DataLoader
-    views = next(iter(loader_class(_views(index, group), 2)))  # type: ignore[arg-type]
-    return {"a": views["a"], "b": views["b"]}
+    loaders: list[Any] = [lambda views, _: [tud.default_collate(views)], tud.DataLoader, fastload.DataLoader]
+    both = next(iter(loaders[index % 3](views, 2)))
+    return {"a": both["a"], "b": both["b"]}
 
 
 def record(index: int, group: int) -> Any:
-    return Record(tensor(index, (side_of(group), 2), torch.float32), index)
+    return Record(tensor(index, (side_of(group), 2)), index)
 
 
 def plain_colour(index: int, group: int) -> Any:
@@ -218,36 +165,18 @@ class Kind(NamedTuple):
     transforms: tuple[str, ...] = ("none", "alias")
 
 
-_OF_IMAGES = (
-    "none",
-    "plus one",
-    "in place",
-    "in place by torch",
-    "rarely in place",
-    "alias",
-    "part",
-    "turned",
-    "as tensor",
-)
+_OF_IMAGES = ("none", "plus one", "in place", "in place by torch", "rarely in place", "part", "as tensor")
 
 KINDS = {
     "image": Kind(image),
     "labelled": Kind(labelled, transforms=_OF_IMAGES),
     "planes": Kind(planes),
     "big": Kind(big, is_big=True, transforms=_OF_IMAGES),
-    "tiny": Kind(tiny, has_shapes=False),
-    "number": Kind(number, has_shapes=False),
-    "text": Kind(text, has_shapes=False),
-    "flags": Kind(flags),
-    "tensors": Kind(tensors),
-    "arrays": Kind(arrays),
+    "dtypes": Kind(dtypes),
     "scalars": Kind(scalars, has_shapes=False),
     "texts": Kind(texts, has_shapes=False),
     "nest": Kind(nest),
-    "empties": Kind(empties),
     "strided": Kind(strided),
-    "twice": Kind(twice),
-    "collated": Kind(collated),
     "looped": Kind(looped),
     "record": Kind(record, is_cacheable=False),
     "plain colour": Kind(plain_colour, transforms=("none", "crop", "crop to tensor")),

@@ -25,18 +25,11 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """The dataset of a case, its loaders and their epochs.
-
-    Args:
-        case: The settings.
-        folder: An empty folder for the files of this case.
+    """The dataset of a case, its loaders and their epochs; files are in an empty folder.
 
     Attributes:
-        case: As given.
         key: The key of a cache that other processes share.
-        dataset: The dataset of all loaders.
-        noise: The random numbers of `rng="sample"` by epoch, index and number of earlier occurrences of the
-            index in the epoch.
+        noise: The random numbers of `rng="sample"` by epoch, index and occurrence of the index in the epoch.
     """
 
     def __init__(self, case: Case, folder: Path) -> None:
@@ -49,10 +42,7 @@ class Subject:
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
     def open_again(self) -> None:
-        """Close the dataset and make it again, which attaches to a cache that another process holds.
-
-        Call it before the first loader is made.
-        """
+        """Before the first loader: remake the dataset, which attaches to another process's cache."""
         self.dataset = None
         self.dataset = self._make_dataset()
 
@@ -75,31 +65,26 @@ class Subject:
         if max_memory == "half":
             sizes = [leaf.nbytes for leaf in leaves(samples[0]) if hasattr(leaf, "nbytes")]
             max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
-        options = {"max_memory": max_memory, "progress": False, "num_workers": 0}
-        if case.source in ("ram", "subset of ram"):
-            return fastload.CachedDataset(samples, transform, **options)
-        if case.source == "keyed ram":
-            return fastload.CachedDataset(samples, transform, cache_key=self.key, **options)
+        options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
+        if case.source in ("ram", "keyed ram", "subset of ram"):
+            key = {"cache_key": self.key} if case.source == "keyed ram" else {}
+            return fastload.CachedDataset(samples, transform, **key, **options)
         path = self._folder / "samples.lmdb"
-        codec = "png" if case.source == "png lmdb" else None
-        shards = 3 if case.source == "shards" else 1
+        codec, shards = "png" if case.source == "png lmdb" else None, 3 if case.source == "shards" else 1
         num_workers = case.seed % 2  # half of the builds have a worker
-        built = build_lmdb(samples, path, codec=codec, shards=shards, num_workers=num_workers, progress=False)
-        built.close()
-        if case.source == "tiers":
-            return fastload.CachedDataset(samples, transform, cache=["ram", f"lmdb:{path}"], **options)
+        build_lmdb(samples, path, codec=codec, shards=shards, num_workers=num_workers, progress=False).close()
         if case.source.startswith("from_cache"):
             in_ram = case.source == "from_cache in ram"
             return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, max_memory=max_memory)
-        return fastload.CachedDataset(samples, transform, cache=f"lmdb:{path}", **options)
+        cache: Any = ["ram", f"lmdb:{path}"] if case.source == "tiers" else f"lmdb:{path}"
+        return fastload.CachedDataset(samples, transform, cache=cache, **options)
 
     # --- loaders ------------------------------------------------------------------------------------------
 
     def loader(self, **changes: Any) -> fastload.DataLoader:
         """A new loader with the settings of the case and with these changes; `close` closes it."""
         case = dataclasses.replace(self.case, **changes)
-        generator = torch.Generator()
-        generator.manual_seed(case.seed)
+        generator = torch.Generator().manual_seed(case.seed)
         has_workers = case.num_workers > 0
         is_thread = has_workers and case.method == "thread"
         loader = fastload.DataLoader(
@@ -127,12 +112,7 @@ class Subject:
         return loader
 
     def read(self, loader: fastload.DataLoader, goes_on_from: Reader | None = None) -> Reader:
-        """Begin the next epoch of a loader, or go on with the rest of an epoch after `load_state_dict()`.
-
-        Args:
-            loader: A loader of this subject.
-            goes_on_from: A reader of the epoch that is resumed.
-        """
+        """Begin the next epoch of a loader, or go on with a reader's epoch after `load_state_dict()`."""
         if goes_on_from is not None:
             return Reader(self, loader, goes_on_from.epoch, goes_on_from.due)
         # With random numbers only two epoch numbers take turns, so that most epochs have to repeat numbers.
@@ -166,13 +146,7 @@ class Subject:
 
 
 class Received:
-    """One batch from a loader, with the expected batch.
-
-    Attributes:
-        batch: The batch from the loader.
-        expected: The expected batch, in memory of its own.
-        place: The batch's number, epoch and indices, for messages.
-    """
+    """One batch from a loader, the expected one in its own memory, and its number and indices in words."""
 
     def __init__(self, batch: Any, expected: Any, place: str) -> None:
         self.batch = batch
@@ -180,11 +154,7 @@ class Received:
         self.place = place
 
     def check(self, when: str = "when it came") -> None:
-        """Compare the two.
-
-        Raises:
-            SoakError: They differ.
-        """
+        """Compare the two; raise SoakError if they differ."""
         found = difference(self.expected, self.batch)
         if found is not None:
             raise SoakError(f"{self.place} is wrong {when}: {found}")
@@ -193,17 +163,9 @@ class Received:
 class Reader:
     """An iterator over one epoch of a loader; it compares each batch with the one that is due.
 
-    Args:
-        subject: The subject of the case.
-        loader: A loader of the subject.
-        epoch: The number of the epoch.
-        due: The batches of the epoch; None to compute them from the state of the loader's generators.
-
     Attributes:
         iterator: The iterator of the loader.
-        case: The settings of the loader.
         has_ended: Whether the iterator has raised StopIteration.
-        may_skip: How many batches may be missing, because signals interrupted the iterator.
         cycle: The reader itself, if only the garbage collector shall free it.
         raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
     """
@@ -224,16 +186,12 @@ class Reader:
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
-        self.may_skip = 0
         self.cycle: Reader | None = None
         self.raises_timeouts = False
 
     @property
     def due(self) -> list[order.Due]:
         """The batches that are still due, in order; callers may change the list."""
-        return self._draw()
-
-    def _draw(self) -> list[order.Due]:
         if self._due is None:  # without workers the sampler draws with the first batch
             # Another reader of this loader may have set the epoch of their sampler since.
             epoch = getattr(self._sampler, "epoch", self.epoch)
@@ -244,47 +202,29 @@ class Reader:
         return self
 
     def __next__(self) -> Received:
-        """The next batch; errors that are due are passed over.
-
-        Raises:
-            StopIteration: The epoch has ended, and no batch is due.
-            SoakError: The batch is wrong, or the epoch has ended early.
-            Exception: An error of the loader that is not due.
-        """
+        """The next batch; errors that are due are passed over, any other is raised."""
         while True:
-            self._draw()
+            _ = self.due  # before the sampler draws
             try:
                 batch = next(self.iterator)
             except StopIteration:
-                self.expect_end()
+                if self.due:
+                    raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early") from None
+                self.has_ended = True
                 raise
             except ValueError as error:
                 self.take_error(error)
                 continue
             except RuntimeError as error:
-                if "timed out after" not in str(error) or self.case.mode != "times out":
+                if "timed out after" not in str(error) or self.case.timeout_s != 0.2:
                     raise
                 if self.raises_timeouts:
                     raise TimeoutError from None
                 continue
             return self.take(batch)
 
-    def expect_end(self) -> None:
-        """Note that the epoch has ended.
-
-        Raises:
-            SoakError: Batches are still due.
-        """
-        if len(self.due) > self.may_skip:
-            raise SoakError(f"epoch {self.epoch} ended {len(self.due)} batches early")
-        self.has_ended = True
-
     def take(self, batch: Any) -> Received:
-        """Compare a batch of the iterator with the one that is due.
-
-        Raises:
-            SoakError: They differ.
-        """
+        """Compare a batch of the iterator with the one that is due; raise SoakError if they differ."""
         place = f"batch {self.num_received} of epoch {self.epoch}"
         self.num_received += 1
         if not self.due:
@@ -294,7 +234,7 @@ class Reader:
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")
-        candidates = self.due[: 1 + self.may_skip]
+        candidates = self.due[:1]
         if not self.case.in_order:
             candidates = [due for due in self.due if due.error is None]
         found = None
@@ -307,10 +247,6 @@ class Reader:
                 continue
             if due.error is not None:
                 break
-            if self.may_skip:
-                skipped = self.due.index(due)
-                self.may_skip -= skipped
-                del self.due[:skipped]
             self.due.remove(due)
             self._compare_noise(due, batch)
             return received
@@ -333,11 +269,7 @@ class Reader:
                 raise SoakError(f"epoch, index, occurrence {place} drew {row} now, and {before} before")
 
     def take_error(self, error: ValueError) -> None:
-        """Note that an error came in place of a batch.
-
-        Raises:
-            ValueError: The same error, if it is not due.
-        """
+        """Note that an error came in place of a batch; raise it if it is not due."""
         expected = self.due[:1] if self.case.in_order else self.due
         for due in expected:
             if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
@@ -373,11 +305,9 @@ def pretended_accelerator(case: Case) -> Iterator[None]:
         begin(self, loader)
         self._pin_memory = loader.pin_memory
 
-    def pin(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
-        return tensor.clone()
-
     if not case.is_pinned:
         yield
         return
-    with mock.patch.object(base, "__init__", init), mock.patch.object(torch.Tensor, "pin_memory", pin):
+    copied = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
+    with mock.patch.object(base, "__init__", init), copied:
         yield

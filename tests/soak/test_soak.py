@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import subprocess
 import sys
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -61,90 +61,61 @@ def _another_dtype(samples: list[Any]) -> Any:
     return [images.to(torch.int16), labels]
 
 
-@pytest.mark.parametrize(
-    ("collate", "message"),
-    [
-        (
-            _one_value_wrong,
-            r"batch 1 of epoch 1, indices \(4, 5, 6, 7\), is wrong when it came: batch\[0\]: 1 of",
-        ),
-        (_writes_into_the_batch_before, r"batch \d of epoch 1, .* is wrong while it was held: batch\[0\]"),
-        (_another_dtype, "expected torch.uint8 .*, got torch.int16"),
-    ],
-    ids=["value", "held", "dtype"],
-)
-def test_a_wrong_batch_is_found(
-    collate: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wrong value, a batch that changes while it is held, a wrong dtype: the error says where and what."""
-    planted = datasets.COLLATES["default"]._replace(given=collate)
-    monkeypatch.setitem(datasets.COLLATES, "default", planted)
+# By name: a wrong collate function, or indices that are not due, or no error where one is; and the message.
+PLANTED: dict[str, tuple[Any, str]] = {
+    "value": (
+        _one_value_wrong,
+        r"batch 1 of .*, indices \(4, 5, 6, 7\), is wrong when it came: batch\[0\]: 1 of",
+    ),
+    "held": (
+        _writes_into_the_batch_before,
+        r"batch \d of .* is wrong (while it was held|after the epoch): batch\[0\]",
+    ),
+    "dtype": (_another_dtype, "expected torch.uint8 .*, got torch.int16"),
+    "order": ([0, 1, 2, 3, 5, 4, *range(6, 12)], "batch 1 of epoch 1, .* is wrong when it came"),
+    "too few": (list(range(8)), "epoch 1 ended 1 batches early"),
+    "too many": (list(range(13)), "batch 3 of epoch 1 came after the end"),
+    "no error": (None, "came where the error of sample 4 was expected"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says which batch is wrong, when and where, or what is missing."""
+    planted, message = PLANTED[name]
+    if planted is None:
+        monkeypatch.setattr(datasets, "raises_at", lambda index: False)
+    elif callable(planted):
+        collate = datasets.COLLATES["default"]._replace(given=planted)
+        monkeypatch.setitem(datasets.COLLATES, "default", collate)
+    else:
+        due = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        monkeypatch.setattr(order, "sampling", lambda case, generator: {"batch_size": 4, "sampler": planted})
+        monkeypatch.setattr(order, "_drawn", lambda case, given, epoch: due)
+        monkeypatch.setattr(
+            datasets.Samples, "__getitem__", lambda self, index: datasets.known_sample(self.case, index)
+        )
 
     with pytest.raises(SoakError, match=message):
-        consume(Case(3, mode="holds"), tmp_path)
-
+        consume(Case(3, raises=planted is None), tmp_path)
     _last.clear()
-
-
-@pytest.mark.parametrize(
-    ("indices", "message"),
-    [
-        ([0, 1, 2, 3, 5, 4, *range(6, 12)], "batch 1 of epoch 1, .* is wrong when it came"),
-        (list(range(8)), "epoch 1 ended 1 batches early"),
-        (list(range(13)), "batch 3 of epoch 1 came after the end"),
-    ],
-    ids=["order", "too few", "too many"],
-)
-def test_batches_that_are_not_due_are_found(
-    indices: list[int], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another order, an epoch that ends early, and one that has too many batches."""
-    planted = {"batch_size": 4, "sampler": indices}
-    monkeypatch.setattr(order, "sampling", lambda case, generator: planted)
-    monkeypatch.setattr(
-        order, "_drawn", lambda case, given, epoch: [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    )
-    monkeypatch.setattr(
-        datasets.Samples, "__getitem__", lambda self, index: datasets.known_sample(self.case, index)
-    )
-
-    with pytest.raises(SoakError, match=message):
-        consume(Case(3), tmp_path)
-
-
-def test_an_error_that_does_not_come_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sample 4 is expected to raise, and its batch comes instead."""
-    monkeypatch.setattr(datasets, "raises_at", lambda index: False)
-
-    with pytest.raises(SoakError, match="came where the error of sample 4 was expected"):
-        consume(Case(3, raises=True), tmp_path)
 
 
 # --- the command -----------------------------------------------------------------------------------------
 
 
-class _Fails:
-    """A soak in which one case fails."""
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-
-    def run(self, case: Case) -> str | None:
-        return "SoakError: it was wrong" if case.seed == self.seed else None
-
-
 def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     """The output has the settings, the difference and the command, and the exit code is 1."""
-    options = argparse.Namespace(known=True, minutes=0.001, seed=12)
+    options = Namespace(minutes=0.001, seed=12)
+    soak: Any = Namespace(run=lambda case: "SoakError: it was wrong" if case.seed == 12 else None)
 
-    code = command.Round(_Fails(12), options).run()  # type: ignore[arg-type]
-
+    assert command.Round(soak, options).run() == 1
     out = capsys.readouterr().out
-    assert code == 1
     assert f"FAILED {draw(12)}" in out
     assert "SoakError: it was wrong\nreplay: " in out
     assert "-m tests.soak --case 12\n" in out
-    assert command.Round(_Fails(0), options).run() == 0  # type: ignore[arg-type]
+    soak.run = lambda case: None
+    assert command.Round(soak, options).run() == 0
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -156,17 +127,17 @@ def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_case_that_hangs_ends_with_all_stacks() -> None:
     """The command shows the stacks of its process and of the worker, and ends both."""
-    changes = ["mode=plain", "source=plain", "num_workers=1", "delay_ms=100000"]
+    changes = ["mode=reads", "source=plain", "num_workers=1", "delay_ms=100000"]
 
-    done = _run("-m", "tests.soak", "--case", "3", "--limit", "2", "--with", *changes)
+    done = _run("-m", "tests.soak", "--case", "3", "--limit", "6", "--with", *changes)
 
     assert done.returncode == 1
-    assert "no end after 2 s" in done.stderr
+    assert "no end after 6 s" in done.stderr
     assert "in consume" in done.stderr
     assert "Fatal Python error: Aborted" in done.stderr  # the worker's stack
     assert "in __getitem__" in done.stderr
     assert "replay: " in done.stderr
-    assert "--with mode=plain source=plain delay_ms=100000 num_workers=1" in done.stderr
+    assert "source=plain delay_ms=100000 num_workers=1" in done.stderr
 
 
 _LEAKS = """
@@ -187,7 +158,7 @@ told = {}
 soak = run.Soak(60)
 try:
     for name, leak in leaks.items():
-        run._ALL_MODES["plain"] = leak
+        run._ALL_MODES["reads"] = leak
         told[name] = soak.run(Case(3))
 finally:
     soak.close()

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import random
 import signal
-import sys
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
 from tests.soak.compare import SoakError, spoil
-from tests.soak.modes import Held, some
+from tests.soak.modes import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from tests.soak.subject import Reader, Received, Subject
 
 
 def hands_over(subject: Subject, rng: random.Random) -> None:
-    """Another thread compares and drops the batches, while this one iterates."""
+    """One thread makes the iterator, another reads a part, this one the rest; a fourth compares and drops."""
     loader = subject.loader()
     handed: queue.Queue[Received | None] = queue.Queue(maxsize=5)
+    errors: list[BaseException] = []
 
     def look() -> None:
         held = Held(rng)
@@ -34,62 +33,22 @@ def hands_over(subject: Subject, rng: random.Random) -> None:
                 with _collected(errors):
                     held.add(received)
 
-    errors: list[BaseException] = []
     thread = threading.Thread(target=look, name="soak-looks")
     thread.start()
+    held = Held(random.Random(rng.random()))
+    readers: list[Reader] = []
     try:
         for _ in range(subject.case.epochs):
-            for received in subject.read(loader):
+            _in_threads([lambda: readers.append(subject.read(loader))])
+            _in_threads([lambda: held.some(readers[-1])])
+            for received in readers[-1]:
                 handed.put(received)
     finally:
         handed.put(None)
         thread.join()
+    held.check("after it was moved between threads")
     if errors:
         raise errors[0]
-
-
-def moves_between_threads(subject: Subject, rng: random.Random) -> None:
-    """One thread makes the iterator, another one reads a part of the epoch, and this one reads the rest."""
-    loader = subject.loader()
-    held = Held(rng)
-    readers: list[Reader] = []
-    _in_threads([lambda: readers.append(subject.read(loader))])
-    _in_threads([lambda: some(readers[0], rng, held)])
-    for received in readers[0]:
-        held.add(received)
-    held.check("after it was moved between threads")
-
-
-def two_threads(subject: Subject, rng: random.Random) -> None:
-    """Two threads use one iterator without workers; each batch comes once."""
-    reader = subject.read(subject.loader())
-    batches: list[Any] = []
-    errors: list[ValueError] = []
-
-    def take() -> None:
-        while True:
-            try:
-                batches.append(next(reader.iterator))
-            except StopIteration:
-                return
-            except ValueError as error:
-                if "already executing" not in str(error):  # two threads were in torch's sampler, a generator
-                    errors.append(error)
-
-    due = reader.due
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that threads take turns within a batch
-    try:
-        _in_threads([take, take])
-    finally:
-        sys.setswitchinterval(interval_s)
-    reader.case = dataclasses.replace(reader.case, in_order=False)  # threads overtake each other
-    for error in errors:
-        reader.take_error(error)
-    for batch in batches:
-        reader.take(batch)
-    if due:
-        raise SoakError(f"{len(due)} batches never came")
 
 
 def side_by_side(subject: Subject, rng: random.Random) -> None:
@@ -100,12 +59,7 @@ def side_by_side(subject: Subject, rng: random.Random) -> None:
         loader = subject.loader()
         held = Held(own)
         for _ in range(subject.case.epochs):
-            reader = subject.read(loader)
-            if own.random() < 0.3:
-                some(reader, own, held)
-                continue
-            for received in reader:
-                held.add(received)
+            (held.some if own.random() < 0.3 else held.rest)(subject.read(loader))
         held.check("beside another thread")
 
     seeds = [rng.random(), rng.random()]
@@ -134,19 +88,15 @@ def forks(subject: Subject, rng: random.Random) -> None:
     finally:
         for child, wake in children:
             os.close(wake)
-            _end(child)
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it was waited for
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
 
 
 def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
-    """Fork a child that compares the held batches when it is woken.
+    """Fork a child that compares the held batches when it is woken: its pid, and the descriptor to write to.
 
-    Args:
-        subject: The subject of the case.
-        held: The held batches.
-        reads: Whether the child first reads an epoch with a loader of its own, and closes all loaders.
-
-    Returns:
-        The child's pid, and the descriptor to write to in order to wake it.
+    If it `reads`, it first reads an epoch with a loader of its own, and closes all loaders.
     """
     read, wake = os.pipe()
     child = os.fork()
@@ -171,27 +121,13 @@ def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
         os._exit(status)
 
 
-def _end(child: int) -> None:
+@contextlib.contextmanager
+def _collected(errors: list[BaseException]) -> Iterator[None]:
+    """Append the exception of a thread to a list, for the thread that joins it."""
     try:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass  # it has ended, and was waited for
-
-
-class _collected:
-    """A context that appends the exception of a thread to a list, for the thread that joins it."""
-
-    def __init__(self, errors: list[BaseException]) -> None:
-        self._errors = errors
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
-        if error is not None:
-            self._errors.append(error)
-        return True
+        yield
+    except BaseException as error:  # noqa: BLE001  # the other thread raises it
+        errors.append(error)
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> None:
@@ -202,10 +138,7 @@ def _in_threads(works: list[Callable[[], Any]]) -> None:
         with _collected(errors):
             work()
 
-    threads = [
-        threading.Thread(target=run, args=[work], name=f"soak-works-{number}")
-        for number, work in enumerate(works)
-    ]
+    threads = [threading.Thread(target=run, args=[work], name="soak-works") for work in works]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -216,8 +149,6 @@ def _in_threads(works: list[Callable[[], Any]]) -> None:
 
 TOGETHER: dict[str, Callable[[Subject, random.Random], None]] = {
     "hands over": hands_over,
-    "moves between threads": moves_between_threads,
-    "two threads": two_threads,
     "side by side": side_by_side,
     "forks": forks,
 }

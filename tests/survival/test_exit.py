@@ -14,12 +14,12 @@ from fastload.workers import pool
 from tests.faults import table_zoo
 from tests.kit import datasets
 from tests.kit.accelerator import pretend_accelerator
-from tests.survival import attack_zoo
+from tests.survival import zoo
 
 
 def loader(**options):
     return fastload.DataLoader(
-        datasets.Made(attack_zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
+        datasets.Made(zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
     )
 
 
@@ -44,6 +44,18 @@ def exit_with_a_fault(name, stage, method):
 
 PROGRAMS = {
     "the end of the script": """
+iterator = iter(loader())
+batch = next(iterator)
+pids(iterator)
+""",
+    "worker threads": """
+held = fastload.DataLoader(datasets.Made(zoo.numbered, 800), 4, num_workers=2, worker_type="thread")
+iterator = iter(held)
+next(iterator)
+print(os.getpid(), -1)
+""",
+    "a handler of SIGTERM, as launchers and loggers have": """
+signal.signal(signal.SIGTERM, lambda *_: None)
 iterator = iter(loader())
 batch = next(iterator)
 pids(iterator)

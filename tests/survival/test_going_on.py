@@ -1,7 +1,4 @@
-"""After an interruption, a time-out, an error or a death: what the caller gets next.
-
-Every test here runs under the leak guard of conftest.py: no process, thread or descriptor remains.
-"""
+"""After an interruption, a time-out, an error or a death: what the caller gets next."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ from fastload.device.pin_thread import PinThread
 from fastload.workers import pool
 from tests.kit import datasets
 from tests.kit.batches import compare_with_torch
-from tests.survival import attack_zoo
-from tests.survival.attack_zoo import assert_numbered
+from tests.survival import zoo
+from tests.survival.zoo import assert_numbered, assert_rest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,54 +25,11 @@ if TYPE_CHECKING:
     from tests.kit.processes import Gate
 
 PINNED = pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
-
-
-def assert_rest(iterator: Any, start: int, *, stop: int = 24, step: int = 4) -> None:
-    """Exactly the batches from ``start`` on come, in order."""
-    batches = list(iterator)
-    assert len(batches) == (stop - start) // step
-    for number, batch in enumerate(batches):
-        assert_numbered(batch, start + number * step, start + number * step + step)
-
-
-# --- interruptions ---------------------------------------------------------------------------------------
-
-
-@PINNED
-def test_an_interrupted_wait_may_be_taken_up_again(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
-) -> None:
-    """KeyboardInterrupt in next(), as in a notebook: the batch that was waited for is the next one."""
-    if pinned:
-        pretend_accelerator()
-    dataset = attack_zoo.Held(gate, 9, interrupts=True)
-    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=1))
-    held = [next(iterator), next(iterator)]
-    _call_when_waited_for(gate.open, monkeypatch, pinned)
-
-    with pytest.raises(KeyboardInterrupt):
-        next(iterator)
-    gate.open()
-
-    assert_rest(iterator, 8)
-    for number, batch in enumerate(held):
-        assert_numbered(batch, 4 * number, 4 * number + 4)
-
-
-def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
-    """A terminal and a notebook interrupt persistent workers too; the next epoch is whole."""
-    loader = fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True)
-    iterator = iter(loader)
-    next(iterator)
-    for process in iterator._workers:
-        os.kill(process.pid, signal.SIGINT)
-        process.join()
-
-    assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+NUMBERED = datasets.Made(zoo.numbered, 24)
 
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
-    """Call ``call`` once the consumer is about to wait."""
+    """Call `call` once the consumer is about to wait."""
     place: Any = PinThread if pinned else pool.Pool
     wait = place.wait
     calls = [call]
@@ -88,29 +42,34 @@ def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, "wait", call_and_wait)
 
 
-# --- time-outs -------------------------------------------------------------------------------------------
+# --- waits -----------------------------------------------------------------------------------------------
 
 
 @PINNED
-def test_after_a_timeout_the_same_batch_is_waited_for_again(
-    gate: Gate, pretend_accelerator: Any, pinned: bool
+@pytest.mark.parametrize("how", ["interrupt", "timeout"])
+def test_a_wait_that_was_ended_may_be_taken_up_again(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool, how: str
 ) -> None:
-    """As in torch: twice too late, then there, and nothing is lost or doubled."""
+    """By Ctrl-C, as in a notebook, or twice by a time-out: the batch that was waited for is the next one."""
     if pinned:
         pretend_accelerator()
-    dataset = attack_zoo.Held(gate, 9)
-    iterator = iter(fastload.DataLoader(dataset, 4, num_workers=2, timeout=60))
+    dataset = zoo.Held(gate, 9, interrupts=how == "interrupt")
+    iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=1, timeout=60))
     held = [next(iterator), next(iterator)]
-    iterator._timeout = 0.1
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+    if how == "interrupt":
+        _call_when_waited_for(gate.open, monkeypatch, pinned)
+        with pytest.raises(KeyboardInterrupt):
             next(iterator)
-    iterator._timeout = 60  # what comes now must not be late on a busy machine
+    else:
+        iterator._timeout = 0.1
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"DataLoader timed out after 0\.1 seconds"):
+                next(iterator)
+        iterator._timeout = 60  # what comes now must not be late on a busy machine
     gate.open()
 
     assert_rest(iterator, 8)
-    for number, batch in enumerate(held):
-        assert_numbered(batch, 4 * number, 4 * number + 4)
+    assert_rest(held, 0, stop=8)
 
 
 def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
@@ -118,156 +77,20 @@ def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_ol
 ) -> None:
     """The late batch of the old epoch is dropped when it comes."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
-    dataset = attack_zoo.Held(gate, 9)
+    dataset = zoo.Held(gate, 9)
     loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=60, persistent_workers=True)
     iterator = iter(loader)
     held = [next(iterator), next(iterator)]
     iterator._timeout = 0.1
-    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after "):
-        next(iterator)
-    with pytest.raises(RuntimeError, match=r"^DataLoader timed out after "):
-        next(iter(loader))  # its first batch is due from the worker that is late
+    for epoch in (iterator, loader):  # its first batch is due from the worker that is late
+        with pytest.raises(RuntimeError, match=r"^DataLoader timed out after "):
+            next(iter(epoch))
     iterator._timeout = 60
     gate.open(10)
 
     assert_rest(loader, 0)
     assert_numbered(held[1], 4, 8)
     loader.close()
-
-
-# --- errors of the sampler -------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(60)
-def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
-    monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
-    dataset = datasets.Made(attack_zoo.numbered, 24)
-    with fastload.DataLoader(
-        dataset, 4, num_workers=1, persistent_workers=True, prefetch_memory=4096
-    ) as loader:
-        for _ in range(3):
-            iterator = iter(loader)
-            assert_numbered(next(iterator), 0, 4)
-
-        assert_rest(iter(loader), 0)
-
-
-@pytest.mark.parametrize(
-    ("num_workers", "persistent", "position"),
-    [(0, False, 0), (0, False, 3), (1, False, 1), (1, True, 0), (2, False, 4), (2, True, 3), (2, True, 5)],
-)
-def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
-    num_workers: int, persistent: bool, position: int
-) -> None:
-    """The same batches before it, the same error at the same call, the same batches after it."""
-
-    def make(loader_class: Any) -> Any:
-        sampler = attack_zoo.RaisingSampler(position)
-        dataset = datasets.Made(attack_zoo.numbered, 24)
-        options = {"num_workers": num_workers, "persistent_workers": persistent}
-        return loader_class(dataset, batch_sampler=sampler, **options), None
-
-    epochs = compare_with_torch(make)
-
-    assert any(isinstance(part, ConnectionError) for part in epochs[0])
-
-
-def test_an_index_that_cannot_be_sent_is_an_error_that_ends_the_epoch() -> None:
-    """It names the batch; afterwards nobody waits for what will not come."""
-    indices: list[Any] = [[0], [1], [2], [lambda: 3], [4]]
-    loader = fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), batch_sampler=indices, num_workers=1)
-    iterator = iter(loader)
-    next(iterator)
-
-    with pytest.raises(Exception, match="lambda") as caught:
-        next(iterator)
-
-    assert caught.value.__notes__ == ["fastload: the index of batch 3 could not be sent to worker 0"]
-    with pytest.raises(fastload.errors.LoaderClosedError):
-        next(iterator)
-
-
-# --- deaths and closing ----------------------------------------------------------------------------------
-
-
-@PINNED
-def test_a_loader_whose_persistent_worker_died_can_begin_a_new_epoch(
-    pretend_accelerator: Any, pinned: bool
-) -> None:
-    """Its dead workers are not asked again; the batch in hand stays."""
-    if pinned:
-        pretend_accelerator()
-    loader = fastload.DataLoader(
-        datasets.Made(datasets.killed, 24), 4, num_workers=2, persistent_workers=True
-    )
-    iterator = iter(loader)
-    held = next(iterator)
-    kept = held[0].clone()
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
-        list(iterator)
-    assert list(iterator) == []
-    loader.dataset.make = attack_zoo.numbered
-
-    assert_rest(loader, 0)
-    assert torch.equal(held[0], kept)
-    loader.close()
-
-
-def test_a_death_is_logged_once_with_the_text_of_its_error(caplog: pytest.LogCaptureFixture) -> None:
-    """A program that catches the error leaves a trace of it."""
-    iterator = iter(fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2))
-    with caplog.at_level(logging.ERROR, "fastload"):
-        with pytest.raises(fastload.errors.WorkerDiedError) as caught:
-            list(iterator)
-        assert list(iterator) == []
-
-    assert [record.getMessage() for record in caplog.records] == [str(caught.value)]
-
-
-def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
-    monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
-) -> None:
-    """Not a closed loader: the error is the same when the consumer comes to it much later."""
-    pretend_accelerator()
-    is_found = threading.Event()
-    report = pool.Pool._bury
-
-    def report_and_tell(self: Any, *args: Any) -> None:
-        try:
-            report(self, *args)
-        finally:
-            is_found.set()
-
-    monkeypatch.setattr(pool.Pool, "_bury", report_and_tell)
-    iterator = iter(
-        fastload.DataLoader(datasets.Made(datasets.killed, 24), 4, num_workers=2, prefetch_factor=3)
-    )
-    is_found.wait()
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL"):
-        list(iterator)
-    assert list(iterator) == []
-
-
-@pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
-def test_every_next_after_close_is_the_same_error(
-    pretend_accelerator: Any, num_workers: int, pinned: bool
-) -> None:
-    """However many batches were under way: never a wait. The loader lives on."""
-    if pinned:
-        pretend_accelerator()
-    with fastload.DataLoader(datasets.Made(attack_zoo.numbered, 24), 4, num_workers=num_workers) as loader:
-        iterator = iter(loader)
-        held = next(iterator)
-    loader.close()
-
-    for _ in range(8):
-        with pytest.raises(fastload.errors.LoaderClosedError, match="start a new one"):
-            next(iterator)
-    assert_numbered(held, 0, 4)
-    assert_rest(loader, 0)
 
 
 @PINNED
@@ -277,7 +100,7 @@ def test_close_in_another_thread_ends_a_wait(
     """The waiting thread gets LoaderClosedError, whatever it was at."""
     if pinned:
         pretend_accelerator()
-    loader = fastload.DataLoader(attack_zoo.Held(gate, 1), 4, num_workers=2)
+    loader = fastload.DataLoader(zoo.Held(gate, 1), 4, num_workers=2)
     iterator = iter(loader)
     is_waiting = threading.Event()
     _call_when_waited_for(is_waiting.set, monkeypatch, pinned)
@@ -299,13 +122,57 @@ def test_close_in_another_thread_ends_a_wait(
     assert [type(error) for error in errors] in ([fastload.errors.LoaderClosedError], [])
 
 
+@pytest.mark.timeout(60)
+def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
+    monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_memory": 4096}
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
+        for _ in range(3):
+            assert_numbered(next(iter(loader)), 0, 4)
+
+        assert_rest(iter(loader), 0)
+
+
+# --- errors ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "persistent", "position"), [(0, False, 0), (0, False, 3), (1, True, 0), (2, False, 4)]
+)
+def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
+    num_workers: int, persistent: bool, position: int
+) -> None:
+    """The same batches before it, the same error at the same call, the same batches after it."""
+
+    def make(loader_class: Any) -> Any:
+        sampler = zoo.RaisingSampler(position)
+        options = {"num_workers": num_workers, "persistent_workers": persistent}
+        return loader_class(NUMBERED, batch_sampler=sampler, **options), None
+
+    epochs = compare_with_torch(make)
+
+    assert any(isinstance(part, ConnectionError) for part in epochs[0])
+
+
+def test_an_index_that_cannot_be_sent_is_an_error_that_ends_the_epoch() -> None:
+    """It names the batch; afterwards nobody waits for what will not come."""
+    indices: list[Any] = [[0], [1], [2], [lambda: 3], [4]]
+    iterator = iter(fastload.DataLoader(NUMBERED, batch_sampler=indices, num_workers=1))
+    next(iterator)
+
+    with pytest.raises(Exception, match="lambda") as caught:
+        next(iterator)
+
+    assert caught.value.__notes__ == ["fastload: the index of batch 3 could not be sent to worker 0"]
+    with pytest.raises(fastload.errors.LoaderClosedError):
+        next(iterator)
+
+
 def test_a_batch_that_cannot_be_opened_costs_itself_alone() -> None:
     """Unpickling fails in this process: the error comes at its batch, and those behind it come whole."""
-    iterator = iter(
-        fastload.DataLoader(
-            datasets.Made(datasets.third_sealed, 6), batch_size=None, num_workers=1, timeout=20
-        )
-    )
+    dataset = datasets.Made(datasets.third_sealed, 6)
+    iterator = iter(fastload.DataLoader(dataset, batch_size=None, num_workers=1, timeout=20))
     got = [int(next(iterator)), int(next(iterator))]
     with pytest.raises(ValueError, match="sealed") as caught:
         next(iterator)
@@ -324,23 +191,23 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
         raise raised
 
     method = "thread" if num_workers else "process"
-    loader = fastload.DataLoader(datasets.Made(read, 6), 2, num_workers=num_workers, worker_type=method)
-    iterator = iter(loader)
-    for _ in range(3):
-        with pytest.raises(ValueError, match="unreadable"):
-            next(iterator)
+    with fastload.DataLoader(
+        datasets.Made(read, 6), 2, num_workers=num_workers, worker_type=method
+    ) as loader:
+        iterator = iter(loader)
+        for _ in range(3):
+            with pytest.raises(ValueError, match="unreadable"):
+                next(iterator)
 
     own, place = raised.__notes__
     assert own == "of the user's own"
     assert place.startswith("fastload: batch 2, ")
-    loader.close()
 
 
 class _InterruptedOnce(torch.utils.data.Dataset[int]):
     """Ctrl-C comes while sample 3 is read for the first time."""
 
-    def __init__(self) -> None:
-        self.is_interrupted = False
+    is_interrupted = False
 
     def __len__(self) -> int:
         return 8
@@ -359,9 +226,91 @@ def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(KeyboardInterrupt):
         next(iterator)
-    state = loader.state_dict()
-
-    assert [batch.tolist() for batch in iterator] == [[2, 3], [4, 5], [6, 7]]
     resumed = fastload.DataLoader(range(8), 2)
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [[2, 3], [4, 5], [6, 7]]
+    resumed.load_state_dict(loader.state_dict())
+
+    for rest in (iterator, resumed):
+        assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
+
+
+# --- deaths and closing ----------------------------------------------------------------------------------
+
+
+def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
+    """A terminal and a notebook interrupt persistent workers too; the next epoch is whole."""
+    loader = fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True)
+    iterator = iter(loader)
+    next(iterator)
+    for process in iterator._workers:
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+
+    assert torch.equal(torch.cat(list(loader)), torch.arange(40))
+
+
+def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
+    monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the consumer comes to it much later; the log has its text once, and a new epoch begins."""
+    pretend_accelerator()
+    is_found = threading.Event()
+    report = pool.Pool._bury
+
+    def report_and_tell(self: Any, *args: Any) -> None:
+        try:
+            report(self, *args)
+        finally:
+            is_found.set()
+
+    monkeypatch.setattr(pool.Pool, "_bury", report_and_tell)
+    dataset = datasets.Made(datasets.killed, 24)
+    loader = fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=3, persistent_workers=True)
+    iterator = iter(loader)
+    is_found.wait()
+
+    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 1 was killed by SIGKILL") as caught:
+        list(iterator)
+    assert list(iterator) == []
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert lines == [str(caught.value)]
+    dataset.make = zoo.numbered
+    assert_rest(loader, 0)
+    loader.close()
+
+
+@pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
+def test_every_next_after_close_is_the_same_error(
+    pretend_accelerator: Any, num_workers: int, pinned: bool
+) -> None:
+    """However many batches were under way: never a wait. The loader lives on."""
+    if pinned:
+        pretend_accelerator()
+    with fastload.DataLoader(NUMBERED, 4, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        held = next(iterator)
+    loader.close()
+
+    for _ in range(8):
+        with pytest.raises(fastload.errors.LoaderClosedError, match="start a new one"):
+            next(iterator)
+    assert_numbered(held, 0, 4)
+    assert_rest(loader, 0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
+    """The loader starts anew afterwards, also with persistent workers that were ahead."""
+    with fastload.DataLoader(
+        NUMBERED, 4, num_workers=num_workers, persistent_workers=num_workers > 0
+    ) as loader:
+        for _ in loader:
+            break
+        with pytest.raises(ZeroDivisionError):
+            _fail_in_the_loop(loader)
+
+        assert_rest(loader, 0)
+
+
+def _fail_in_the_loop(loader: Any) -> None:
+    for _ in loader:
+        raise ZeroDivisionError

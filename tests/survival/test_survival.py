@@ -1,7 +1,4 @@
-"""Workers that die, parents that die, callers that hold on: always an error or the right batch, never a rest.
-
-Every test here runs under the leak guard of conftest.py: no process, thread, segment or socket remains.
-"""
+"""Callers that hold on, that fork, and that die: always the right batch or an error, and nobody is left."""
 
 from __future__ import annotations
 
@@ -12,187 +9,259 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
-from typing import Any
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
 import pytest
 import torch
+import torch.utils.data as tud
 
 import fastload
-from fastload.workers import pool
 from tests.kit import datasets
+from tests.kit.batches import assert_same_batches
 from tests.kit.processes import still_running
-from tests.survival import killing_zoo
-from tests.survival.attack_zoo import assert_numbered, numbered
+from tests.survival import zoo
+from tests.survival.zoo import assert_numbered, assert_rest, numbered
 
-# --- workers that die ------------------------------------------------------------------------------------
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+NUMBERED = datasets.Made(numbered, 40)
+
+# --- callers that hold on --------------------------------------------------------------------------------
 
 
-def test_a_worker_that_dies_while_it_writes_a_row_is_an_error_that_says_so(
-    monkeypatch: pytest.MonkeyPatch,
+@functools.cache
+def _batches_of(make: Any, size: int) -> list[Any]:
+    return list(tud.DataLoader(datasets.Made(make, size), 4))
+
+
+def _aliases(batch: Any) -> list[Any]:
+    """The batch, or what views the memory of one of a single tensor."""
+    if not isinstance(batch, torch.Tensor):
+        return [batch]
+    array = batch.numpy()
+    return [batch, batch[:], array, torch.from_numpy(array)]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (datasets.growing, {}),
+        (datasets.growing, {"num_workers": 1, "prefetch_memory": "200KB"}),
+        (datasets.growing, {"num_workers": 2, "worker_type": "thread"}),
+        (zoo.nest, {"num_workers": 2, "prefetch_memory": 1}),
+        pytest.param(
+            zoo.nest,
+            {"num_workers": 2, "prefetch_memory": "20KB", "multiprocessing_context": "forkserver"},
+            marks=pytest.mark.slow,
+        ),
+        (zoo.large, {"num_workers": 1, "prefetch_memory": "64KB"}),  # smaller than a sample
+        (numbered, {"num_workers": 3, "prefetch_memory": 1, "prefetch_factor": 9}),
+    ],
+)
+@pytest.mark.parametrize("drops", [0.0, 0.4])
+def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
+    make: Any, options: dict[str, Any], drops: float
 ) -> None:
-    """The batches received before stay as they were; tests/faults/test_table.py has all other deaths."""
-    for name in ("_GRACE_S", "_WATCH_INTERVAL_S"):  # a death that is noticed late is a time-out of the test
-        monkeypatch.setattr(pool, name, 1000.0)
-    iterator = iter(fastload.DataLoader(datasets.Made(killing_zoo.fatal_to_write), 4, num_workers=2))
-    held = []
+    """A caller that holds, drops, aliases and overwrites batches, or keeps all, sees only its own doing.
 
-    with pytest.raises(
-        fastload.errors.WorkerDiedError, match=r"worker 1 was killed by SIGKILL .*out-of-memory killer"
-    ):
-        held.extend(iterator)
+    Batches are torch's, in a ring that has room for next to nothing.
+    """
+    size = 24 if make is zoo.large else 120
+    expected, rng = _batches_of(make, size), random.Random(1)
+    held: list[tuple[Any, Any]] = []
+    for number, batch in enumerate(fastload.DataLoader(datasets.Made(make, size), 4, **options)):
+        assert_same_batches(expected[number], batch)
+        alias, wanted = rng.choice(_aliases(batch)), expected[number]
+        if isinstance(batch, torch.Tensor) and rng.random() < 0.3:
+            batch.fill_(number)
+            wanted = torch.full_like(batch, number)
+        held.append((alias, wanted))
+        del batch, alias
+        while held and rng.random() < drops:
+            held.pop(rng.randrange(len(held)))
+        for kept, content in held if drops or number == size // 4 - 1 else ():
+            assert_same_batches(content, torch.as_tensor(kept) if isinstance(kept, np.ndarray) else kept)
 
-    assert len(held) in (0, 2, 3)  # the death may be seen while a batch of worker 0 is waited for
-    for number, (images, labels) in enumerate(held):
-        assert labels.tolist() == list(range(number * 4, number * 4 + 4))
-        assert (images == labels[:, None, None, None]).all()
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_ends_the_wait_for_a_batch_that_will_never_come(
-    victim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the worker whose turn it is, or of the other one, while the living one never answers."""
-    monkeypatch.setattr(pool, "_GRACE_S", 3600.0)
-    make = functools.partial(killing_zoo.killed_while_others_hang, victim)
-    iterator = iter(fastload.DataLoader(datasets.Made(make), num_workers=2))
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match=f"worker {victim} was killed by SIGKILL"):
-        next(iterator)
+    assert number == size // 4 - 1
 
 
-# --- parents that die ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_iterators_interleaved_at_random_do_not_disturb_each_other(num_workers: int) -> None:
+    """Two over one loader, and one over another, which is left before its end; all batches are held."""
+    rng = random.Random(1)
+    one, other = (
+        fastload.DataLoader(NUMBERED, size, num_workers=num_workers, prefetch_memory=memory)
+        for size, memory in ((2, 1), (5, "auto"))
+    )
+    iterators = [(2, iter(one)), (2, iter(one)), (5, iter(other))]
+    held: list[tuple[int, int, Any]] = []
+    done = [0, 0, 0]
+    while max(done) < 40:
+        which = rng.randrange(3)
+        size, iterator = iterators[which]
+        held.append((done[which], done[which] + size, next(iterator)))
+        done[which] += size
 
-_PARENT = """
-import os, signal, sys, time
-sys.path[:0] = {path!r}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-import fastload
-from tests.kit import datasets
-from tests.survival.attack_zoo import numbered
-from tests.survival.killing_zoo import hangs
+    for start, stop, batch in held:
+        assert_numbered(batch, start, stop)
 
-if __name__ == "__main__":
-    iterators = []
-    for make in ({makes}):
-        dataset = datasets.Made(make)
-        options = dict(num_workers={num_workers}, multiprocessing_context={method!r})
-        loader = fastload.DataLoader(dataset, 2, **options)
-        iterators.append(iterator := iter(loader))
-        if make is numbered:
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_iterator_may_be_abandoned_by_a_thread_or_be_handed_on(persistent: bool) -> None:
+    """Workers live as long as the process, not as the thread that started them; its batch stays."""
+    loader = fastload.DataLoader(NUMBERED, 4, num_workers=2, persistent_workers=persistent)
+    held: list[Any] = []
+    handed: list[Any] = []
+
+    def consume() -> None:
+        handed[:] = [iter(loader)]
+        held.append(next(handed[0]))
+
+    for _ in range(2):
+        thread = threading.Thread(target=consume)
+        thread.start()
+        thread.join()
+    assert_rest(handed.pop(), 4, stop=40)
+    assert_rest(loader, 0, stop=40)
+    loader.close()
+
+    for batch in held:
+        assert_numbered(batch, 0, 4)
+
+
+def test_messages_beyond_a_pipe_and_more_than_a_socket_holds_block_nobody() -> None:
+    """Lists of indices and error texts of a megabyte go through segments; others wait in the outbox."""
+
+    def long_error(index: int) -> Any:
+        raise ValueError("y" * 1_000_000)
+
+    indices = [list(range(20)) * 10_000 for _ in range(4)]
+    lengths = [len(batch) for batch in fastload.DataLoader(range(20), batch_sampler=indices, num_workers=2)]
+    errors = []
+    iterator = iter(fastload.DataLoader(datasets.Made(long_error, 4), num_workers=2))
+    for _ in range(4):
+        with pytest.raises(ValueError, match="yyy") as caught:
             next(iterator)
-        print(*(one.pid for one in iterator._workers), end=" ")
-    print(flush=True)
-    {then}
-"""
+        errors.append(len(str(caught.value)))
+    many = fastload.DataLoader(datasets.Made(numbered, 2000), num_workers=2, prefetch_factor=500)
+
+    assert lengths == [200_000] * 4
+    assert min(errors) > 1_000_000
+    assert [int(labels) for _, labels in many] == list(range(2000))
 
 
-def _start_parent(tmp_path: Any, *, method: str, makes: str, then: str) -> subprocess.Popen[str]:
-    script = tmp_path / "parent.py"
-    num_workers = 2 if method == "fork" else 1
-    script.write_text(
-        _PARENT.format(path=sys.path, makes=makes, method=method, num_workers=num_workers, then=then)
+# --- the last reference ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        *(("finished", "process"), ("left", "process"), ("after an error", "process")),
+        *(("after a death", "process"), ("left", "pinned"), ("after a death", "pinned")),
+        ("after an error", "thread"),
+    ],
+)
+def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
+    no_gc: None, how: str, kind: str, pretend_accelerator: Any
+) -> None:
+    """No cycle keeps it and its workers, also not one through an error's traceback into the dataset."""
+    if kind == "pinned":
+        pretend_accelerator()
+    make = {"after an error": zoo.bad_seventh, "after a death": datasets.killed}.get(how, numbered)
+    method: Any = "thread" if kind == "thread" else "process"
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(make), 4, num_workers=2, worker_type=method))
+    pids, alive = [one.pid for one in iterator._workers], weakref.ref(iterator)
+    next(iterator)
+    if how == "finished":
+        assert len(list(iterator)) == 5
+    elif how != "left":
+        with pytest.raises((ValueError, fastload.errors.WorkerDiedError)) as caught:
+            list(iterator)
+        assert kind != "thread" or caught.traceback[-1].name == "bad_seventh"
+        del caught
+
+    del iterator
+
+    assert alive() is None
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_without_a_garbage_collector_batches_are_returned(no_gc: None, method: Any) -> None:
+    """An epoch of many batches takes no more slots, and no more addresses, than a few."""
+    dataset = datasets.Made(numbered, 400)
+    iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=1, worker_type=method))
+    addresses = {images.data_ptr() for images, _ in iterator}
+
+    assert len(addresses) <= 6
+
+
+@pytest.mark.parametrize("method", ["process", "thread"])
+def test_a_loader_in_a_cycle_is_collected_with_its_workers(method: Any) -> None:
+    """Nobody needs to call close(); what is left is found by the leak guard."""
+    loader: Any = fastload.DataLoader(
+        NUMBERED, 10, num_workers=2, persistent_workers=True, worker_type=method
     )
-    return subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    next(iter(loader))
+    cycle, alive = [loader], weakref.ref(loader)
+    cycle.append(cycle)
 
+    del loader, cycle
+    gc.collect()
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_workers_leave_with_a_parent_that_was_killed(tmp_path: Any, method: str) -> None:
-    """SIGKILL of the parent ends its workers: those that wait for work, and those stuck in user code."""
-    parent = _start_parent(tmp_path, method=method, makes="numbered, hangs", then="signal.pause()")
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == (4 if method == "fork" else 2)
-
-    parent.kill()
-    parent.communicate()
-
-    assert still_running(pids, 60) == []
-
-
-@pytest.mark.thorough
-def test_an_interpreter_exits_in_silence_with_spawned_workers(tmp_path: Any) -> None:
-    """Exit code 0, nothing on stderr, no worker left; other workers are in test_exit.py."""
-    parent = _start_parent(tmp_path, method="spawn", makes="numbered,", then="pass")
-    out, err = parent.communicate(timeout=100)
-
-    assert (parent.returncode, err) == (0, "")
-    assert not any(psutil.pid_exists(int(pid)) for pid in out.split())
-
-
-@pytest.mark.slow
-def test_interrupt_from_the_keyboard_ends_all_with_one_traceback(tmp_path: Any) -> None:
-    """SIGINT to the whole group, as a terminal sends it: workers leave without a word."""
-    parent = _start_parent(tmp_path, method="fork", makes="hangs,", then="next(iterator)")
-    assert parent.stdout is not None
-    pids = parent.stdout.readline().split()
-
-    os.killpg(parent.pid, signal.SIGINT)
-    try:
-        _, err = parent.communicate(timeout=100)
-    except subprocess.TimeoutExpired:
-        os.killpg(parent.pid, signal.SIGKILL)
-        raise
-
-    assert err.count("Traceback") == 1
-    assert err.rstrip().endswith("KeyboardInterrupt")
-    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
-
-
-@pytest.mark.slow
-def test_a_missing_main_guard_under_spawn_is_explained(tmp_path: Any) -> None:
-    """The error in the parent points to the guard, and the child says so itself."""
-    script = tmp_path / "unguarded.py"
-    script.write_text(
-        textwrap.dedent("""
-        import fastload
-        list(fastload.DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="spawn"))
-        """)
-    )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=100, check=False
-    )
-
-    assert done.returncode == 1
-    assert "if __name__ == '__main__':" in done.stderr.rstrip().splitlines()[-1]
-    assert "bootstrapping phase" in done.stderr
+    assert alive() is None
 
 
 # --- forks of the parent ---------------------------------------------------------------------------------
 
 
-def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -> None:
-    """What the child inherited stays as it was while the parent goes on, and its exit disturbs nothing."""
-    iterator = iter(fastload.DataLoader(datasets.Made(numbered, 400), 10, num_workers=2))
-    held = next(iterator)
-    image = held[0].numpy()
-    wake, waker = os.pipe()
+def _in_child(work: Any) -> int:
+    """Run a function in a fork of this process; its pid. The function returns the exit code."""
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            os.read(wake, 1)
-            as_it_was = bool((image == np.arange(10, dtype=np.uint8)[:, None, None, None]).all())
-            try:
-                next(iterator)
-            except RuntimeError as error:
-                code = 0 if as_it_was and "belongs to the parent of this forked process" in str(error) else 2
-            iterator.close()
+            signal.alarm(30)
+            code = work()
         finally:
             os._exit(code)
-    del held, image
-    for number, batch in enumerate(iterator, 1):
-        assert_numbered(batch, number * 10, number * 10 + 10)
+    return child
+
+
+def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -> None:
+    """What the child inherited stays as it was while the parent goes on, and its exit disturbs nothing."""
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(numbered, 400), 10, num_workers=2))
+    held = next(iterator)
+    images = [held[0].numpy()]
+    wake, waker = os.pipe()
+
+    def look() -> int:
+        os.read(wake, 1)
+        as_it_was = bool((images[0] == np.arange(10, dtype=np.uint8)[:, None, None, None]).all())
+        try:
+            next(iterator)
+        except RuntimeError as error:
+            iterator.close()
+            return 0 if as_it_was and "belongs to the parent of this forked process" in str(error) else 2
+        return 3
+
+    child = _in_child(look)
+    del held
+    images.clear()
+    assert_rest(iterator, 10, stop=400, step=10)
     os.write(waker, b".")
     _, status = os.waitpid(child, 0)
     os.close(wake)
@@ -201,137 +270,92 @@ def test_a_forked_child_keeps_its_batch_and_leaves_the_parents_workers_alone() -
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_a_forked_child_has_persistent_workers_of_its_own() -> None:
-    """The child reads a whole epoch, and the parent's next epochs are as they should be."""
-    with fastload.DataLoader(
-        datasets.Made(numbered, 40), 10, num_workers=2, persistent_workers=True
-    ) as loader:
-        assert len(list(loader)) == 4
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                signal.alarm(30)
-                code = 0 if len(list(loader)) == 4 else 2
-                loader.close()
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
-        for _ in range(2):
+def test_other_processes_between_batches_and_epochs_disturb_nothing() -> None:
+    """Run and fork: none holds on to the workers' pipes; a child has persistent workers of its own."""
+    with fastload.DataLoader(NUMBERED, 10, num_workers=2, persistent_workers=True) as loader:
+
+        def read_an_epoch() -> int:
+            found = len(list(loader))
+            loader.close()
+            return 0 if found == 4 else 2
+
+        for epoch in range(2):
+            held = []
             for number, batch in enumerate(loader):
-                assert_numbered(batch, number * 10, number * 10 + 10)
+                subprocess.run([sys.executable, "-S", "-c", ""], check=True, close_fds=number % 2 == 0)
+                held.append(batch)
+            if not epoch:
+                _, status = os.waitpid(_in_child(read_an_epoch), 0)
+                assert os.waitstatus_to_exitcode(status) == 0
+            assert_rest(held, 0, stop=40, step=10)
 
-    assert os.waitstatus_to_exitcode(status) == 0
+
+# --- parents that die ------------------------------------------------------------------------------------
+
+_PARENT = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+import fastload
+from tests.kit import datasets
+from tests.survival.zoo import hangs, numbered
+
+if __name__ == "__main__":
+    iterators = []
+    for make in ({makes}):
+        options = dict(num_workers={num_workers}, multiprocessing_context={method!r})
+        iterators.append(iter(fastload.DataLoader(datasets.Made(make), 2, **options)))
+        if make is numbered:
+            next(iterators[-1])
+        print(*(one.pid for one in iterators[-1]._workers), end=" ")
+    print(flush=True)
+    {then}
+"""
+SPAWN = pytest.param("spawn", "kill", marks=pytest.mark.thorough)
 
 
-# --- callers that hold on --------------------------------------------------------------------------------
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("num_workers", "prefetch_memory"), [(0, "auto"), (1, 1), (2, "100KB"), (3, 1), (3, "auto")]
-)
-def test_list_of_a_loader_holds_all_batches_right(num_workers: int, prefetch_memory: Any) -> None:
-    """However little memory the ring may take, keeping every batch works."""
-    batches = list(
-        fastload.DataLoader(
-            datasets.Made(numbered, 300), 10, num_workers=num_workers, prefetch_memory=prefetch_memory
-        )
+    ("method", "how"),
+    [("fork", "kill"), ("forkserver", "kill"), SPAWN, ("fork", "interrupt"),
+     pytest.param("spawn", "exit", marks=pytest.mark.thorough)],
+)  # fmt: skip
+def test_workers_leave_with_their_parent(tmp_path: Any, method: str, how: str) -> None:
+    """One that waits for work, and one stuck in user code, at SIGKILL; Ctrl-C gives one traceback.
+
+    The whole group gets SIGINT, as from a terminal. test_exit.py has other exits.
+    """
+    makes, then = {
+        "kill": ("numbered, hangs", "signal.pause()"),
+        "interrupt": ("hangs,", "next(iterators[0])"),
+        "exit": ("numbered,", "pass"),
+    }[how]
+    script = tmp_path / "parent.py"
+    num_workers = 2 if method == "fork" else 1
+    script.write_text(
+        _PARENT.format(path=sys.path, makes=makes, method=method, num_workers=num_workers, then=then)
     )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        try:
+            pids = [int(pid) for pid in parent.stdout.readline().split()]
+            if how != "exit":
+                os.killpg(parent.pid, signal.SIGINT) if how == "interrupt" else parent.kill()
+            _, err = parent.communicate(timeout=100)
+        except BaseException:
+            os.killpg(parent.pid, signal.SIGKILL)
+            raise
 
-    assert len(batches) == 30
-    for number, batch in enumerate(batches):
-        assert_numbered(batch, number * 10, number * 10 + 10)
-
-
-@pytest.mark.parametrize(("num_workers", "seed"), [(0, 0), (1, 1), (1, 2), (2, 3), (2, 4)])
-def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
-    num_workers: int, seed: int
-) -> None:
-    """A caller that holds, drops, aliases and overwrites batches at random sees only its own doing."""
-    rng = random.Random(seed)
-    held: list[tuple[Any, Any]] = []
-    loader = fastload.DataLoader(
-        datasets.Made(datasets.growing, 160), 4, num_workers=num_workers, prefetch_memory="200KB"
-    )
-    for number, batch in enumerate(loader):
-        assert batch.flatten(1)[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
-        alias = rng.choice(
-            [batch, batch[1:], batch.numpy(), memoryview(batch.numpy()), batch.untyped_storage()]
-        )
-        if rng.random() < 0.3:
-            batch.fill_(rng.randrange(256))
-        held.append((alias, bytes(_bytes_of(alias))))
-        del batch, alias
-        while held and rng.random() < 0.4:
-            held.pop(rng.randrange(len(held)))
-        for kept, content in held:
-            assert bytes(_bytes_of(kept)) == content
-
-
-def _bytes_of(alias: Any) -> bytes:
-    if isinstance(alias, torch.UntypedStorage):
-        return torch.tensor([], dtype=torch.uint8).set_(alias).numpy().tobytes()[:64]
-    return np.asarray(alias).tobytes()
-
-
-def test_two_iterators_over_one_loader_go_side_by_side() -> None:
-    """Each has its own workers and slots."""
-    loader = fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=2)
-
-    for number, (one, other) in enumerate(zip(loader, loader, strict=True)):
-        assert_numbered(one, number * 10, number * 10 + 10)
-        assert_numbered(other, number * 10, number * 10 + 10)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
-    """The loader starts anew afterwards, also with persistent workers that were ahead."""
-    loader = fastload.DataLoader(
-        datasets.Made(numbered, 60), 10, num_workers=num_workers, persistent_workers=num_workers > 0
-    )
-    for _ in loader:
-        break
-    with pytest.raises(ZeroDivisionError):
-        _fail_in_the_loop(loader)
-
-    for number, batch in enumerate(loader):
-        assert_numbered(batch, number * 10, number * 10 + 10)
-    loader.close()
-
-
-def _fail_in_the_loop(loader: Any) -> None:
-    for _ in loader:
-        raise ZeroDivisionError
-
-
-# --- sizes -----------------------------------------------------------------------------------------------
-
-
-def _long_error(index: int) -> Any:
-    raise ValueError("y" * 1_000_000)
-
-
-def test_messages_of_a_megabyte_travel_both_ways() -> None:
-    """Index lists and error texts beyond the pipe's 4 KB go through segments; nobody waits for anybody."""
-    indices = [list(range(20)) * 10_000 for _ in range(4)]
-
-    lengths = [len(batch) for batch in fastload.DataLoader(range(20), batch_sampler=indices, num_workers=2)]
-    errors = []
-    iterator = iter(fastload.DataLoader(datasets.Made(_long_error, 4), num_workers=2))
-    for _ in range(4):
-        with pytest.raises(ValueError, match="yyy") as caught:
-            next(iterator)
-        errors.append(len(str(caught.value)))
-
-    assert lengths == [200_000] * 4
-    assert min(errors) > 1_000_000
-
-
-def test_prefetching_a_thousand_batches_blocks_nobody() -> None:
-    """More messages than a socket holds wait in the parent's outbox."""
-    loader = fastload.DataLoader(datasets.Made(numbered, 2000), num_workers=2, prefetch_factor=500)
-
-    assert [int(labels) for _, labels in loader] == list(range(2000))
+    assert len(pids) >= num_workers
+    assert still_running(pids, 60) == []
+    if how == "interrupt":
+        assert err.count("Traceback") == 1
+        assert err.rstrip().endswith("KeyboardInterrupt")
+    elif how == "exit":
+        assert (parent.returncode, err) == (0, "")
 
 
 _TINY_SHM = """
@@ -339,7 +363,6 @@ import os, sys
 sys.path[:0] = {path!r}
 import numpy as np, fastload
 from tests.kit import datasets
-from tests.survival.attack_zoo import numbered
 size = os.statvfs("/dev/shm")
 assert size.f_blocks * size.f_frsize == 1 << 20, size
 def large(index):
@@ -367,20 +390,3 @@ def test_dev_shm_of_one_megabyte_is_enough(tmp_path: Any) -> None:
         pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
 
     assert (done.stdout, done.stderr) == ("fine\n", "")
-
-
-# --- close -----------------------------------------------------------------------------------------------
-
-
-def test_a_loader_in_a_cycle_is_collected_with_its_workers() -> None:
-    """Nobody needs to call close()."""
-    loader: Any = fastload.DataLoader(datasets.Made(numbered, 60), 10, num_workers=2, persistent_workers=True)
-    next(iter(loader))
-    pids = [one.pid for one in loader._iterator._workers]
-    cycle = [loader]
-    cycle.append(cycle)
-
-    del loader, cycle
-    gc.collect()
-
-    assert not any(psutil.pid_exists(pid) for pid in pids)

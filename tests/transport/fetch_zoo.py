@@ -12,6 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 import fastload
+from tests.kit import datasets
 
 
 def plain(index: int) -> torch.Tensor:
@@ -94,6 +95,10 @@ NOT_COLLATED: dict[str, tuple[Any, str]] = {
     "one is nothing": (
         lambda i: (i, None if i == 2 else i),
         f"$[1] is an int {_DIFFERS} a NoneType in sample 2",
+    ),
+    "two sizes": (
+        datasets.images_of_two_sizes,
+        f"$ is an array (4, 4) uint8 {_DIFFERS} an array (4, 5) uint8 in sample 10",
     ),
     "types": (_of_two_types, f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1"),
     "texts": (lambda i: "a" if i == 3 else i, f"$ is an int {_DIFFERS} a str in sample 3"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch.utils.data as tud
 import fastload
 from tests.kit import datasets
 from tests.transport import fetch_zoo
+
+WORKERS: list[dict[str, Any]] = [
+    {}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}
+]  # fmt: skip
 
 # --- samples that the dataset makes with default_collate -------------------------------------------------
 
@@ -100,24 +105,38 @@ def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
 # --- errors name the sample ------------------------------------------------------------------------------
 
 
-def _notes(loader: Any, error: type[Exception]) -> str:
+def _fails(loader: Any, error: Any) -> Any:
     with pytest.raises(error) as caught:
         list(loader)
-    return "\n".join(getattr(caught.value, "__notes__", []))
+    return caught.value
 
 
-@pytest.mark.parametrize(("num_workers", "collate_fn"), [(0, None), (0, list), (2, None), (2, list)])
-def test_an_error_names_the_index_of_its_sample_and_no_other(num_workers: int, collate_fn: Any) -> None:
-    """Batch 1 holds the samples 4 to 7, and number 5 fails."""
-    loader = fastload.DataLoader(
-        datasets.Made(datasets.raises, 8), 4, num_workers=num_workers, collate_fn=collate_fn
-    )
+RAISES = datasets.Made(datasets.raises, 8)
+CACHED = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
 
-    notes = _notes(loader, ValueError)
 
-    assert "batch 1, " in notes
-    assert "dataset index 5" in notes
-    assert "[4, 5, 6, 7]" not in notes
+@pytest.mark.parametrize(
+    ("dataset", "options", "error", "note"),
+    [
+        *(
+            (RAISES, {"batch_size": 4} | options, ValueError, "batch 1, .*dataset index 5")
+            for options in (
+                {}, {"collate_fn": list}, {"num_workers": 2}, {"num_workers": 1, "collate_fn": list}
+            )
+        ),
+        (datasets.Made(fetch_zoo.missing_file, 4), {"batch_size": 2, "num_workers": 2}, FileNotFoundError,
+         "batch 1, .*dataset index 3, /nowhere/3.jpg"),
+        # Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset.
+        (tud.Subset(CACHED, [1, 6, 2]), {"batch_size": 3}, ValueError, "batch 0, dataset index 0"),
+    ],
+)  # fmt: skip
+def test_an_error_names_batch_index_and_path_of_its_sample(
+    dataset: Any, options: dict[str, Any], error: Any, note: str
+) -> None:
+    """And no other index of the batch."""
+    found = _fails(fastload.DataLoader(dataset, **options), error)
+
+    assert re.fullmatch(f"fastload: {note}", found.__notes__[-1])
 
 
 def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
@@ -134,11 +153,7 @@ def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch
     assert (before, next(iterator).tolist()) == ([[0], [1]], [3])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}],
-    ids=["no workers", "process", "thread"],
-)
+@pytest.mark.parametrize("options", WORKERS, ids=str)
 @pytest.mark.parametrize("collate_fn", [None, fetch_zoo.raises_frozen], ids=["dataset", "collate_fn"])
 def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
     options: dict[str, Any], collate_fn: Any
@@ -146,48 +161,13 @@ def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
     """The error's class takes no notes, its path is no path, and the repr of the index raises."""
     get = fetch_zoo.Silent if collate_fn is not None else fetch_zoo.raises_frozen
     batches = [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
-    loader = fastload.DataLoader(
-        datasets.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options
+    iterator = iter(
+        fastload.DataLoader(datasets.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options)
     )
-    iterator = iter(loader)
-
     for _ in batches:
         with pytest.raises(fetch_zoo.FrozenError):
             next(iterator)
-    with pytest.raises(StopIteration):
-        next(iterator)
-
-
-def test_an_error_names_the_path_of_its_sample() -> None:
-    """An error that knows a file says which."""
-    loader = fastload.DataLoader(datasets.Made(fetch_zoo.missing_file, 4), 2, num_workers=2)
-
-    assert "dataset index 3, /nowhere/3.jpg" in _notes(loader, FileNotFoundError)
-
-
-def test_an_error_of_a_cached_sample_names_the_samplers_index() -> None:
-    """Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset."""
-    cached = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
-
-    notes = _notes(fastload.DataLoader(tud.Subset(cached, [1, 6, 2]), 3), ValueError)
-
-    assert "dataset index 0" in notes
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_samples_of_two_shapes_are_torchs_error_with_the_way_out(num_workers: int) -> None:
-    """The text says which leaf differs, between which samples, and what to do."""
-    loader = fastload.DataLoader(datasets.Made(datasets.images_of_two_sizes, 12), 12, num_workers=num_workers)
-
-    with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size") as caught:
-        list(loader)
-
-    told = str(caught.value) + "\n".join(caught.value.__notes__)
-    assert (
-        "$ is an array (4, 4) uint8 in the first sample of the batch and an array (4, 5) uint8 in sample 10"
-        in told
-    )
-    assert "size=(256, 256)" in told
+    assert list(iterator) == []
 
 
 @pytest.mark.parametrize(("num_workers", "collate_fn"), [(0, None), (1, fetch_zoo.collates_as_torch)])
@@ -196,14 +176,15 @@ def test_an_error_of_default_collate_names_the_field(
     get: Any, told: str, num_workers: int, collate_fn: Any
 ) -> None:
     """Its place in a sample, what is wrong there, and what to do; also within a collate_fn of the user's."""
-    loader = fastload.DataLoader(datasets.Made(get, 4), 4, num_workers=num_workers, collate_fn=collate_fn)
+    size = 12 if get is datasets.images_of_two_sizes else 4
+    loader = fastload.DataLoader(
+        datasets.Made(get, size), size, num_workers=num_workers, collate_fn=collate_fn
+    )
 
-    with pytest.raises((TypeError, RuntimeError, KeyError, AttributeError)) as caught:
-        list(loader)
-
-    note = caught.value.__notes__[0]
+    note = _fails(loader, (TypeError, RuntimeError, KeyError, AttributeError)).__notes__[0]
     assert note.startswith(f"fastload: {told}")
     assert get is fetch_zoo.undecoded or note.endswith(", or give the loader a collate_fn.")
+    assert size == 4 or "size=(256, 256)" in note
 
 
 def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> None:
@@ -227,7 +208,4 @@ def test_an_error_of_the_users_collate_fn_has_no_note_about_the_samples() -> Non
     get, _ = fetch_zoo.NOT_COLLATED["shapes"]
     loader = fastload.DataLoader(datasets.Made(get, 4), 4, collate_fn=fetch_zoo.fails_to_collate)
 
-    with pytest.raises(TypeError) as caught:
-        list(loader)
-
-    assert caught.value.__notes__ == ["fastload: batch 0, dataset index [0, 1, 2, 3]"]
+    assert _fails(loader, TypeError).__notes__ == ["fastload: batch 0, dataset index [0, 1, 2, 3]"]

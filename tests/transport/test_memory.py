@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset
 
 import fastload
 from fastload import DataLoader
@@ -30,16 +29,9 @@ from fastload.memory.lease import (
     WritingInto,
     current_arena,
     private_memory,
+    shared_memory,
 )
-from fastload.memory.segment import Segment
 from tests.kit import datasets
-
-
-def _shared(nbytes: int = 4096) -> Memory:
-    segment = Segment.create(nbytes)
-    mapping = segment.map(writable=True)
-    segment.close()
-    return Memory(mapping, shared=True)
 
 
 def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
@@ -80,7 +72,7 @@ def test_every_kind_of_alias_keeps_the_lease(name: str) -> None:
 
 def test_shared_memory_leased_at_a_fork_is_spent() -> None:
     """The child may hold the same batch: the parent never writes there again."""
-    leased, idle = _shared(), _shared()
+    leased, idle = shared_memory(4096), shared_memory(4096)
     lease = leased.lease()
     child = os.fork()
     if child == 0:
@@ -94,24 +86,10 @@ def test_shared_memory_leased_at_a_fork_is_spent() -> None:
     assert not idle.is_spent  # that child has not seen this lease
 
 
-def test_forks_are_counted_from_the_first_shared_memory_on_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Private memory needs no count, and a callback cannot be taken back."""
-    registered: list[Any] = []
-    monkeypatch.setattr(memory_module, "_counts_forks", False)
-    monkeypatch.setattr(os, "register_at_fork", lambda **kinds: registered.append(list(kinds)))
-    private_memory(64)
-    after_private = len(registered)
-    memories = [_shared(), _shared()]
-
-    assert after_private == 0
-    assert registered == [["after_in_parent"]]
-    assert not any(memory.is_spent for memory in memories)
-
-
 def test_what_a_forked_child_writes_to_private_memory_stays_its_own() -> None:
     """Shared memory is the one that both see; private memory is not spent by the fork."""
     seen = []
-    for memory in (_shared(), private_memory(64)):
+    for memory in (shared_memory(4096), private_memory(64)):
         view = np.frombuffer(memory.lease(), np.uint8)
         child = os.fork()
         if child == 0:
@@ -291,18 +269,6 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
     assert _slot_bytes("self") == 0
 
 
-def test_a_worker_writes_its_batches_into_the_memory_that_its_slots_have() -> None:
-    """A hundred batches that the caller drops need no more memories than there are slots."""
-    iterator = iter(fastload.DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=1))
-    seen: dict[int, Any] = {}  # held, so that no other gets its id
-    for _ in iterator:
-        memories = [slot.memory for slot in iterator._pool.ring.slots]
-        seen |= {id(memory): memory for memory in memories if memory is not None}
-        num_slots = len(memories)
-
-    assert 0 < len(seen) <= num_slots
-
-
 def _grows(index: int) -> Any:
     return np.full(512 * 1024 if index >= 20 else 1024, index, np.uint8)
 
@@ -323,14 +289,6 @@ def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() ->
 
     assert num_slots > 4
     assert max(mapped) <= 2_000_000 + 512 * 1024  # the batch in hand may be of a slot that was given up
-
-
-def _array_or_count(index: int) -> Any:
-    """An array, which needs a slot, or how many segments this worker has open."""
-    if index % 2 == 0:
-        return np.full(100_000, index, np.uint8)
-    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    return sum("memfd:fastload-slot" in os.readlink(link) for link in links if link.is_symlink())
 
 
 def _outgrowing_or_count(index: int) -> Any:
@@ -359,7 +317,7 @@ def _no_memory(mapping: Any) -> None:
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch that wants some fails on its own; the worker keeps none of the segments."""
     monkeypatch.setattr(segment_module, "populate", _no_memory)
-    iterator = iter(fastload.DataLoader(datasets.Made(_array_or_count, 8), None, num_workers=1))
+    iterator = iter(fastload.DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
         with pytest.raises(fastload.errors.SegmentError, match="cannot take so much memory"):
@@ -383,36 +341,20 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
     assert loader not in without_workers._warm
 
 
-def test_two_iterators_of_a_loader_without_workers_share_no_buffer() -> None:
-    """Epochs that overlap give the batches of epochs that do not."""
-    loader = DataLoader(datasets.Made(datasets.image, 12), 4)
-    whole = [images.clone() for images, _ in loader]
-
-    pairs = [(one[0], other[0]) for one, other in zip(loader, loader, strict=True)]
-
-    for expected, (one, other) in zip(whole, pairs, strict=True):
-        assert torch.equal(expected, one)
-        assert torch.equal(expected, other)
+KNOWN = [[number] for number in range(100)]
 
 
-class Inherited(Dataset[int]):
-    """Counts the objects that were there before the worker, and that its garbage collector walks."""
-
-    def __init__(self) -> None:
-        self.known = [[number] for number in range(100)]
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        known = {id(one) for one in self.known}
-        return sum(id(one) in known for one in gc.get_objects())
+def _walked(index: int) -> int:
+    """How many of the objects that were there before the worker its garbage collector walks."""
+    known = {id(one) for one in KNOWN}
+    return sum(id(one) in known for one in gc.get_objects())
 
 
 @pytest.mark.skipif("t" in sys.abiflags, reason="gc.freeze() is not safe in free-threaded builds")
 def test_the_collector_of_a_worker_leaves_inherited_objects_alone() -> None:
     """A full collection would copy all pages that the worker shares with its parent."""
-    dataset = Inherited()
+    KNOWN[:] = [[number] for number in range(100)]  # the imports of the tests are frozen here, too
+    loader = DataLoader(datasets.Made(_walked, 2), None, num_workers=1, multiprocessing_context="fork")
 
-    assert dataset[0] == 100
-    assert list(DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")) == [0, 0, 0, 0]
+    assert _walked(0) == 100
+    assert list(loader) == [0, 0]

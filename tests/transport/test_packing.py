@@ -10,12 +10,13 @@ import torch
 import torch.utils.data as tud
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from fastload import DataLoader
 from fastload.batch.packing import pack, unpack
 from fastload.memory.lease import Arena, private_memory
 from tests.kit import datasets
-from tests.kit.batches import stop_workers
+from tests.kit.batches import assert_same_samples, stop_workers
 
 DTYPES = [
     torch.uint8, torch.int64, torch.float32, torch.float64, torch.bool, torch.bfloat16, torch.float16,
@@ -58,22 +59,6 @@ NESTS = st.recursive(
 )  # fmt: skip
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return (
-            (one.dtype, one.shape) == (other.dtype, other.shape)
-            and (one.numel() == 0 or one.stride() == other.stride())
-            and torch.equal(one, other)
-        )
-    if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and bool((one == other).all())
-    if isinstance(one, (list, tuple)):
-        return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
 @pytest.mark.slow
 @given(NESTS, st.sampled_from([0, 1, 4096]))
 @settings(deadline=None)
@@ -85,19 +70,23 @@ def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> 
     packed = pack(batch, arena)
     back = unpack(packed, arena.lease if packed.used_bytes else b"")
 
-    assert _same(batch, back)
+    assert_same_samples(batch, back)
+    for one, other in zip(tree_leaves(batch), tree_leaves(back), strict=True):
+        assert not isinstance(one, torch.Tensor) or not one.numel() or one.stride() == other.stride()
 
 
-def test_leaves_that_lie_in_the_memory_already_are_not_moved() -> None:
-    """What collate wrote into the slot is sent as an offset."""
+def test_where_leaves_lie_and_which_are_one() -> None:
+    """What collate wrote into the slot is sent as an offset, and the same tensor twice is one again."""
     arena = Arena(private_memory)
     arena.begin(None)
     rows = torch.from_numpy(arena.allocate(600)).view(2, 300)
 
-    packed = pack({"x": rows, "y": rows[1]}, arena)
+    packed = pack({"x": rows, "y": rows[1], "z": rows}, arena)
+    back = unpack(packed, arena.lease)
 
     assert [offset for offset, *_ in packed.leaves] == [0, 300]
     assert packed.used_bytes == 600
+    assert back["x"] is back["z"]
 
 
 def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
@@ -107,22 +96,10 @@ def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
     rows = torch.from_numpy(arena.allocate(4000))
     rows.fill_(7)
 
-    packed = pack([rows, torch.ones(100_000)], arena)
-    first, second = unpack(packed, arena.lease)
+    first, second = unpack(pack([rows, torch.ones(100_000)], arena), arena.lease)
 
     assert (first == 7).all()
     assert (second == 1).all()
-
-
-def test_the_same_tensor_twice_is_one_tensor_again() -> None:
-    """Identity inside a batch survives."""
-    tensor = torch.arange(3)
-    arena = Arena(private_memory)
-    arena.begin(None)
-
-    one, other = unpack(pack([tensor, tensor], arena), arena.lease)
-
-    assert one is other
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 gives it for any sparse tensor
@@ -150,26 +127,18 @@ LAYOUTS = [pytest.param(torch.strided, id="strided"), JAGGED]
 REFUSAL = "not currently supported by the default collate_fn"
 
 
-class Nested(tud.Dataset[Any]):
-    """Nested tensors of two parts of unequal length; ``rank`` is that of each part."""
+class Nested:
+    """Samples that are nested tensors of two parts of unequal length, or a collate_fn that makes one."""
 
     def __init__(self, layout: torch.layout, rank: int = 1) -> None:
         self.layout = layout
-        self.rank = rank
+        self.rank = rank  # of each part
 
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> Any:
-        parts = [torch.full((length, *[3] * (self.rank - 1)), float(index)) for length in (2, 3)]
-        return torch.nested.nested_tensor(parts, layout=self.layout)
-
-
-class Nest:
-    """A collate_fn that makes one nested tensor of samples of unequal length."""
-
-    def __init__(self, layout: torch.layout) -> None:
-        self.layout = layout
+        return self([torch.full((length, *[3] * (self.rank - 1)), float(index)) for length in (2, 3)])
 
     def __call__(self, samples: Any) -> Any:
         return torch.nested.nested_tensor(samples, layout=self.layout)
@@ -219,9 +188,9 @@ def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> N
     """The batches are those of torch's loader, also without automatic batching."""
     options: Any = {"num_workers": num_workers}
     samples = datasets.Made(ragged, 4)
-    Nest(layout)([torch.ones(1)])  # the first tensor imports torch's compiler; workers inherit it
+    Nested(layout)([torch.ones(1)])  # the first tensor imports torch's compiler; workers inherit it
     ours, theirs = (
-        kind(samples, 2, collate_fn=Nest(layout), **options) for kind in (DataLoader, tud.DataLoader)
+        kind(samples, 2, collate_fn=Nested(layout), **options) for kind in (DataLoader, tud.DataLoader)
     )
     single, their_single = (kind(Nested(layout), None, **options) for kind in (DataLoader, tud.DataLoader))
 

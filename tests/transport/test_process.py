@@ -6,7 +6,6 @@ import multiprocessing.connection
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -70,26 +69,6 @@ def test_where_no_signal_can_be_blocked_processes_start_all_the_same(monkeypatch
     assert mask == set()
 
 
-@pytest.mark.parametrize(
-    ("pid", "modules", "is_ours"),
-    [(None, ["__main__"], True), (None, ["__main__", "json"], False), (7, ["__main__"], False)],
-    ids=["neither", "the user's modules", "running"],
-)
-def test_a_fork_server_gets_our_modules_if_it_has_neither_begun_nor_been_set_up(
-    pid: int | None, modules: list[str], is_ours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A list that the user has set stays, and so does that of a server that has imported its own."""
-    preloaded: list[list[str]] = []
-    server = SimpleNamespace(_forkserver_pid=pid, _preload_modules=modules)
-    monkeypatch.setattr(starting.forkserver, "_forkserver", server)
-    monkeypatch.setattr(starting.forkserver, "ensure_running", lambda: None)
-    monkeypatch.setattr(starting.multiprocessing, "set_forkserver_preload", preloaded.append)
-
-    starting.start_helpers("forkserver")
-
-    assert [found[-1] for found in preloaded] == ["fastload.workers.preload"] * is_ours
-
-
 # --- waiting ---------------------------------------------------------------------------------------------
 
 
@@ -142,18 +121,6 @@ def test_a_wait_is_for_as_many_seconds_as_it_says(
 
 
 # --- ends ------------------------------------------------------------------------------------------------
-
-
-def test_whether_a_process_has_ended_is_told_at_once(
-    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is asked for without a wait."""
-    limits = []
-    monkeypatch.setattr(process_module, "_ended", lambda processes, limit_s: limits.append(limit_s))
-    has_ended = worker.has_ended
-    monkeypatch.undo()
-
-    assert (has_ended, limits) == (False, [0.0])
 
 
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
@@ -258,20 +225,6 @@ def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _blocked_signals(index: int) -> list[int]:
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-
-
-def test_a_forked_worker_blocks_the_signals_that_its_parent_blocked() -> None:
-    """Not those that waited while it was forked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    try:
-        loader = fastload.DataLoader(datasets.Made(_blocked_signals, 1), None, num_workers=1)
-        (found,) = loader
-        expected = _blocked_signals(0)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    assert list(found) == expected
-    assert signal.SIGUSR2 in expected
 
 
 def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:

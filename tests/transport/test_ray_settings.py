@@ -6,19 +6,14 @@ import builtins
 import pickle
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import IterableDataset
 
 import fastload
 from fastload.errors import WorkerStartError
 from fastload.memory.segment import pickled_for_other_machines
 from tests.kit import datasets
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 IMAGES = datasets.Made(datasets.image, 12)
 
@@ -38,38 +33,22 @@ IMAGES = datasets.Made(datasets.image, 12)
             'multiprocessing_context is for worker processes, but worker_type is "ray": omit one',
         ),
         ({"worker_type": "ray", "num_workers": "auto"}, "pass a number, such as the cluster's free CPUs"),
+        ({"worker_type": "ray", "in_order": False}, "does not work with torch's own iterator"),
     ],
 )
 def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
-    """Each is an error of the constructor, which says what to change."""
+    """Each is an error that says what to change."""
     with pytest.raises(ValueError, match=r"ray|worker_type") as caught:
-        fastload.DataLoader(IMAGES, **{"num_workers": 1, **options})
+        iter(fastload.DataLoader(IMAGES, **{"num_workers": 1, **options}))
 
     assert message in str(caught.value)
 
 
-def test_batches_out_of_order_are_rejected() -> None:
-    """in_order=False would use torch's own workers, on this machine."""
-    loader = fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray", in_order=False)
+def test_streams_and_more_workers_than_cpus_are_accepted(recwarn: pytest.WarningsRecorder) -> None:
+    """Actors run elsewhere, where torch's warning does not apply, and have copies of their own."""
+    loader = fastload.DataLoader(datasets.Stream(), num_workers=500, worker_type="ray")
 
-    with pytest.raises(ValueError, match='worker_type="ray" does not work with torch\'s own iterator'):
-        iter(loader)
-
-
-def test_a_stream_is_accepted() -> None:
-    """Unlike threads, actors have their own copies."""
-
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter([1])
-
-    assert fastload.DataLoader(Stream(), num_workers=2, worker_type="ray").worker_type == "ray"
-
-
-def test_cpus_of_this_machine_do_not_count(recwarn: pytest.WarningsRecorder) -> None:
-    """With more workers than CPUs, torch warns; actors run elsewhere."""
-    fastload.DataLoader(IMAGES, num_workers=500, worker_type="ray")
-
+    assert loader.worker_type == "ray"
     assert recwarn.list == []
 
 
@@ -156,16 +135,3 @@ def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None
 
     with pytest.raises(WorkerStartError, match=r"the consumer runs fastload 0\.0\.1, but .* has "):
         _PutJob([None], "0.0.1").load()
-
-
-def test_memory_for_batches_is_shared_and_leased() -> None:
-    """A slot for a batch that Ray brings is as good as one that a worker process has written."""
-    from fastload.memory.lease import shared_memory
-
-    memory = shared_memory(10)
-    view = torch.frombuffer(memory.lease(), dtype=torch.uint8, count=10)
-
-    assert memory.is_leased
-    assert view.tolist() == [0] * 10
-    del view
-    assert not memory.is_leased

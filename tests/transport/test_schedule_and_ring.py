@@ -16,26 +16,6 @@ from fastload.workers.schedule import Schedule
 PAGE = 4096
 
 
-def test_tasks_go_round_and_come_back_in_order() -> None:
-    """Task k goes to worker k mod W."""
-    schedule = Schedule(3)
-
-    assert [schedule.assign() for _ in range(7)] == [(k, k % 3) for k in range(7)]
-    assert [schedule.answer() for _ in range(7)] == [(k, k % 3) for k in range(7)]
-    assert schedule.head() is None
-
-
-def test_an_exhausted_worker_gets_no_more_tasks() -> None:
-    """The others keep their cycle; with none left there is no task."""
-    schedule = Schedule(3)
-    schedule.exhaust(1)
-
-    assert [schedule.assign() for _ in range(4)] == [(0, 0), (1, 2), (2, 0), (3, 2)]
-    schedule.exhaust(0)
-    schedule.exhaust(2)
-    assert schedule.assign() is None
-
-
 @pytest.mark.parametrize("move", ["fill", "lend", "release"])
 def test_an_illegal_move_raises_and_changes_nothing(move: str) -> None:
     """A free slot cannot be filled, lent or released."""
@@ -147,35 +127,6 @@ def test_a_slot_is_lent_where_its_worker_may_have_another(limit_pages: int) -> N
     assert [other.number for other in ring.slots] == list(range(limit_pages))
 
 
-def test_a_slot_is_lent_without_a_new_one_while_its_worker_has_another() -> None:
-    """No slot is made that is not needed."""
-    ring = Ring(1, 4, 1 << 30)
-    ring.release(_fill(ring))
-    first, second = ring.acquire(0), ring.acquire(0)
-    assert first is not None
-    ring.fill(first, None)
-
-    assert ring.lend(first)
-    assert ring.slots == [first, second]
-
-
-def test_a_lent_slot_comes_back_with_its_memory_when_the_lease_ends() -> None:
-    """Not earlier, and the same slot is used again."""
-    ring = Ring(1, 2, 1 << 30)
-    slot = _fill(ring)
-    memory = slot.memory
-    assert memory is not None
-    lease = memory.lease()
-    assert ring.lend(slot)
-    ring.reclaim(0)
-    state = slot.state
-    del lease
-    ring.reclaim(0)
-
-    assert (state, slot.state) == (SlotState.LENT, SlotState.FREE)
-    assert slot.memory is memory
-
-
 def test_a_slot_that_a_forked_child_may_see_comes_back_without_its_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -251,16 +202,6 @@ def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
         assert (first.state, ring.num_copies) == (SlotState.FREE, 0)
 
 
-def test_the_slot_to_go_on_with_is_not_given_up() -> None:
-    """A batch that is larger than the whole limit still has its slot."""
-    ring = Ring(1, 2, PAGE)
-    slot = _fill(ring, pages=5)
-    ring.release(slot)
-
-    assert ring.acquire(0) is slot
-    assert ring.acquire(0) is None
-
-
 def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
     """`forget` is for one worker, `clear` for all."""
     ring = Ring(2, 2, 1 << 30)
@@ -295,7 +236,7 @@ class Transport(RuleBasedStateMachine):
         self.waiting: list[tuple[int, int]] = []
         self.sent: dict[int, list[tuple[int, Any]]] = {worker: [] for worker in range(num_workers)}
         self.held: dict[int, tuple[Any, Any]] = {}  # batch -> (slot, lease)
-        self.num_assigned = 0
+        self.num_assigned = self.turn = 0
         self.due = 0
         self.num_given = [0] * num_workers
         self.num_copies = 0
@@ -314,7 +255,11 @@ class Transport(RuleBasedStateMachine):
             assert self.shares is not None
             assert not any(self.schedule.is_active(worker) for worker in range(self.num_workers))
         else:
-            assert self.schedule.is_active(assigned[1])
+            active = [self.schedule.is_active(worker) for worker in range(self.num_workers)]
+            while not active[self.turn % self.num_workers]:  # tasks go round, without those that have ended
+                self.turn += 1
+            assert assigned == (self.num_assigned, self.turn % self.num_workers)
+            self.turn += 1
             self.num_assigned += 1
             self.waiting.append(assigned)
 
@@ -381,7 +326,13 @@ class Transport(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 100))
     def drop(self, choice: int) -> None:
         if self.held:
-            del self.held[sorted(self.held)[choice % len(self.held)]]
+            slot, lease = self.held.pop(sorted(self.held)[choice % len(self.held)])
+            memory = slot.memory
+            self.ring.reclaim(slot.worker)
+            assert slot.state is SlotState.LENT  # not before the lease ends
+            del lease
+            self.ring.reclaim(slot.worker)
+            assert (slot.state, slot.memory) == (SlotState.FREE, memory)
 
     @invariant()
     def the_ring_keeps_to_its_limit(self) -> None:

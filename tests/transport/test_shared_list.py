@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import logging
@@ -89,30 +90,19 @@ def test_slices_are_those_of_a_list(items: list[int], one: slice, other: slice) 
     assert list(pickle.loads(pickle.dumps(part))) == items[one]
 
 
-def test_positions_may_be_numpy_and_torch_integers() -> None:
-    """Samplers give both."""
-    shared = SharedList(RECORDS)
-
-    assert shared[np.int64(3)] == shared[torch.tensor(3)] == RECORDS[3]  # type: ignore[call-overload]
-
-
-@pytest.mark.parametrize("index", ["a", 1.0, None, [1]])
-def test_other_positions_are_a_type_error(index: Any) -> None:
-    """As for a list."""
-    with pytest.raises(TypeError, match="must be integers or slices"):
-        SharedList(RECORDS)[index]
-
-
-def test_it_cannot_be_written() -> None:
-    """No item is assigned or deleted, and what is changed in a returned item stays there."""
-    shared: Any = SharedList([{"boxes": [1]}])
+def test_positions_are_integers_of_any_kind_and_nothing_is_written() -> None:
+    """Samplers give NumPy's and torch's. What is changed in a returned item stays there."""
+    shared: Any = SharedList([{"boxes": [1]}, 2])
+    for index in ("a", 1.0, None, [1]):
+        with pytest.raises(TypeError, match="must be integers or slices"):
+            shared[index]
     with pytest.raises(TypeError, match="'SharedList' object does not support item assignment"):
         shared[0] = 1
     with pytest.raises(TypeError, match="'SharedList' object doesn't support item deletion"):
         del shared[0]
     shared[0]["boxes"].append(2)
 
-    assert list(shared) == [{"boxes": [1]}]
+    assert shared[np.int64(0)] == shared[torch.tensor(0)] == {"boxes": [1]}
 
 
 @pytest.mark.parametrize("size", [shared_list._CHUNK_BYTES - 1, 3 * shared_list._CHUNK_BYTES + 1])
@@ -172,8 +162,8 @@ def test_an_item_that_cannot_be_pickled_is_named() -> None:
         SharedList([None] * 1234 + [{"f": lambda: None}])
 
 
-def test_an_error_of_the_iterable_is_its_own() -> None:
-    """An OSError too, which is no refusal of memory."""
+def test_errors_of_the_iterable_and_of_memory() -> None:
+    """An OSError of the iterable is its own, and no refusal of memory, which names the limit."""
 
     def read() -> Iterator[bytes]:
         yield b"x" * (2 << 20)
@@ -181,17 +171,8 @@ def test_an_error_of_the_iterable_is_its_own() -> None:
 
     with pytest.raises(FileNotFoundError, match=r"labels\.json"):
         SharedList(read())
-
-
-def test_refused_memory_names_the_limit() -> None:
-    """As other segments do."""
-    with (
-        limited(resource.RLIMIT_FSIZE, 3 << 20),
-        pytest.raises(
-            SegmentError,
-            match=r"cannot grow a SharedList beyond 2,[\d,]+ bytes: .*RLIMIT_FSIZE is 3,145,728",
-        ),
-    ):
+    told = r"cannot grow a SharedList beyond 2,[\d,]+ bytes: .*RLIMIT_FSIZE is 3,145,728"
+    with limited(resource.RLIMIT_FSIZE, 3 << 20), pytest.raises(SegmentError, match=told):
         SharedList(b"x" * (1 << 20) for _ in range(9))
 
 
@@ -233,35 +214,13 @@ def test_workers_map_the_memory_of_the_parent(kind: str, start_method: str) -> N
 
 
 def answer(pipe: Any) -> None:
-    """Read the first item of each list that comes in pickled, until nothing does."""
+    """Read each list that comes in pickled, until nothing does."""
     while (handle := pipe.recv()) is not None:
         try:
-            pipe.send(pickle.loads(handle)[0])
+            shared = pickle.loads(handle)
+            pipe.send((list(shared), inode_of(shared)))
         except SegmentError as error:
             pipe.send(str(error))
-
-
-def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
-    """A process that runs already attaches through /proc; later the handle is an error that says why."""
-    pipe, other = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=answer, args=(other,))
-    process.start()
-    shared = SharedList(RECORDS)
-    handle = pickle.dumps(shared)
-    pipe.send(handle)
-    first = pipe.recv()
-    del shared
-    pipe.send(handle)
-    later = pipe.recv()
-    pipe.send(None)
-    process.join()
-    process.close()
-    pipe.close()
-    other.close()
-
-    assert len(handle) < 500
-    assert first == RECORDS[0]
-    assert re.search("cannot attach the shared segment|no longer the segment", later)
 
 
 def read_after(shared: Any, pipe: Any) -> None:
@@ -270,25 +229,48 @@ def read_after(shared: Any, pipe: Any) -> None:
     pipe.send((list(shared), inode_of(shared)))
 
 
+@contextlib.contextmanager
+def process(start_method: str, work: Any, *args: Any) -> Iterator[Any]:
+    """The pipe to a process."""
+    context = multiprocessing.get_context(start_method)
+    pipe, other = context.Pipe()
+    process: Any = context.Process(target=work, args=(*args, other))  # type: ignore[attr-defined]
+    process.start()  # and lets its arguments go
+    del args
+    with pipe, other:
+        yield pipe
+    process.join()
+    process.close()
+
+
+def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
+    """A process that runs already attaches through /proc; later the handle is an error that says why."""
+    with process("fork", answer) as pipe:
+        shared = SharedList(RECORDS)
+        handle, inode = pickle.dumps(shared), inode_of(shared)
+        pipe.send(handle)
+        first = pipe.recv()
+        del shared
+        pipe.send(handle)
+        later = pipe.recv()
+        pipe.send(None)
+
+    assert len(handle) < 500
+    assert first == (RECORDS, inode)
+    assert re.search("cannot attach the shared segment|no longer the segment", later)
+
+
 @pytest.mark.parametrize(
     "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
 )
 def test_a_process_keeps_the_memory_that_its_parent_gives_up(start_method: str) -> None:
     """The last holder frees it, whichever that is."""
-    context = multiprocessing.get_context(start_method)
-    pipe, other = context.Pipe()
-    shared = SharedList(RECORDS)
-    inode = inode_of(shared)
-    process = context.Process(target=read_after, args=(shared, other))
-    process.start()
-    del shared
-    kept = count_maps(inode)
-    pipe.send(None)
-    found = pipe.recv()
-    process.join()
-    process.close()
-    pipe.close()
-    other.close()
+    lists = [SharedList(RECORDS)]
+    inode = inode_of(lists[0])
+    with process(start_method, read_after, lists.pop()) as pipe:
+        kept = count_maps(inode)
+        pipe.send(None)
+        found = pipe.recv()
 
     assert kept == 0
     assert found == (RECORDS, inode)
@@ -317,33 +299,6 @@ def test_copies_share_the_memory() -> None:
 
     assert [list(one) for one in copies] == [RECORDS] * 2
     assert count_maps(inode_of(shared)) == 1
-
-
-# --- beside the caches ------------------------------------------------------------------------------------
-
-
-class Images:
-    """Small images whose values are labels."""
-
-    def __init__(self, items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full((4, 4, 3), self.items[index]["label"], np.uint8)
-
-
-def test_a_cached_dataset_may_hold_one() -> None:
-    """Workers read the list where the cache has no sample yet."""
-    dataset = fastload.CachedDataset(Images(SharedList(RECORDS)))
-    loader = fastload.DataLoader(dataset, 50, num_workers=1, multiprocessing_context="fork")
-
-    for _ in range(2):
-        labels = [label for batch in loader for label in batch[:, 0, 0, 0].tolist()]
-        assert labels == [record["label"] for record in RECORDS]
-    dataset.cache.close()
 
 
 # --- systems that refuse ----------------------------------------------------------------------------------

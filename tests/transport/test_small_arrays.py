@@ -72,24 +72,6 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def collated_by_hand(samples: list[Any]) -> Any:
-    """The user's collate_fn, which calls default_collate."""
-    return default_collate([image for image, _ in samples])
-
-
-@pytest.mark.parametrize("collate_fn", [None, collated_by_hand])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_batch_that_is_kept_never_changes(num_workers: int, collate_fn: Any) -> None:
-    """Small arrays are stacked into memory that is used again only when the batch is gone."""
-    dataset = datasets.Made(lambda index: (np.full((4, 4), index), index), 40)
-    batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers, collate_fn=collate_fn))
-
-    images = [batch if collate_fn else batch[0] for batch in batches]
-    assert [image[:, 0, 0].tolist() for image in images] == [
-        list(range(at, at + 4)) for at in range(0, 40, 4)
-    ]
-
-
 def test_a_sample_that_the_dataset_collates_lies_outside_the_batch() -> None:
     """default_collate within `__getitem__` of a worker gives memory that no later batch changes."""
     kept: list[torch.Tensor] = []

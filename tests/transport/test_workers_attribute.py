@@ -75,9 +75,7 @@ def test_a_restarted_worker_is_listed() -> None:
     dead.kill()
     dead.join()
     assert len(list(iterator)) == 6
-    (worker,) = iterator._workers
-
-    assert worker.pid != dead.pid
+    assert iterator._workers[0].pid != dead.pid
     assert dead.exitcode == -signal.SIGKILL
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,26 +38,14 @@ def numbered(index: int) -> Any:
     return np.full((16, 16, 3), index % 251, np.uint8), index
 
 
-@dataclass
-class Record:
-    """A sample, or a batch, of a kind that torch's collate function does not know."""
-
-    image: Any
-    label: Any
-
-
-def record(index: int) -> Any:
-    return Record(torch.full((8, 8), index), index)
-
-
-def collate_records(records: list[Record]) -> Record:
-    return Record(torch.stack([one.image for one in records]), [one.label for one in records])
-
-
 def bad_seventh(index: int) -> Any:
     if index == 7:
         raise ValueError("seven")
     return numbered(index)
+
+
+def hangs(index: int) -> Any:
+    signal.pause()
 
 
 class Held:
@@ -115,3 +102,12 @@ def assert_numbered(batch: Any, start: int, stop: int) -> None:
     images, labels = batch
     assert labels.tolist() == list(range(start, stop))
     assert (images == (labels % 251).to(torch.uint8)[:, None, None, None]).all()
+
+
+def assert_rest(iterator: Any, start: int, *, stop: int = 24, step: int = 4) -> None:
+    """Exactly the batches from `start` on come, in order."""
+    starts = []
+    for first, batch in zip(range(start, stop + step, step), iterator, strict=False):
+        assert_numbered(batch, first, first + step)
+        starts.append(first)
+    assert starts == list(range(start, stop, step))

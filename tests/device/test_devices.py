@@ -1,4 +1,4 @@
-"""The prefetcher as the caller sees it, what it does without a device, and devices without streams."""
+"""The prefetcher as the caller sees it, the choice of a device, and devices without streams."""
 
 from __future__ import annotations
 
@@ -15,42 +15,56 @@ from fastload.device import cuda as cuda_module
 from fastload.device import streamless
 from fastload.errors import DeviceUnavailableError
 from fastload.system import logs
-from tests.device.fake import FakeBackend
 from tests.device.loaders import Loader, on
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tests.device.fake import FakeBackend
     from tests.kit.processes import Interpreter
 
+IMAGES = datasets.Made(datasets.image, 12)
 
-def test_the_loader_stays_reachable() -> None:
-    """len(), set_epoch and attributes are the loader's; what it lacks is missing here too."""
+
+def test_the_loader_stays_reachable(fake: FakeBackend) -> None:
+    """len(), set_epoch and attributes are the loader's; what it lacks is missing here too.
+
+    A prefetcher that was used can be copied: its stream stays behind, and the copy makes one of its own.
+    """
     loader = Loader(5)
-    prefetcher = DevicePrefetcher(loader, device="cpu")
+    prefetcher = on(fake, loader)
     prefetcher.set_epoch(3)
-
-    assert len(prefetcher) == 5
+    assert len(prefetcher) == len(list(prefetcher)) == 5
     assert loader.epoch == 3
     assert prefetcher.loader is loader
     assert prefetcher.dataset is loader.dataset
     assert not hasattr(prefetcher, "sampler")
-    assert copy.copy(prefetcher).loader is loader
+    clone = copy.copy(prefetcher)
+    assert clone.loader is loader
+    assert len(list(clone)) == 5
+    assert clone._stream is not prefetcher._stream
     with pytest.raises(TypeError, match="generator"):
         len(DevicePrefetcher((number for number in range(3)), device="cpu"))
 
 
 @pytest.mark.parametrize(
-    ("depth", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)]
+    ("loader", "depth", "error", "message"),
+    [
+        ([], 0, ValueError, "^depth should be .*, but got depth=0$"),
+        ([], -1, ValueError, "^depth should be .*, but got depth=-1$"),
+        ([], 1.0, TypeError, "^depth should be .*, but got 1.0$"),
+        ([], True, TypeError, "^depth should be .*, but got True$"),
+        *((value, 2, TypeError, "loader should be an iterable of batches") for value in (None, 3, object())),
+    ],
 )
-def test_depth_is_checked(depth: Any, error: type[Exception]) -> None:
-    """A depth that is no whole number of batches is refused, with the value."""
-    with pytest.raises(error, match=f"^depth should be .*, but got (depth=)?{depth}$"):
-        DevicePrefetcher([], device="cpu", depth=depth)
+def test_arguments_are_checked(loader: Any, depth: Any, error: type[Exception], message: str) -> None:
+    """A depth that is no whole number of batches, and a loader that cannot be iterated."""
+    with pytest.raises(error, match=message):
+        DevicePrefetcher(loader, device="cpu", depth=depth)
 
 
-# --- without a device -------------------------------------------------------------------------------------
+# --- the choice -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -66,63 +80,63 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-@pytest.mark.parametrize("loader", [None, 3, object()])
-def test_what_is_no_iterable_is_refused(loader: Any) -> None:
-    """A loader that cannot be iterated is named when the prefetcher is made."""
-    with pytest.raises(TypeError, match="loader should be an iterable of batches, but got"):
-        DevicePrefetcher(loader, device="cpu")
-
-
-def test_a_prefetcher_that_was_used_can_be_copied() -> None:
-    """Its stream stays behind; the copy makes one of its own."""
-    prefetcher = on(FakeBackend(), Loader(3))
-    list(prefetcher)
-    clone = copy.copy(prefetcher)
-
-    assert len(list(clone)) == 3
-    assert clone._stream is not prefetcher._stream
-
-
-def test_auto_says_once_why_it_uses_the_cpu(cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Without CUDA, device="auto" passes batches through and logs the reason, once for all prefetchers."""
-    cuda(is_built=False)
+def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
+    cuda: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without CUDA batches pass through, and the reason is logged once for all of them; an index stays."""
+    cuda(num_devices=2)
     with caplog.at_level(logging.INFO, "fastload"):
+        assert DevicePrefetcher([], device="auto").device == torch.device("cuda")
+        assert DevicePrefetcher([], device="cuda:1").device == torch.device("cuda:1")
+        assert caplog.records == []
+        cuda(is_built=False)
         prefetchers = [DevicePrefetcher([1, 2], device="auto") for _ in range(3)]
-
     assert [list(p) for p in prefetchers] == [[1, 2]] * 3
     assert [str(p.device) for p in prefetchers] == ["cpu"] * 3
     assert len(caplog.records) == 1
     assert "built without CUDA" in caplog.text
 
 
-def test_auto_uses_cuda_where_there_is_one(cuda: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """With a device, "auto" means "cuda" and nothing is said; an index stays."""
-    cuda(num_devices=2)
-
-    assert DevicePrefetcher([], device="auto").device == torch.device("cuda")
-    assert DevicePrefetcher([], device="cuda:1").device == torch.device("cuda:1")
-    assert caplog.records == []
-
-
-def test_cuda_by_name_without_a_visible_device_raises(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names CUDA_VISIBLE_DEVICES and its value, or the build of torch."""
-    cuda(num_devices=0)
+@pytest.mark.parametrize(
+    ("device", "found", "message"),
+    [
+        ("cuda", {"num_devices": 0}, "CUDA_VISIBLE_DEVICES='-1'"),
+        ("cuda", {"is_built": False}, "built without CUDA"),
+        *(
+            (device, {"num_devices": 2}, "'cuda:3': torch sees CUDA devices up to cuda:1;")
+            for device in ("cuda:3", 3, torch.device("cuda", 3))
+        ),
+        ("mps", {}, "mps.*no accelerator here.*auto"),
+        ("xpu:0", {}, "xpu:0.*no accelerator here.*auto"),
+    ],
+)
+def test_a_device_by_name_that_is_not_there_raises(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, device: Any, found: dict[str, Any], message: str
+) -> None:
+    """The error names what hides it, the build of torch or the devices that are there."""
+    if found:
+        cuda(**found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-
-    with pytest.raises(DeviceUnavailableError, match="CUDA_VISIBLE_DEVICES='-1'"):
-        DevicePrefetcher([], device="cuda")
-    cuda(is_built=False)
-    with pytest.raises(DeviceUnavailableError, match="built without CUDA"):
-        DevicePrefetcher([], device="cuda")
-
-
-@pytest.mark.parametrize("device", ["cuda:3", 3, torch.device("cuda", 3)])
-def test_an_index_that_is_not_there_raises(cuda: Any, device: Any) -> None:
-    """The error names the devices that are there."""
-    cuda(num_devices=2)
-
-    with pytest.raises(DeviceUnavailableError, match="'cuda:3': torch sees CUDA devices up to cuda:1;"):
+    with pytest.raises(DeviceUnavailableError, match=message):
         DevicePrefetcher([], device=device)
+    with pytest.raises(DeviceUnavailableError, match=message):
+        iter(DataLoader(IMAGES, device=device))
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["hpu", "cuda:-1", "cuda:x", "gpu", -1, True, b"cuda", 1.5, ["cuda"], torch.device("meta")],
+)
+def test_other_devices_are_refused(device: Any) -> None:
+    """What is no device of a supported kind is shown in an error that lists them, numbers included."""
+    message = re.escape(
+        "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got "
+    )
+    for make in (lambda: DevicePrefetcher([], device=device), lambda: DataLoader(IMAGES, device=device)):
+        with pytest.raises(ValueError, match=message + re.escape(repr(device))):
+            make()
+    with pytest.raises(ValueError, match="but got None"):
+        DevicePrefetcher([], device=None)  # type: ignore[arg-type]
 
 
 def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,23 +159,15 @@ def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: py
     assert made == [torch.device("cuda", index) for index in (0, 0, 1, 1)]
 
 
-@pytest.mark.parametrize("device", ["hpu", "cuda:-1", "gpu", -1, True, b"cuda", 1.0, None, ["cuda"]])
-def test_other_devices_are_refused(device: Any) -> None:
-    """What is no device of a supported kind is shown in an error that lists them, numbers included."""
-    message = re.escape(
-        "'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got " + repr(device)
-    )
-    with pytest.raises(ValueError, match=message):
-        DevicePrefetcher([], device=device)
-
-
-def test_importing_touches_no_cuda(interpreter: Interpreter) -> None:
-    """The import alone neither initialises CUDA nor asks for devices."""
+def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -> None:
+    """They neither initialise CUDA nor ask for devices."""
     code = (
-        "import torch; torch.cuda.is_available = torch.cuda.device_count = None; "
-        "import fastload.device.prefetch, sys; sys.exit(torch.cuda.is_initialized())"
+        "import torch; torch.backends.cuda.is_built = lambda: True; "
+        "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.mem_get_info = None; "
+        "import fastload.device.prefetch, sys; import fastload.training.report as r; "
+        "found = r.memory_report(); found.reset_peak(); "
+        "sys.exit(torch.cuda.is_initialized() or found.devices != ())"
     )
-
     assert interpreter.run(code).returncode == 0
 
 
@@ -186,28 +192,19 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return moved
 
 
-def plain_batches() -> list[Any]:
-    return list(DataLoader(datasets.Made(datasets.image, 12), 4))
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_batch_is_moved_when_it_is_asked_for(num_workers: int, moves: list[Any], caplog: Any) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_moves_and_transforms_each_batch_when_asked(
+    moves: list[Any], num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
+    options: dict[str, Any] = {"device": "xpu", "device_transform": lambda batch: (batch[0] + 1, batch[1])}
     with caplog.at_level(logging.WARNING, "fastload"):
-        loader = DataLoader(
-            datasets.Made(datasets.image, 12),
-            4,
-            num_workers=num_workers,
-            device="xpu",
-            device_transform=lambda batch: (batch[0] + 1, batch[1]),
-        )
-        iterator = iter(loader)
+        iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, **options))
         assert moves == []
         found = [next(iterator)]
         assert [kind for kind, _ in moves] == ["xpu", "xpu"]
         found += list(iterator)
-
-    for (images, labels), (expected, expected_labels) in zip(found, plain_batches(), strict=True):
+    for (images, labels), (expected, expected_labels) in zip(found, DataLoader(IMAGES, 4), strict=True):
         assert torch.equal(images, expected + 1)
         assert torch.equal(labels, expected_labels)
     assert ["experimental" in record.getMessage() for record in caplog.records] == [True]
@@ -217,7 +214,6 @@ def test_the_prefetcher_moves_the_batches_of_any_iterable(moves: list[Any]) -> N
     """DevicePrefetcher takes the device, too, and begins anew at each iter()."""
     batches = [{"image": torch.ones(2, 3), "name": "a"}]
     prefetcher = DevicePrefetcher(batches, device="xpu")
-
     for _ in range(2):
         (batch,) = prefetcher
         assert torch.equal(batch["image"], batches[0]["image"])
@@ -226,17 +222,9 @@ def test_the_prefetcher_moves_the_batches_of_any_iterable(moves: list[Any]) -> N
     assert prefetcher.device == torch.device("xpu")
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu:0"])
-def test_one_that_is_not_there_is_an_error(device: str) -> None:
-    """As with CUDA: it says what torch found, and that "auto" would do."""
-    with pytest.raises(DeviceUnavailableError, match=rf"{device}.*no accelerator here.*auto"):
-        iter(DataLoader(datasets.Made(datasets.image, 12), device=device))
-
-
-def test_move_keeps_what_is_no_tensor() -> None:
+def test_a_move_keeps_what_is_no_tensor() -> None:
     """Tensors move, also in nests; other values are the same objects."""
     value = object()
     moved = streamless.StreamlessDevice(torch.device("meta")).move({"a": [torch.ones(2), value], "b": "text"})
-
     assert moved["a"][0].device.type == "meta"
     assert moved["a"][1] is value

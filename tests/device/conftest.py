@@ -1,0 +1,44 @@
+"""The devices of these tests: a fake one everywhere, and a real one for the tests marked gpu."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from fastload.epochs import on_device
+from fastload.system import logs
+from tests.device.fake import FakeBackend
+from tests.device.loaders import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CUDA = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
+    """The device of every loader that is asked for one; at the end nothing was used without order."""
+    backend = FakeBackend()
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: backend)
+    logs.say_once.cache_clear()
+    yield backend
+    backend.check()
+
+
+@pytest.fixture(params=["fake", CUDA])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Where batches are copied to: the fake device, or a real one, which is idle at the end."""
+    if request.param == "fake":
+        yield Place(request.getfixturevalue("fake"))
+    else:
+        yield Place(None)
+        torch.cuda.synchronize()

@@ -1,0 +1,663 @@
+"""Helpers for training: out of memory, the memory report, and the speed switches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+
+from fastload.memory.segment import Segment, populate
+from fastload.training import backends, oom, report
+from fastload.training.backends import tune_backends
+from fastload.training.oom import find_batch_size, retry_on_oom, split_batch
+from fastload.training.report import MemoryReport, memory_report
+from tests.device.conftest import CUDA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MIB = 2**20
+
+
+class OutOfMemoryAbove:
+    """A step that runs out of memory for parts of more than so many samples."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.sizes: list[int] = []
+        self.weights: list[float] = []
+
+    def __call__(self, part: Any, weight: float = 1.0) -> list[int]:
+        self.sizes.append(len(part))
+        if len(part) > self.num_samples:
+            raise torch.OutOfMemoryError(f"tried to allocate for {len(part)}")
+        self.weights.append(weight)
+        return part.tolist()
+
+
+def numbered(num_samples: int) -> torch.Tensor:
+    return torch.arange(num_samples)
+
+
+def free_nothing() -> None:
+    """In the place of the clean-up where a test goes through hundreds of failures: each takes 10 ms."""
+
+
+# --- parts and weights ------------------------------------------------------------------------------------
+
+
+@mock.patch.object(oom, "_free_cached_memory", free_nothing)
+@given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
+@example(num_samples=8, fits=1, min_size=2)
+def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
+    num_samples: int, fits: int, min_size: int
+) -> None:
+    """Parts are halved, even, in order, no smaller than min_size, and their weights add up to 1.
+
+    Each call starts from the whole batch; at min_size torch's own error comes out, with a note of the sizes.
+    """
+    step, batch = OutOfMemoryAbove(fits), numbered(num_samples)
+    max_parts = max(num_samples // min_size, 1)
+    if -(-num_samples // max_parts) > fits:
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate for") as caught:
+            retry_on_oom(step, batch, model=None, min_size=min_size)
+        tried = sorted({min(2**doublings, max_parts) for doublings in range(8)})
+        sizes = ", ".join(str(-(-num_samples // parts)) for parts in tried)
+        assert f"parts of {sizes} samples, and min_size={min_size}" in caught.value.__notes__[0]
+    else:
+        for _ in range(2):
+            step.sizes.clear(), step.weights.clear()
+            results = retry_on_oom(step, batch, model=None, min_size=min_size)
+            lengths = [len(result) for result in results]
+            weights = step.weights[-len(results) :]
+            assert [number for result in results for number in result] == list(range(num_samples))
+            assert max(lengths) - min(lengths) <= 1
+            assert weights == [length / num_samples for length in lengths]
+            assert sum(weights) == pytest.approx(1.0)
+            assert step.sizes[0] == num_samples
+    assert min(step.sizes) >= min(min_size, num_samples)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), KeyboardInterrupt()])
+def test_other_errors_pass_through_at_once(error: BaseException) -> None:
+    """Only torch.OutOfMemoryError leads to a second try; gradients stay as the step left them."""
+    calls, parameter = [], nn.Parameter(torch.ones(1))
+
+    def step(part: Any, weight: float = 1.0) -> None:
+        calls.append(len(part))
+        (parameter * 3).sum().backward()
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        retry_on_oom(step, numbered(8), model=[parameter])
+    assert caught.value is error
+    assert calls == [8]
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 3
+    with pytest.raises(type(error)):
+        find_batch_size(step, numbered)
+
+
+# --- gradients --------------------------------------------------------------------------------------------
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("fits", "has_gradients"), [(1, True), (4, False), (5, True), (9, False)])
+def test_gradients_are_those_of_the_whole_batch(fits: int, has_gradients: bool) -> None:
+    """Weighted means of the parts add up, on top of gradients that were there, whichever try failed when."""
+    inputs = torch.randn(9, 3, dtype=torch.float64)
+    expected, model = small_model(), small_model()
+    for each in (expected, model):
+        if has_gradients:
+            each(inputs).sum().backward()
+    expected(inputs).square().mean().backward()
+
+    def step(part: torch.Tensor, weight: float) -> float:
+        loss = model(part).square().mean()
+        (loss * weight).backward()
+        if len(part) > fits:
+            raise torch.OutOfMemoryError("after backward")
+        return loss.item() * weight
+
+    losses = retry_on_oom(step, inputs, model=model)
+    assert sum(losses) == pytest.approx(expected(inputs).square().mean().item())
+    for ours, whole in zip(gradients(model), gradients(expected), strict=True):
+        assert torch.allclose(ours, whole)
+
+
+@pytest.mark.parametrize("give", [lambda model: model, lambda model: model.parameters(), list])
+def test_gradients_are_put_back_as_they_were(give: Any) -> None:
+    """After the last failure values, identity and absence of gradients are those of the entry."""
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(3)])
+    model[0].grad = torch.tensor([5.0, 6.0])
+    model[1].grad = torch.tensor([7.0, 8.0])
+    at_entry = [parameter.grad for parameter in model]
+
+    def step(part: torch.Tensor, weight: float) -> None:
+        sum((parameter * 2).sum() for parameter in model).backward()  # type: ignore[union-attr]
+        model[1].grad = None
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        retry_on_oom(step, numbered(4), model=give(model))
+    assert [parameter.grad for parameter in model][2] is None
+    assert all(p.grad is g for p, g in zip(model, at_entry, strict=True))
+    assert [g.tolist() for g in at_entry[:2]] == [[5.0, 6.0], [7.0, 8.0]]
+
+
+# --- memory of the failed try -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_cycle", [False, True])
+def test_the_failed_steps_tensors_are_dead_when_the_next_try_starts(has_cycle: bool) -> None:
+    """Nothing keeps the frame of a failed try, even if it is part of a reference cycle."""
+    watched: list[Any] = []
+    alive: list[list[bool]] = []
+
+    def step(part: torch.Tensor, weight: float) -> torch.Tensor:
+        alive.append([tensor() is not None for tensor in watched])
+        activation = torch.zeros(len(part), 10)
+        watched.append(weakref.ref(activation))
+        keeps = [activation]
+        if has_cycle:
+            keeps.append(keeps)  # type: ignore[arg-type]
+        if len(part) in (9, 5):
+            raise torch.OutOfMemoryError
+        return activation  # also for the first of two parts, of 4: it is dropped as well
+
+    gc.disable()
+    try:
+        retry_on_oom(step, numbered(9), model=None, min_size=2)
+    finally:
+        gc.enable()
+    assert len(alive) == 7  # 9; 4, 5; and the four parts that fit
+    assert alive[1] == [False]
+    assert alive[3] == [False, False, False]
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_the_caches_are_emptied_where_cuda_is_used(in_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's cached blocks go back to the device, once per failure and at the end of a search."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    retry_on_oom(OutOfMemoryAbove(2), numbered(8), model=None)
+    assert len(calls) == 2 * in_use
+
+    step = OutOfMemoryAbove(5)
+    find_batch_size(step, numbered)
+    assert len(calls) == in_use * (2 + sum(size > 5 for size in step.sizes) + 1)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_real_lack_of_memory_is_survived(device: str) -> None:
+    """Parts that would take twice the device's memory are halved until they take half of it."""
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+
+    def step(part: torch.Tensor, weight: float) -> int:
+        return torch.empty(len(part) * (total_bytes // 4), dtype=torch.uint8, device=device).numel()
+
+    results = retry_on_oom(step, numbered(8), model=None)
+    torch.cuda.empty_cache()
+    assert results == [2 * (total_bytes // 4)] * 4
+
+
+# --- splitting --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Sample:
+    image: Any
+    paths: list[str]
+
+
+def test_nests_are_split_along_the_first_dimension() -> None:
+    """Tensors, per-sample lists and tuples of names are cut; sizes, scalars and other things are shared."""
+    shared = object()
+    batch = {
+        "image": torch.arange(12).reshape(4, 3),
+        "both": [torch.arange(4), (torch.arange(4) + 4,)],
+        "names": ("a", "b", "c", "d"),
+        "captions": [["1"], ["2", "2"], [], ["4"]],
+        "size": (224, 224, 3, 1),
+        "temperature": torch.tensor(0.5),
+        "shared": shared,
+        "box": (array := np.arange(4)),
+        "sample": Sample(torch.arange(4), ["e", "f", "g", "h"]),
+    }
+    (first, first_size), (last, last_size) = split_batch(batch, 2)
+    assert (first_size, last_size) == (2, 2)
+    assert first["image"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert last["image"].data_ptr() == batch["image"][2].data_ptr()
+    assert [t.tolist() for t in (last["both"][0], last["both"][1][0])] == [[2, 3], [6, 7]]
+    assert (first["names"], last["names"]) == (("a", "b"), ("c", "d"))
+    assert last["captions"] == [[], ["4"]]
+    assert last["size"] == (224, 224, 3, 1)
+    assert last["temperature"] is batch["temperature"]
+    assert first["shared"] is shared
+    assert first["box"] is last["box"] is array
+    assert last["sample"].image.tolist() == [2, 3]
+    assert last["sample"].paths == ["g", "h"]
+    assert len(batch["names"]) == 4
+
+
+def test_a_split_of_ones_own() -> None:
+    """Batches of any kind can be retried by a function that divides them."""
+
+    def split(text: str, num_parts: int) -> list[tuple[str, int]]:
+        size = len(text) // num_parts
+        return [(text[n : n + size], size) for n in range(0, len(text), size)]
+
+    def step(part: str, weight: float) -> tuple[str, float]:
+        if len(part) > 2:
+            raise torch.OutOfMemoryError
+        return part, weight
+
+    results = retry_on_oom(step, "abcdefgh", model=None, split=split)
+    assert results == [("ab", 0.25), ("cd", 0.25), ("ef", 0.25), ("gh", 0.25)]
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+TWO, FOUR = numbered(2), torch.full((4, 2), 77.0)
+NO_MODEL = "model should be a module, its parameters, or None.*got "
+PACKED = nn.utils.rnn.pack_sequence([torch.zeros(2)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"min_size": 0}, ValueError, "min_size should be at least 1 sample, but got 0"),
+        ({"min_size": "2"}, TypeError, "min_size should be an int, a number of samples, but got '2'"),
+        ({"min_size": True}, TypeError, "but got True"),
+        ({"start": 0, "limit": 4}, ValueError, "start should be"),
+        ({"start": 5, "limit": 4}, ValueError, "start should be"),
+        ({"start": 1.5}, TypeError, "start should be an int, a number of samples, but got"),
+        ({"limit": True}, TypeError, "limit should be an int, a number of samples, but got"),
+        ({"model": lambda model: [model]}, TypeError, f"{NO_MODEL}Sequential"),
+        ({"model": lambda model: torch.optim.SGD(model.parameters())}, TypeError, f"{NO_MODEL}SGD"),
+        ({"model": lambda model: dict(model.named_parameters())}, TypeError, f"{NO_MODEL}str"),
+        ({"model": lambda model: model.named_parameters()}, TypeError, f"{NO_MODEL}tuple"),
+        ({"model": lambda model: model[0].weight}, TypeError, f"{NO_MODEL}Parameter"),
+        ({"batch": {"names": ["a"]}}, TypeError, "dict without any.*split="),
+        ({"batch": torch.tensor(1)}, TypeError, "without any.*split="),
+        ({"batch": (torch.zeros(4, 2), torch.zeros(3))}, ValueError, r"\(4, 2\), \(3,\).*split="),
+        ({"batch": (torch.zeros(2), PACKED)}, TypeError, "PackedSequence.*split="),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    """Before the step is called: the error says what was expected and what kind of thing came."""
+    step = OutOfMemoryAbove(100)
+    way: Any = find_batch_size if {"start", "limit"} & set(arguments) else retry_on_oom
+    data = {"model": None, "batch": TWO} if way is retry_on_oom else {"make_batch": numbered}
+    if "model" in arguments:
+        arguments = {"model": arguments["model"](small_model())}
+    with pytest.raises(error, match=f"(?s){message}"):
+        way(step, **data | arguments)
+    assert step.sizes == []
+
+
+@pytest.mark.parametrize(
+    ("split", "what"),
+    [
+        (lambda batch, _: [(batch, 4)], r"parts of \[4\] samples"),
+        (lambda batch, n: [(batch[:1], 1)] * n if n > 1 else [(batch, 4)], r"parts of \[1, 1\] samples"),
+        (lambda batch, n: [(batch, 4)] + [(batch[:0], 0)] * (n - 1), r"parts of \[4, 0\] samples"),
+        (lambda batch, n: batch.chunk(n), "tuple"),
+        (lambda batch, _: batch, "Tensor"),
+        (lambda batch, _: None, "NoneType"),
+    ],
+    ids=["one", "samples lost", "empty", "no sizes", "the batch itself", "nothing"],
+)
+def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
+    """The error says what a split should give and what kind of thing came, but no tensor's values."""
+    with pytest.raises(ValueError, match=f"split should return [12] parts, .*but got {what}") as caught:
+        retry_on_oom(OutOfMemoryAbove(1), FOUR, model=None, split=split)
+    assert "77" not in str(caught.value)
+
+
+# --- the batch size that fits -----------------------------------------------------------------------------
+
+
+@mock.patch.object(oom, "_free_cached_memory", free_nothing)
+@given(fits=st.integers(1, 300), start=st.integers(1, 300), limit=st.integers(1, 300))
+def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) -> None:
+    """The answer fits, one more does not or is past the limit, whatever the start."""
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        find_batch_size(OutOfMemoryAbove(0), numbered, start=start, limit=max(start, limit))
+    assert "one sample does not fit" in caught.value.__notes__[0]
+    step = OutOfMemoryAbove(fits)
+    start = min(start, limit)
+    assert find_batch_size(step, numbered, start=start, limit=limit) == min(fits, limit)
+    while_made = find_batch_size(
+        lambda size: None, lambda size: step(numbered(size)), start=start, limit=limit
+    )
+    assert while_made == min(fits, limit)
+    tried = step.sizes[: len(step.sizes) // 2]
+    assert len(tried) <= 2 * limit.bit_length() + 1
+    assert len(set(tried)) == len(tried)
+
+
+# --- the memory report ------------------------------------------------------------------------------------
+
+
+def bytes_of(kind: str, found: MemoryReport) -> int:
+    return {
+        "fastload-cache": found.cache_bytes,
+        "fastload-slot": found.prefetch_bytes,
+        "fastload-message": found.other_segment_bytes,
+        "fastload": found.other_segment_bytes,
+    }[kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fastload-cache", "fastload-slot", "fastload-message"])
+def test_segments_are_counted_by_the_pages_they_have(name: str) -> None:
+    """Each kind grows by its taken pages, once, while a descriptor or a mapping is there."""
+    before = memory_report()
+    segment, foreign = Segment.create(3 * MIB, name=name), Segment.create(MIB, name="somebody-else")
+    second = Segment.attach(os.dup(segment.fd))
+    mappings = [each.map(writable=True) for each in (segment, second, foreign)]
+    grown = [bytes_of(name, memory_report()) - bytes_of(name, before)]
+    for mapping in mappings[1:]:
+        populate(mapping)
+    for part in (second, segment, *mappings):
+        grown.append(bytes_of(name, memory_report()) - bytes_of(name, before))
+        part.close()
+    foreign.close()
+    after = bytes_of(name, memory_report())
+    assert grown == [0, 3 * MIB, 3 * MIB, 3 * MIB, 3 * MIB, 0]
+    assert after == bytes_of(name, before)
+
+
+def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the system tells less, the report has None and its table says unknown."""
+    monkeypatch.setattr(report, "read_text", lambda path: "")
+    monkeypatch.setattr(report, "resource", None)
+    monkeypatch.setattr(os.path, "isdir", lambda path: False)
+    found = memory_report()
+    assert (found.process_pss_bytes, found.locked_bytes, found.locked_limit_bytes) == (None, None, None)
+    assert found.prefetch_bytes == 0
+    assert str(found).count("unknown") == 2
+
+
+# --- devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[bool]], list[int]]:
+    """Make torch.cuda say that these devices exist, with or without a context; gives the list of resets."""
+
+    def pretend(has_context: list[bool]) -> list[int]:
+        resets: list[int] = []
+
+        def of_device_with_context(number: int) -> Callable[[int], int]:
+            def read(index: int) -> int:
+                assert has_context[index], "reading would make a context"
+                return (index + 1) * number * MIB
+
+            return read
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(has_context))
+        monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", has_context.__getitem__, raising=False)
+        names = ["memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"]
+        for number, name in enumerate(names, start=1):
+            monkeypatch.setattr(torch.cuda, name, of_device_with_context(number))
+        free, total = of_device_with_context(5), of_device_with_context(60_000)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free(index), total(index)))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", resets.append)
+        return resets
+
+    return pretend
+
+
+def test_devices_with_a_context_are_read_and_others_left_alone(cuda: Any) -> None:
+    """Only where this process has a context already is anything asked, or reset."""
+    resets = cuda([False, True, True])
+    found = memory_report()
+    found.reset_peak()
+    assert resets == [1, 2]
+    first = found.devices[0]
+    assert [device.index for device in found.devices] == [1, 2]
+    assert found.devices_note == ""
+    assert (first.name, first.allocated_bytes, first.reserved_bytes) == ("GPU 1", 2 * MIB, 4 * MIB)
+    assert (first.peak_allocated_bytes, first.peak_reserved_bytes) == (6 * MIB, 8 * MIB)
+    assert (first.free_bytes, first.total_bytes) == (10 * MIB, 120_000 * MIB)
+
+
+@pytest.mark.parametrize(("is_built", "note"), [(False, "built without"), (True, "no context yet")])
+def test_without_a_context_the_report_says_so(
+    monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str
+) -> None:
+    """No devices, and the reason. The driver is not asked: is_available can break a later fork."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("is_available", "device_count", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    found = memory_report()
+    found.reset_peak()
+    assert found.devices == ()
+    assert note in found.devices_note
+    assert note in str(found)
+
+
+# --- as text and as data ----------------------------------------------------------------------------------
+
+
+def test_the_report_is_ready_for_json(cuda: Any) -> None:
+    """as_dict() has every field and survives a round trip; so does the text."""
+    cuda([True])
+    found = memory_report()
+    plain = found.as_dict()
+    words = [line.split() for line in str(found).splitlines()]
+    assert ["name", "GPU", "0"] in words
+    assert ["total", "58.59", "GiB"] in words
+    assert 0 < found.host_available_bytes <= found.host_total_bytes
+    assert 0 < found.process_rss_bytes < found.host_total_bytes
+    assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["devices"][0]["total_bytes"] == 60_000 * MIB
+    assert plain["host_total_bytes"] == found.host_total_bytes
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_the_figures_of_a_gpu_follow_the_allocator(device: str) -> None:
+    """A tensor shows in allocated and peak; when it is gone the peak stays until it is reset."""
+    tensor = torch.zeros(8 * MIB, dtype=torch.uint8, device=device)
+    with_tensor = memory_report()
+    del tensor
+    without = memory_report().devices[0]
+    with_tensor.reset_peak()
+    after_reset = memory_report().devices[0]
+    assert with_tensor.devices[0].index == 0
+    assert with_tensor.devices[0].allocated_bytes - without.allocated_bytes == 8 * MIB
+    assert without.peak_allocated_bytes >= with_tensor.devices[0].allocated_bytes
+    assert after_reset.peak_allocated_bytes == after_reset.allocated_bytes
+    assert 0 < after_reset.free_bytes <= after_reset.total_bytes
+
+
+# --- the speed switches -----------------------------------------------------------------------------------
+
+BACKENDS: Any = torch.backends
+HAS_FIELDS = hasattr(torch.backends, "fp32_precision")
+
+needs_fields = pytest.mark.skipif(not HAS_FIELDS, reason="this torch has the older switches only")
+
+
+def read(function: Any) -> Any:
+    try:
+        return function()
+    except RuntimeError:
+        return "torch refuses: older switch and newer field disagree"
+
+
+def state() -> dict[str, Any]:
+    """All that can be read of the switches."""
+    found = {
+        "benchmark": BACKENDS.cudnn.benchmark,
+        "matmul allow": read(lambda: BACKENDS.cuda.matmul.allow_tf32),
+        "cudnn allow": read(lambda: BACKENDS.cudnn.allow_tf32),
+        "matmul precision": read(torch.get_float32_matmul_precision),
+    }
+    if HAS_FIELDS:
+        found |= {
+            "generic": BACKENDS.fp32_precision,
+            "cudnn": BACKENDS.cudnn.fp32_precision,
+            "matmul": BACKENDS.cuda.matmul.fp32_precision,
+            "conv": BACKENDS.cudnn.conv.fp32_precision,
+            "rnn": BACKENDS.cudnn.rnn.fp32_precision,
+            "cpu matmul": BACKENDS.mkldnn.matmul.fp32_precision,
+        }
+    return found
+
+
+def reset() -> None:
+    torch.set_float32_matmul_precision("highest")
+    BACKENDS.cudnn.allow_tf32 = True
+    BACKENDS.cudnn.benchmark = False
+    if HAS_FIELDS:
+        BACKENDS.fp32_precision = "none"
+        BACKENDS.cudnn.fp32_precision = "none"
+        BACKENDS.cuda.matmul.fp32_precision = "none"
+        BACKENDS.mkldnn.matmul.fp32_precision = "none"
+        BACKENDS.cudnn.conv.fp32_precision = "tf32"
+        BACKENDS.cudnn.rnn.fp32_precision = "tf32"
+
+
+@pytest.fixture
+def defaults() -> Iterator[None]:
+    """The test starts and ends with torch's defaults."""
+    reset()
+    yield
+    reset()
+
+
+STEPS: dict[str, Any] = {
+    "older matmul on": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", True),
+    "older matmul off": lambda: setattr(BACKENDS.cuda.matmul, "allow_tf32", False),
+    "older cudnn off": lambda: setattr(BACKENDS.cudnn, "allow_tf32", False),
+    "older medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "older high": lambda: torch.set_float32_matmul_precision("high"),
+    "benchmark": lambda: setattr(BACKENDS.cudnn, "benchmark", True),
+}
+if HAS_FIELDS:
+    STEPS |= {
+        "matmul tf32": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "tf32"),
+        "matmul ieee": lambda: setattr(BACKENDS.cuda.matmul, "fp32_precision", "ieee"),
+        "conv ieee": lambda: setattr(BACKENDS.cudnn.conv, "fp32_precision", "ieee"),
+        "rnn ieee": lambda: setattr(BACKENDS.cudnn.rnn, "fp32_precision", "ieee"),
+        "all tf32": lambda: setattr(BACKENDS, "fp32_precision", "tf32"),
+        "all ieee": lambda: setattr(BACKENDS, "fp32_precision", "ieee"),
+    }
+
+SWITCHES = st.sampled_from([None, True, False])
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.slow
+@given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
+def test_everything_reads_the_same_afterwards(
+    steps: list[str], tf32: bool | None, benchmark: bool | None
+) -> None:
+    """Whatever was set before is there again after the block, which may raise; None leaves a switch alone.
+
+    Inside, products and convolutions use TF32, or do not. Where torch's function for precisions was used, the
+    older switches, which torch's own compiler reads, say the same.
+    """
+    reset()
+    for step in steps:
+        STEPS[step]()
+    before = state()
+    block = tune_backends(tf32=tf32, cudnn_benchmark=benchmark)
+    assert state() == before
+    with contextlib.suppress(KeyError), block:
+        inside = state()
+        raise KeyError
+    assert state() == before
+    if HAS_FIELDS and tf32 is not None:
+        assert {inside[name] for name in ("matmul", "conv", "rnn")} == {"tf32" if tf32 else "ieee"}
+    if tf32 is not None and set(steps) <= {"older medium", "older high", "benchmark"}:
+        assert (inside["matmul allow"], inside["cudnn allow"]) == (tf32, tf32)
+        assert inside["matmul precision"] == ("high" if tf32 else "highest")
+    if tf32 is None:
+        assert inside == before | ({} if benchmark is None else {"benchmark": benchmark})
+
+
+@pytest.mark.usefixtures("defaults")
+def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before torch 2.9 there is nothing else to set, and what is set is put back."""
+    older_torch = SimpleNamespace(
+        backends=SimpleNamespace(cudnn=torch.backends.cudnn),  # no fp32_precision, and nothing that has one
+        get_float32_matmul_precision=torch.get_float32_matmul_precision,
+        set_float32_matmul_precision=torch.set_float32_matmul_precision,
+    )
+    monkeypatch.setattr(backends, "torch", older_torch)
+    older = ("matmul allow", "cudnn allow", "matmul precision")
+    before = state()
+    with tune_backends(tf32=True):
+        inside = state()
+    after = state()
+    assert [inside[name] for name in older] == [True, True, "high"]
+    assert [after[name] for name in older] == [before[name] for name in older]
+
+
+@pytest.mark.usefixtures("defaults")
+def test_it_decorates_a_function_for_each_of_its_calls() -> None:
+    """A decorated function runs with the switches set, every time."""
+
+    @tune_backends(cudnn_benchmark=True)
+    def train() -> bool:
+        return bool(BACKENDS.cudnn.benchmark)
+
+    assert [train(), BACKENDS.cudnn.benchmark, train()] == [True, False, True]
+
+
+@pytest.mark.usefixtures("defaults")
+@pytest.mark.parametrize("name", ["tf32", "cudnn_benchmark"])
+def test_what_is_no_switch_is_refused(name: str) -> None:
+    """A value that is neither a bool nor None is named at the call, before any `with`."""
+    before = state()
+    with pytest.raises(TypeError, match=f"{name} should be True, False or None"):
+        tune_backends(**{name: 1})  # type: ignore[arg-type]
+    assert state() == before
+
+
+@pytest.mark.usefixtures("defaults")
+@needs_fields
+@pytest.mark.parametrize("tf32", [True, False])
+@pytest.mark.parametrize("before", ["none", "ieee", "tf32", "bf16"])
+def test_products_on_the_cpu_keep_their_precision(before: str, tf32: bool) -> None:
+    """But where torch could not read its older switch then: those go by it, to the more exact side."""
+    torch.set_float32_matmul_precision("medium" if before == "bf16" else "high")
+    BACKENDS.mkldnn.matmul.fp32_precision = before
+    with tune_backends(tf32=tf32):
+        inside = state()
+    expected = before
+    if before in ("tf32", "bf16"):
+        expected = "tf32" if tf32 else "ieee"
+    assert inside["cpu matmul"] == expected
+    assert inside["matmul precision"] == ("high" if tf32 else "highest")
+    assert state()["cpu matmul"] == before

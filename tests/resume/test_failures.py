@@ -1,0 +1,296 @@
+"""Samplers and datasets that fail when an epoch begins, or when they are asked where they stand."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from fastload import DataLoader
+from fastload.epochs import on_device
+from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SegmentError
+from fastload.workers import pool
+from tests.resume import zoo
+from tests.resume.loaders import labels, order_states, seeded, state_after, through_json
+from tests.resume.zoo import Faulty, Numbers, Stream
+from tests.rng.draws_zoo import Dice
+
+if TYPE_CHECKING:
+    from tests.device.fake import FakeBackend
+
+# --- an iter(loader) that fails changes nothing ----------------------------------------------------------
+
+
+def make(**options: Any) -> DataLoader:
+    """A loader whose order follows from a generator of its own and whose sampler can be told to fail."""
+    sampler = Faulty(24, seeded(3))
+    return DataLoader(Numbers(24), 4, sampler=sampler, generator=seeded(4), **options)
+
+
+def stand(loader: DataLoader) -> Any:
+    return loader.state_dict(), *order_states(loader)
+
+
+class Fault:
+    """Something that stops an `iter(loader)`, and how it is put right."""
+
+    def __init__(self, error: Any, **broken: Any) -> None:
+        self.error = error
+        self.broken = broken
+
+    def begin(self, loader: DataLoader) -> None:
+        self._whole = {name: self._owner(loader, name).__dict__.get(name) for name in self.broken}
+        self._set(loader, self.broken)
+
+    def end(self, loader: DataLoader) -> None:
+        self._set(loader, self._whole)
+
+    def _set(self, loader: DataLoader, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self._owner(loader, name), name, value)
+
+    @staticmethod
+    def _owner(loader: DataLoader, name: str) -> Any:
+        return {"fault": loader.sampler, "hook": loader.dataset, "CopiesAhead": on_device}.get(name, loader)
+
+
+def _fail(*args: Any) -> Any:
+    raise ArithmeticError
+
+
+ITER = Fault(ArithmeticError, fault="iter")
+INTERRUPT = Fault(KeyboardInterrupt, fault="interrupt")
+OTHER = Fault(ResumeError, fault="other")
+SHORT = Fault(ResumeError, fault="short")
+NEXT = Fault(ArithmeticError, fault="next")  # in workers, which are ahead
+UNSTARTED = Fault(Exception, hook=lambda: 0, multiprocessing_context="spawn")  # a lambda cannot be pickled
+WORKERS: dict[str, Any] = {"num_workers": 2}
+THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
+PERSISTENT: dict[str, Any] = {"persistent_workers": True}
+TORCHS: dict[str, Any] = {"num_workers": 1, "in_order": False}
+FAULTS: list[tuple[dict[str, Any], Fault]] = [
+    *(({}, fault) for fault in (ITER, INTERRUPT, OTHER, SHORT)),
+    ({}, Fault(AssertionError, timeout=5)),
+    ({}, Fault(DeviceUnavailableError, device="cuda:99")),
+    *((WORKERS, fault) for fault in (ITER, OTHER, NEXT, Fault(AssertionError, prefetch_factor=0))),
+    ({"num_workers": 1}, UNSTARTED),
+    (THREADS, SHORT),
+    *((WORKERS | PERSISTENT, fault) for fault in (ITER, INTERRUPT, OTHER, SHORT, NEXT)),
+    (THREADS | PERSISTENT, NEXT),
+    *((TORCHS | PERSISTENT, fault) for fault in (ITER, NEXT)),
+    (TORCHS, UNSTARTED),
+    (WORKERS | PERSISTENT | {"device": "cuda"}, Fault(ArithmeticError, CopiesAhead=_fail)),
+]
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory'")
+@pytest.mark.parametrize(("options", "fault"), FAULTS)
+def test_a_loaded_state_stays_loaded(
+    options: dict[str, Any], fault: Fault, request: pytest.FixtureRequest
+) -> None:
+    """After the failure generators, samplers, state and persistent workers are as before, and serve the rest.
+
+    Torch's iterators are resumed between epochs, and others within one.
+    """
+    fake: Any = request.getfixturevalue("fake_device") if "device" in options else None
+    with make(**{"num_workers": 0} | {name: options[name] for name in TORCHS if name in options}) as loader:
+        list(loader)
+        if "in_order" not in options:
+            iterator = iter(loader)
+            list(itertools.islice(iterator, 3))
+        state = loader.state_dict()
+        rest = labels(iterator if "in_order" not in options else loader)
+    with make(**options) as loader:
+        if loader.persistent_workers:
+            list(loader)
+        workers = loader._iterator
+        loader.load_state_dict(state)
+        before = stand(loader)
+        fault.begin(loader)
+        for _ in range(2):
+            with pytest.raises(fault.error):
+                iter(loader)
+            assert stand(loader) == before
+        fault.end(loader)
+        batches = list(loader)
+        if fake is not None:
+            fake.drain()
+
+        assert labels(batches) == rest
+        assert loader.state_dict()["epoch"] == 1
+        assert loader._iterator is workers or not loader.persistent_workers
+
+
+def test_an_epoch_that_is_under_way_outlives_a_state_that_does_not_fit() -> None:
+    """With workers that persist, an older loop goes on after an iter() that ended in a ResumeError."""
+    whole = labels(make())
+    with make(num_workers=1, persistent_workers=True) as loader:
+        iterator = iter(loader)
+        seen = labels(itertools.islice(iterator, 2))
+        loader.load_state_dict(state_after(make(), 3))
+        loader.sampler.fault = "other"  # type: ignore[attr-defined]
+        with pytest.raises(ResumeError):
+            iter(loader)
+
+        assert seen + labels(iterator) == whole
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_without_a_state_the_epoch_is_not_counted(num_workers: int) -> None:
+    """The epoch's number, from which rng="sample" draws, is that of the epochs that did begin."""
+    options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "rng": "sample"}
+    expected = labels(DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options))
+    loader = DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options)
+    loader.sampler.fault = "iter"  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError):
+        iter(loader)
+    loader.sampler.fault = None  # type: ignore[attr-defined]
+
+    assert loader.state_dict()["epoch"] == 0
+    assert labels(loader) == expected
+
+
+def test_a_stream_that_refuses_its_state() -> None:
+    """Without workers its error comes from iter(), and the next iter() goes on where the state stands."""
+    resumed = DataLoader(zoo.RefusesOnce(), 3)
+    resumed.load_state_dict(state_after(DataLoader(Stream(), 3), 1))
+    with pytest.raises(ArithmeticError):
+        iter(resumed)
+
+    assert labels(resumed) == labels(DataLoader(Stream(), 3))[1:]
+
+
+def test_a_state_before_the_first_batch_through_torch_s_iterator() -> None:
+    """An epoch that has brought nothing yet is begun again in the same order, also by torch's iterator."""
+    with make(**TORCHS) as loader:
+        iterator = iter(loader)
+        state = loader.state_dict()
+        expected = labels(iterator)
+    with make(**TORCHS) as loader:
+        loader.sampler.generator.manual_seed(99)
+        loader.load_state_dict(state)
+
+        assert labels(loader) == expected
+
+
+# --- datasets and samplers that cannot say where they stand ----------------------------------------------
+
+
+def assert_no_state(loader: Any, error: Any = ArithmeticError, match: str = "no idea") -> Any:
+    with pytest.raises(error, match=match) as caught:
+        loader.state_dict()
+    return caught
+
+
+@pytest.mark.parametrize(
+    ("options", "num_workers"), [({}, 0), ({}, 2), ({"device": "cuda"}, 0), ({"device": "cuda"}, 1)], ids=str
+)
+def test_a_stream_that_cannot_say_where_it_stands(
+    options: Any, num_workers: int, fake_device: FakeBackend
+) -> None:
+    """It brings all batches; its error comes when the loader's state is asked for after a received batch."""
+    with DataLoader(zoo.BrokenStream(), 3, num_workers=num_workers, **options) as loader:
+        iterator = iter(loader)
+        loader.state_dict()  # nothing was received yet
+        next(iterator)
+        assert_no_state(loader)
+        caught = assert_no_state(loader)
+        assert len(list(iterator)) == 13
+        assert options or loader.state_dict()["_iterator_finished"]
+
+    # The error's traceback holds frames: one that held the error would be kept alive by it.
+    _this, *others = [frame for frame, _ in traceback.walk_tb(caught.tb)]
+    assert others
+    assert not any(value is caught.value for frame in others for value in frame.f_locals.values())
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_is_forgotten_when_the_stream_can_say_it_again(num_workers: int) -> None:
+    """A stream that cannot say it after one batch can be resumed after the next one of the same worker."""
+    with DataLoader(Stream(), 3, num_workers=num_workers) as plain:
+        whole = labels(plain)
+    with DataLoader(zoo.MuteAtTimes(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        asked = []
+        for number in range(6):
+            next(iterator)
+            with contextlib.suppress(ArithmeticError):
+                asked.append((number, loader.state_dict()))
+    assert 0 < len(asked) < 6
+    for number, state in (asked[0], asked[-1]):
+        with DataLoader(Stream(), 3, num_workers=num_workers) as loader:
+            loader.load_state_dict(state)
+            assert labels(loader) == whole[number + 1 :]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_state_that_cannot_be_pickled_and_an_error_beside_a_batch_s_own(num_workers: int) -> None:
+    """The first costs no batch, and comes when it is asked for; the batch's own error is the batch's."""
+    with DataLoader(zoo.OddState(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        assert_no_state(loader, (AttributeError, pickle.PicklingError), "lambda")
+        assert len(list(iterator)) == 13
+    with DataLoader(zoo.BrokenTwice(), 3, num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        with pytest.raises(ZeroDivisionError):
+            next(iterator)
+        assert_no_state(loader)
+
+
+@pytest.mark.parametrize("kind", [zoo.NeedsArguments, zoo.LoadNeedsArguments])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "in_order": False}], ids=str)
+def test_a_stream_whose_methods_need_arguments(kind: Any, options: dict[str, Any]) -> None:
+    """It is iterated like any stream; a state says why the epoch cannot be resumed in its middle."""
+    with DataLoader(kind(), 3, **options) as loader:
+        assert labels(loader) == labels(DataLoader(Stream(), 3))
+        next(iter(loader))
+        state = through_json(loader.state_dict())
+        assert state["dataset_states"] is None or "in_order" in options
+        loader.load_state_dict(state)
+        with pytest.raises(ResumeError, match=r"after 1 batches: .*(without arguments|in_order=False)"):
+            iter(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samplers_are_asked_the_same_way(num_workers: int) -> None:
+    """A sampler whose state_dict() raises costs no batch, and one that needs arguments is not asked."""
+    with DataLoader(Numbers(12), 4, sampler=zoo.MuteSampler(12), num_workers=num_workers) as loader:
+        iterator = iter(loader)
+        next(iterator)
+        for num_left in (2, 0):
+            assert_no_state(loader)
+            assert len(list(iterator)) == num_left
+    with DataLoader(Numbers(12), 4, sampler=zoo.SamplerOfArguments(12), num_workers=num_workers) as loader:
+        assert len(list(loader)) == 3
+        assert loader.state_dict()["samplers"] == {}
+
+
+def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It brings no state of its worker's stream, which stands where it stood before."""
+    parent, original = os.getpid(), pool.Segment.map
+    refusals = iter([False, True])
+
+    def map_or_refuse(self: Any, *, writable: bool) -> Any:
+        if os.getpid() == parent and next(refusals, False):
+            raise SegmentError("out of address space")
+        return original(self, writable=writable)
+
+    monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
+    with DataLoader(Stream(), 3, num_workers=1) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        with pytest.raises(BatchLostError, match="out of address space"):
+            next(iterator)
+        loader.load_state_dict(through_json(loader.state_dict()))
+
+        assert torch.cat([first, *loader]).tolist() == list(range(41))
