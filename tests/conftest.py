@@ -58,8 +58,8 @@ PRELOADED = (
 def pytest_configure() -> None:
     """Let the fork server import what workers need, take Ctrl-C, and fork where a test names no start method.
 
-    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever. Python 3.14 no longer
-    forks by default, and workers from its fork server lack what a test changes or defines within itself.
+    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever. Python 3.14 does not
+    fork by default, and workers from its fork server lack what a test changes or defines within itself.
     """
     if sys.version_info >= (3, 14):
         multiprocessing.set_start_method("fork", force=True)
