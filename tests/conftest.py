@@ -134,7 +134,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         texts = {value for value in parameters.values() if isinstance(value, str)}
         if "interpreter" in getattr(item, "fixturenames", ()) or texts & INTERPRETERS:
             item.add_marker("slow")
-        if item.path.relative_to(TESTS).parts[0] in MATRICES and parameters.get("num_workers") != 0:
+        has_none = parameters.get("num_workers") == 0 or "without_workers" in item.name
+        if item.path.relative_to(TESTS).parts[0] in MATRICES and not has_none:
             item.add_marker("matrix")
 
 
