@@ -81,6 +81,13 @@ class Broken(Plain):
         return super().__getitem__(index)
 
 
+class Empty(Plain):
+    """Has no samples."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 ready = Plain()
 number = 3
 

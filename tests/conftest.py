@@ -56,10 +56,13 @@ PRELOADED = (
 
 
 def pytest_configure() -> None:
-    """Let the fork server import what workers need, and take Ctrl-C.
+    """Let the fork server import what workers need, take Ctrl-C, and fork where a test names no start method.
 
-    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever.
+    The background job of a shell ignores Ctrl-C: tests send it, and would wait for ever. Python 3.14 does not
+    fork by default, and workers from its fork server lack what a test changes or defines within itself.
     """
+    if sys.version_info >= (3, 14):
+        multiprocessing.set_start_method("fork", force=True)
     os.register_at_fork(after_in_parent=_count_fork)
     os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
     multiprocessing.set_forkserver_preload(list(PRELOADED))
@@ -131,7 +134,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         texts = {value for value in parameters.values() if isinstance(value, str)}
         if "interpreter" in getattr(item, "fixturenames", ()) or texts & INTERPRETERS:
             item.add_marker("slow")
-        if item.path.relative_to(TESTS).parts[0] in MATRICES and parameters.get("num_workers") != 0:
+        has_none = parameters.get("num_workers") == 0 or "without_workers" in item.name
+        if item.path.relative_to(TESTS).parts[0] in MATRICES and not has_none:
             item.add_marker("matrix")
 
 

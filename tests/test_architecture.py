@@ -95,7 +95,6 @@ def _imports(path: Path, *, with_types: bool) -> set[str]:
 def test_a_file_imports_from_its_own_folder_and_lower_ones_only() -> None:
     """See LAYERS."""
     imports = {name: _imports(path, with_types=True) for name, path in FILES.items()}
-
     assert {
         (name, other) for name, others in imports.items() for other in others if _layer(other) > _layer(name)
     } == set()
@@ -124,7 +123,6 @@ def test_folders_inside_the_cache_make_no_circle() -> None:
             part = _part_of_layer(name)
             others = {_part_of_layer(other) for other in _imports(path, with_types=True)}
             needs.setdefault(part, set()).update(others - {part})
-
     assert "cache.lmdb" in needs
     assert _circles(needs) == {}
 
@@ -134,7 +132,6 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     """Within a tenth; `python docs/layers.py` counts again."""
     counted = layers.lines_of_layers(PACKAGE)
     shown = layers.lines_in_page(layers.PAGE.read_text(encoding="utf-8"))
-
     assert list(shown) == [layer for layer in LAYERS if not layer.startswith("__")]
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
@@ -147,9 +144,7 @@ def test_the_prose_of_the_package() -> None:
 def test_the_prose_check_finds_phrases_across_lines() -> None:
     """In a paragraph, a comment and a message of two literals."""
     text = '"""One so\nthat two."""\n# one so\n# that two\nraise E("one so "\n  f"that two")\nsomaybe = 1\n'
-
     found = [(one.line, one.text) for one in prose.findings_in(PACKAGE, text)]
-
     assert found == [(1, "so that"), (3, "so that"), (5, "so that")]
 
 
@@ -168,7 +163,6 @@ def test_the_prose_check_finds_phrases_across_lines() -> None:
 def test_what_only_linux_has_is_used_in_one_place(names: str, file: str) -> None:
     """Code, comments and docstrings apart, names it in one file, so that its absence is handled there."""
     users = {name for name, path in FILES.items() if re.search(names, _code(path))}
-
     assert users == {file}
 
 
@@ -187,7 +181,6 @@ def _code(path: Path) -> str:
 def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
     """CUDA is touched where batches meet a device, and beside the training loop, which is the user's."""
     naming = {name for name, path in FILES.items() if "torch.cuda." in path.read_text()}
-
     assert {name.split(".")[0] for name in naming} == {"device", "training"}
 
 
@@ -207,14 +200,14 @@ def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpret
 
 
 def test_import_of_the_package_alone_imports_nothing_else() -> None:
-    """Every public name brings its module when it is used."""
+    """Every public name brings its module when it is used, as `fastload.errors` does."""
     program = (
         "import sys, fastload\n"
         "found = {name for name in sys.modules if name.startswith(('fastload.', 'torch', 'numpy'))}\n"
         "found -= {'fastload.system', 'fastload.system.public'}\n"
         "assert not found, found\n"
+        "assert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n"
     )
-
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
@@ -229,13 +222,6 @@ def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpr
     )
 
 
-def test_errors_are_there_without_an_import_of_their_own() -> None:
-    """`fastload.errors` needs no more than `import fastload`."""
-    program = "import fastload\nassert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n"
-
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
-
-
 def _run(interpreter: Interpreter, program: str) -> None:
     done = interpreter.run(program, exits=False)
     assert done.returncode == 0, done.stderr
@@ -248,9 +234,10 @@ PUBLIC = ("fastload", "fastload.cache", "fastload.profiling", "fastload.training
 def test_all_is_sorted_and_is_what_can_be_seen(name: str) -> None:
     """Public names come through a few packages alone, at most 26 of them through the top one."""
     package = importlib.import_module(name)
-
     assert dir(package) == package.__all__ == sorted(package.__all__)
     assert len(package.__all__) <= 26
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Dataloader'"):
+        package.Dataloader  # noqa: B018
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -267,13 +254,6 @@ def test_type_checkers_read_the_names_that_python_finds(name: str) -> None:
     read = {
         alias.asname: importlib.import_module(node.module or "") for node in imports for alias in node.names
     }
-
     assert sorted(read) == package.__all__
     for public, module in read.items():
         assert getattr(package, public) is getattr(module, public) is vars(package)[public]
-
-
-def test_a_name_that_is_not_public_is_an_attribute_error() -> None:
-    """As that of any module."""
-    with pytest.raises(AttributeError, match="module 'fastload' has no attribute 'Dataloader'"):
-        fastload.Dataloader  # noqa: B018

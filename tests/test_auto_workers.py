@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import select
 import signal
 import time
@@ -21,7 +22,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
 
 import fastload
 from fastload import loader as loader_module
@@ -34,7 +34,6 @@ from tests.kit import datasets, leaks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SECONDS = st.floats(1e-5, 10.0)
 MODELS = st.builds(
@@ -62,47 +61,28 @@ def short_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto_workers, "_MIN_LIMIT_S", 60.0)
 
 
-class Counted:
+class Counted(datasets.Made):
     """Counts what this process reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Any = datasets.image) -> None:
+        super().__init__(make, 64)
         self.num_read = 0
-
-    def __len__(self) -> int:
-        return 64
 
     def __getitem__(self, index: int) -> Any:
         self.num_read += 1
-        return datasets.image(index)
+        return self.make(index)
 
 
-class Order:
-    """A sampler that counts how often it is iterated."""
-
-    def __init__(self) -> None:
-        self.num_begun = 0
-
-    def __len__(self) -> int:
-        return 64
-
-    def __iter__(self) -> Any:
-        self.num_begun += 1
-        return iter(range(64))
+def raises(index: int) -> Any:
+    raise KeyError("no such photo")
 
 
-class Raises(Counted):
-    def __getitem__(self, index: int) -> Any:
-        raise KeyError("no such photo")
+def hangs(index: int) -> Any:
+    select.select([], [], [])
 
 
-class Ends(Counted):
-    def __getitem__(self, index: int) -> Any:
-        os._exit(3)
-
-
-class Hangs(Counted):
-    def __getitem__(self, index: int) -> Any:
-        select.select([], [], [])
+def ends(index: int) -> Any:
+    os._exit(3)
 
 
 class Opened(Counted):
@@ -126,11 +106,11 @@ class Told(Counted):
         return index
 
 
-class Random(Counted):
-    """Draws from every generator that the loader seeds."""
-
-    def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(), torch.rand(1)
+def deaf(index: int) -> Any:
+    """Can be read only where signals are blocked as in the process of the test, and SIGUSR1 is ignored."""
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == {signal.SIGUSR2}
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN
+    return index
 
 
 class Remembers(Counted):
@@ -145,12 +125,6 @@ class Remembers(Counted):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_read = state["num_read"]
-
-
-class Unsendable(Counted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = lambda index: index
 
 
 @pytest.fixture
@@ -173,11 +147,6 @@ def chosen(caplog: pytest.LogCaptureFixture) -> Any:
         return [line.removeprefix('num_workers="auto": ') for line in lines if line.startswith("num_workers")]
 
     return read
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(8))
 
 
 # --- the choice -------------------------------------------------------------------------------------------
@@ -227,14 +196,6 @@ def test_the_choice_for_a_known_step_is_at_most_3_percent_slower_than_the_best(
     assert model.epoch_s(chosen, step_s) <= 1.03 * min_s * (1 + 1e-9)
 
 
-@given(MODELS, LEAST)
-def test_the_first_choice_has_the_better_worst_case(model: Model, least: int) -> None:
-    """Of no workers and the best number of them, with steps of no time and of that of a batch."""
-    number, workers = model.safest(least), model.fastest(1, 0.0)
-    loses = [model.epoch_s(workers, step_s) / model.epoch_s(0, step_s) for step_s in (0.0, model.cost.make_s)]
-    assert number == (workers if least or max(loses) * min(loses) <= 1 else 0)
-
-
 @given(MODELS, st.integers(0, 64), st.floats(0.0, 10.0))
 def test_an_epoch_as_predicted_corrects_nothing(model: Model, number: int, step_s: float) -> None:
     """The waits that the model predicts for a number leave it as it is."""
@@ -261,37 +222,31 @@ def test_an_epoch_corrects_what_was_measured_badly(
     assert found.cost == pytest.approx(Cost(make_s, make_s), rel=0.01)
 
 
-def without_workers() -> AutoWorkers:
+@pytest.mark.parametrize(
+    ("epochs_s", "step_s", "numbers", "said"),
+    [
+        (
+            (3.0, 3.0, 3.0),
+            0.02,
+            [0, 1, 1, 1],
+            "1, a batch takes 10 ms, CPU time 10 ms, a step of the consumer 20 ms",
+        ),
+        ((3.0, 5.0, 3.0, 3.0), 0.02, [0, 1, 0, 0, 0], "0, because epochs took 5 s with 1"),
+    ],
+    ids=["a consumer that computes gets workers", "a number that makes epochs longer is left for good"],
+)
+def test_a_later_epoch_is_chosen_by_what_the_consumer_does(
+    epochs_s: Any, step_s: float, numbers: list[int], said: str, chosen: Any
+) -> None:
     """After a trial that found that workers, which take 0.3 s to start, would not pay."""
-    auto = AutoWorkers(0)
+    loader, auto = fastload.DataLoader(Counted()), AutoWorkers(0)
     auto._is_due, auto._model, auto.number = False, COMPUTES._replace(start_s=0.3), 0
-    return auto
-
-
-def test_a_later_epoch_is_chosen_by_what_the_consumer_does(chosen: Any) -> None:
-    """A consumer that computes gets workers; a number that is as good as the best stays."""
-    loader = fastload.DataLoader(Counted())
-    auto = without_workers()
-    numbers = [auto.choose(loader)]
-    for step_s in (0.02, 0.02, 0.03):
-        auto.note_epoch(auto.number, step_s, 0.01 if auto.number == 0 else 0.0, epoch_s=3.0)
-        numbers.append(auto.choose(loader))
-    assert numbers == [0, 1, 1, 1]
-    assert [line.partition(";")[0] for line in chosen()] == [
-        "1, a batch takes 10 ms, CPU time 10 ms, a step of the consumer 20 ms"
-    ]
-
-
-def test_a_number_that_makes_epochs_longer_is_left_for_good(chosen: Any) -> None:
-    """Whatever the model says of it: the samples may share a lock."""
-    loader = fastload.DataLoader(Counted())
-    auto = without_workers()
-    numbers = []
-    for epoch_s in (3.0, 5.0, 3.0, 3.0):
-        auto.note_epoch(auto.number, 0.02, 0.01 if auto.number == 0 else 0.0, epoch_s)
-        numbers.append(auto.choose(loader))
-    assert numbers == [1, 0, 0, 0]
-    assert chosen()[-1] == "0, because epochs took 5 s with 1"
+    found = [auto.choose(loader)]
+    for epoch_s in epochs_s:
+        auto.note_epoch(auto.number, step_s, 0.01 if auto.number == 0 else 0.0, epoch_s)
+        found.append(auto.choose(loader))
+    assert found == numbers
+    assert chosen()[-1].partition(";")[0] == said
 
 
 def test_the_consumer_s_steps_and_waits_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,14 +378,17 @@ def test_the_trial_takes_2_s_or_a_tenth_of_the_epoch(
 
 
 def test_a_new_loader_has_an_int_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This rank's share of the CPUs, at most 16, until the first iter()."""
-    monkeypatch.setattr(auto_workers, "rank_cpus", lambda: 3)
-    loader = fastload.DataLoader(Raises(), 16, num_workers="auto")
-    assert type(loader.num_workers) is int
-    assert (loader.num_workers, loader.prefetch_factor) == (3, 2)
+    """This rank's share of the CPUs, at most 16, until the first iter(); streams and words are refused."""
+    for num_cpus, expected in ((3, 3), (99, 16)):
+        monkeypatch.setattr(auto_workers, "rank_cpus", lambda found=num_cpus: found)
+        loader = fastload.DataLoader(Counted(raises), 16, num_workers="auto")
+        assert type(loader.num_workers) is int
+        assert (loader.num_workers, loader.prefetch_factor) == (expected, 2)
     assert multiprocessing.active_children() == []
-    monkeypatch.setattr(auto_workers, "rank_cpus", lambda: 99)
-    assert fastload.DataLoader(Raises(), 16, num_workers="auto").num_workers == 16
+    with pytest.raises(ValueError, match='"auto" needs a map-style dataset, whose samples are read'):
+        fastload.DataLoader(datasets.Stream(), num_workers="auto")
+    with pytest.raises(ValueError, match="num_workers should be an int or \"auto\", but got 'many'"):
+        fastload.DataLoader(Counted(), num_workers="many")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -440,34 +398,34 @@ def test_a_new_loader_has_an_int_and_no_process(monkeypatch: pytest.MonkeyPatch)
         (range(30), {"sampler": []}, "0, an epoch has 0 batches"),
         (range(4), {}, "0, an epoch has 1 batches"),
         (range(1), {"batch_size": None}, "0, an epoch has 1 batches"),
+        # Arguments of workers want at least one.
         (range(4), {"persistent_workers": True}, "1, an epoch has 1 batches"),
+        (range(4), {"prefetch_factor": 3}, "1, an epoch has 1 batches"),
+        (range(4), {"timeout": 20}, "1, an epoch has 1 batches"),
+        (range(4), {"multiprocessing_context": "fork"}, "1, an epoch has 1 batches"),
+        (range(4), {"worker_init_fn": print}, "1, an epoch has 1 batches"),
         (range(5), {}, "measured in"),
         (range(3), {"batch_size": None}, "measured in"),
     ],
 )
 def test_short_epochs(dataset: Any, options: dict[str, Any], said: str, chosen: Any) -> None:
-    """They have the batches of a fixed number; fewer than two batches are not measured."""
-    options = {"batch_size": 4} | options
-    with fastload.DataLoader(dataset, num_workers="auto", **options) as loader:
-        first = [torch.as_tensor(batch).tolist() for batch in loader]
-        again = [torch.as_tensor(batch).tolist() for batch in loader]
-    fixed = fastload.DataLoader(dataset, **{**options, "persistent_workers": False})
-    assert first == again == [torch.as_tensor(batch).tolist() for batch in fixed]
-    assert said in chosen()[0]
-
-
-def test_the_log_has_the_number_the_rule_and_what_was_measured(chosen: Any) -> None:
-    """In one line, which does not come again while nothing changes."""
-    loader = fastload.DataLoader(Counted(), 16, num_workers="auto")
-    for _ in loader:
-        break
+    """They have the batches of a fixed number; fewer than two are not measured; a line has the rule."""
+    batched = {"batch_size": 4} | options
+    with fastload.DataLoader(dataset, num_workers="auto", **batched) as loader:
+        epochs = [[torch.as_tensor(batch).tolist() for batch in loader] for _ in range(2)]
+    own = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
+    fixed = fastload.DataLoader(dataset, **{name: one for name, one in batched.items() if name not in own})
+    assert epochs == [[torch.as_tensor(batch).tolist() for batch in fixed]] * 2
+    assert loader.prefetch_factor == (options.get("prefetch_factor", 2) if loader.num_workers else None)
     for other in (copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
         assert other.num_workers == loader.num_workers
-    (line,) = chosen()
-    assert line.startswith(f"{loader.num_workers}, ")
-    assert ", a batch takes " in line
-    assert ", CPU time " in line
-    assert loader.prefetch_factor == (2 if loader.num_workers else None)
+    line = chosen()[0]
+    assert said in line
+    if said.startswith("measured"):
+        assert re.match(rf"{loader.num_workers}, .*a batch takes .*, CPU time ", line)
+    else:
+        assert len(chosen()) == 1
+        assert loader.num_workers == int(said[0])
 
 
 def streams(generator: torch.Generator) -> list[Any]:
@@ -478,7 +436,7 @@ def streams(generator: torch.Generator) -> list[Any]:
 
 def test_the_trial_reads_and_draws_nothing_here() -> None:
     """Samples, samplers, generators and torch's, NumPy's and Python's random streams are untouched."""
-    dataset, order, generator = Counted(), Order(), torch.Generator()
+    dataset, order, generator = Counted(), Counted(lambda index: index), torch.Generator()
     random.seed(1), np.random.seed(2), torch.manual_seed(3)
     before = streams(generator)
     loader = fastload.DataLoader(dataset, 16, sampler=order, num_workers="auto", generator=generator)
@@ -486,7 +444,7 @@ def test_the_trial_reads_and_draws_nothing_here() -> None:
     loader._auto_workers.choose(loader)
     assert loader._auto_workers._model is not None
     assert multiprocessing.active_children() == []
-    assert (dataset.num_read, order.num_begun) == (0, 0)
+    assert (dataset.num_read, order.num_read) == (0, 0)
     assert streams(generator) == before
 
 
@@ -499,70 +457,67 @@ def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: 
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         generator = torch.Generator().manual_seed(4)
         options: Any = {"generator": generator, "persistent_workers": persistent_workers, "rng": rng}
-        with fastload.DataLoader(Random(), 16, shuffle=True, num_workers=num_workers, **options) as loader:
-            batches = [[part.tolist() for part in batch] for batch in loader]
+        with fastload.DataLoader(
+            datasets.Made(datasets.draws, 64), 16, shuffle=True, num_workers=num_workers, **options
+        ) as loader:
+            batches = [[part.tolist() for part in batch.values()] for batch in loader]
             return batches, streams(generator), loader.num_workers
 
     auto = run("auto")
     assert auto == run(auto[-1])
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"persistent_workers": True},
-        {"prefetch_factor": 3},
-        {"timeout": 20},
-        {"multiprocessing_context": "fork"},
-        {"worker_init_fn": print},
-    ],
-    ids=str,
-)
-def test_arguments_of_workers_want_workers(option: dict[str, Any]) -> None:
-    """At least one, whatever is faster."""
-    with fastload.DataLoader(range(4), 16, num_workers="auto", **option) as loader:
-        assert len(list(loader)) == 1
-        assert loader.num_workers == 1
-        assert loader.prefetch_factor == option.get("prefetch_factor", 2)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "options"),
     [
         (Opened(), {"worker_init_fn": opened}),
         (Counted(), {"worker_type": "thread", "prefetch_factor": 2}),
+        (Told(), {"prefetch_factor": 2}),
+        (Counted(deaf), {"multiprocessing_context": "fork"}),
     ],
-    ids=["init", "threads"],
+    ids=["init", "threads", "info", "signals"],
 )
 def test_the_trial_prepares_the_dataset_as_a_worker_does(dataset: Any, options: Any, chosen: Any) -> None:
-    """A worker_init_fn is called, with torch's worker info; for threads too, it measures in a process."""
-    with fastload.DataLoader(dataset, 16, num_workers="auto", **options) as loader:
-        assert len(list(loader)) == 4
+    """As its one worker, with worker_init_fn and torch's worker info; for threads too, in a process.
+
+    Handlers do not run there, which blocks what this process blocked before.
+    """
+    loader = fastload.DataLoader(dataset, 16, num_workers="auto", **options)
+    assert loader._auto_workers is not None
+    handler_before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+    try:
+        loader._auto_workers.choose(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
+        signal.signal(signal.SIGUSR1, handler_before)
     assert "measured in" in chosen()[0]
 
 
-@pytest.mark.slow
-def test_the_trial_is_its_dataset_s_one_worker(chosen: Any) -> None:
-    """Torch's worker info has the number 0 of 1, the process's seed, and the dataset that is read."""
-    AutoWorkers(1).choose(fastload.DataLoader(Told(), 16, num_workers=1))
-
-    assert "measured in" in chosen()[0]
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("method", "is_heard_at_once"),
+    [
+        *(("fork", False), ("fork", True), ("forkserver", False)),
+        pytest.param("spawn", False, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
-    method: str, monkeypatch: pytest.MonkeyPatch, chosen: Any
+    method: str, is_heard_at_once: bool, monkeypatch: pytest.MonkeyPatch, chosen: Any
 ) -> None:
-    """Its exception reaches the caller, no process is left behind, and the next epoch makes the trial."""
+    """After the start, or in the middle of it if another thread receives the signal; no process stays.
+
+    Its exception reaches the caller, and the next epoch makes the trial.
+    """
     launcher = LAUNCHERS[method]
     launch = launcher._launch
 
+    def handler(*_: object) -> None:
+        raise (ValueError if is_heard_at_once else TimeoutError)("of the handler")
+
     def launch_and_ring(self: Any, child: Any) -> None:
         launch(self, child)
-        signal.raise_signal(signal.SIGALRM)
-
-    def handler(*_: object) -> None:
-        raise TimeoutError("of the handler")
+        handler() if is_heard_at_once else signal.raise_signal(signal.SIGALRM)
 
     loader = fastload.DataLoader(Counted(), 16, num_workers="auto", multiprocessing_context=method)
     worker_process.start_helpers(method)
@@ -570,11 +525,10 @@ def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     handler_before = signal.signal(signal.SIGALRM, handler)
     try:
         monkeypatch.setattr(launcher, "_launch", launch_and_ring)
-        with pytest.raises(TimeoutError, match="of the handler"):
+        with pytest.raises((ValueError, TimeoutError), match="of the handler"):
             iter(loader)
     finally:
         signal.signal(signal.SIGALRM, handler_before)
-
     monkeypatch.setattr(launcher, "_launch", launch)
     assert leaks.held_soon(before) == before
     assert chosen() == []
@@ -582,105 +536,46 @@ def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     assert "measured in" in chosen()[0]
 
 
-def test_a_handler_that_raises_in_the_middle_of_the_fork_is_heard(
-    monkeypatch: pytest.MonkeyPatch, chosen: Any
-) -> None:
-    """Another thread can receive the signal; multiprocessing has not recorded the process, which ends."""
-    launcher = LAUNCHERS["fork"]
-    launch = launcher._launch
-
-    def launch_and_raise(self: Any, child: Any) -> None:
-        launch(self, child)
-        raise ValueError("of the handler")
-
-    loader = fastload.DataLoader(Counted(), 16, num_workers="auto", multiprocessing_context="fork")
-    before = leaks.held()
-    monkeypatch.setattr(launcher, "_launch", launch_and_raise)
-    with pytest.raises(ValueError, match="of the handler"):
-        iter(loader)
-
-    assert leaks.held_soon(before) == before
-    assert chosen() == []
-
-
-class Signals(Counted):
-    """Writes to a file what a signal would do in the process that reads."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def __getitem__(self, index: int) -> Any:
-        blocked = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-        self.path.write_text(repr((blocked, signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)))
-        return index
-
-
-def test_signals_with_a_handler_wait_while_the_trial_is_forked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Their handlers do not run in its process, which blocks what this one blocked before."""
-    fork, masks = os.fork, []
-
-    def fork_and_look() -> int:
-        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-        return fork()
-
-    monkeypatch.setattr(os, "fork", fork_and_look)
-    handler_before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    mask_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-    try:
-        dataset = Signals(tmp_path / "signals")
-        AutoWorkers(1).choose(fastload.DataLoader(dataset, 16, multiprocessing_context="fork", num_workers=1))
-        expected = sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask_before)
-        signal.signal(signal.SIGUSR1, handler_before)
-
-    assert signal.SIGUSR1 in masks[0]
-    assert dataset.path.read_text() == repr((expected, True))
-    assert signal.SIGUSR1 not in expected
-
-
-def test_a_dataset_that_cannot_be_pickled_is_an_error_of_the_epoch(chosen: Any) -> None:
-    """As with a fixed number; before it, one line says that nothing could be measured."""
-    loader = fastload.DataLoader(Unsendable(), 16, num_workers="auto", multiprocessing_context="spawn")
-    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-        iter(loader)
-    assert "its process could not be started" in chosen()[0]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dataset", "reason"),
+    ("make", "method", "limit_s", "reason", "error"),
     [
-        (Raises(), "KeyError: 'no such photo'"),
-        (Ends(), "its process ended with exit code 3"),
+        (raises, "fork", 60.0, "KeyError: 'no such photo'", KeyError),
+        (ends, "fork", 60.0, "its process ended with exit code 3", fastload.errors.WorkerDiedError),
+        (hangs, "fork", 0.1, "the first sample took more than", None),
+        (
+            lambda index: index,
+            "spawn",
+            60.0,
+            "its process could not be started",
+            (AttributeError, pickle.PicklingError),
+        ),
     ],
-    ids=["raises", "ends"],
+    ids=["raises", "ends", "hangs", "cannot be pickled"],
 )
-def test_a_trial_that_fails_is_a_warning(dataset: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    """There are then as many workers as CPUs, and the first epoch raises what is wrong."""
-    loader = fastload.DataLoader(dataset, 16, num_workers="auto")
+def test_a_trial_that_fails_is_a_warning(
+    make: Any,
+    method: str,
+    limit_s: float,
+    reason: str,
+    error: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are as many workers as CPUs then, and the first epoch raises the error; no process stays."""
+    monkeypatch.setattr(auto_workers, "_MIN_LIMIT_S", limit_s)
+    loader = fastload.DataLoader(Counted(make), 16, num_workers="auto", multiprocessing_context=method)
     number = loader.num_workers
-    with pytest.raises((KeyError, fastload.errors.WorkerDiedError)):
-        list(loader)
     assert loader._auto_workers is not None
+    loader._auto_workers.choose(loader)
+    if error is not None:
+        with pytest.raises(error):
+            list(loader)
     loader._auto_workers.choose(loader)  # for the next epoch: it is not said again
     assert loader.num_workers == number == min(auto_workers.rank_cpus(), 16)
     (line,) = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
     assert line.startswith(f'num_workers="auto": {number}, one per CPU of this rank: the trial')
     assert reason in line
-
-
-def test_a_trial_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch, chosen: Any) -> None:
-    """Its process is gone then: see the leak guard."""
-    monkeypatch.setattr(auto_workers, "_MIN_LIMIT_S", 0.1)
-    loader = fastload.DataLoader(Hangs(), 16, num_workers="auto")
-    auto = loader._auto_workers
-    assert auto is not None
-    assert auto.choose(loader) >= 1
-    assert "the trial failed: the first sample took more than" in chosen()[0]
 
 
 @pytest.mark.slow
@@ -694,7 +589,6 @@ def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
     assert [len(list(loader)) for _ in range(2)] == [4, 4]
     lines = [record.getMessage() for record in caplog.records]
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
     assert "measured in" in lines[0]
     assert warning.startswith("workers use torch's own transport: this platform has no pidfd_open")
 
@@ -751,14 +645,6 @@ def test_a_state_of_the_dataset_decides_the_number(num_workers: int, num_taken: 
 # --- bad input, copies ------------------------------------------------------------------------------------
 
 
-def test_streams_and_other_words_are_refused() -> None:
-    """What each worker reads of a stream depends on the number; the error says what is allowed."""
-    with pytest.raises(ValueError, match='"auto" needs a map-style dataset, whose samples are read'):
-        fastload.DataLoader(Stream(), num_workers="auto")
-    with pytest.raises(ValueError, match="num_workers should be an int or \"auto\", but got 'many'"):
-        fastload.DataLoader(Counted(), num_workers="many")  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next epoch has the new number of workers, and the same batches."""
@@ -767,7 +653,6 @@ def test_persistent_workers_give_way_when_another_number_is_chosen(monkeypatch: 
     loader = fastload.DataLoader(range(8), 2, num_workers="auto", persistent_workers=True)
     found = [([batch.tolist() for batch in loader], loader.num_workers) for _ in range(3)]
     loader.close()
-
     assert [batches for batches, _ in found] == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 3
     assert [number for _, number in found] == [1, 1, 2]
 

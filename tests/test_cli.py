@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import pty
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,15 +30,30 @@ from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from tests.kit.processes import Interpreter
 
 ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
-COMMANDS = ("build", "build-shard", "join", "info", "verify", "ls", "rm")
+MODULE = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
+ZOO = "tests.cli_zoo:factory"
+
+
+def fastload_(*words: Any) -> Any:
+    """Run `fastload ...` in this process."""
+    return CliRunner().invoke(main.app, list(map(str, words)))
 
 
 def run(*words: Any) -> Any:
     """Run `fastload cache ...` in this process."""
-    return CliRunner().invoke(main.app, ["cache", *map(str, words)])
+    return fastload_("cache", *words)
+
+
+def told(*words: Any, code: int = 0) -> Any:
+    """The JSON object of `fastload cache ... --json`."""
+    result = run(*words, "--json")
+    assert result.exit_code == code, result.stderr
+    return json.loads(result.stdout)
 
 
 def advised(line: str) -> Any:
@@ -47,14 +65,303 @@ def advised(line: str) -> Any:
 
 def start(interpreter: Interpreter, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `fastload cache ...` in a process of its own, which has torch."""
-    module = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
-    return interpreter.run(module, "cache", *map(str, words), environment=environment, limit_s=90)
+    return interpreter.run(MODULE, "cache", *map(str, words), environment=environment, limit_s=90)
 
 
-def first_shard(directory: Path) -> str:
-    """The first of five finished shards of an unfinished cache."""
-    return str(directory / "cache.partial" / "00000-of-00005.lmdb")
+def from_shell(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python WORDS` in a new interpreter."""
+    command, environment = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True, timeout=90, **options
+    )
 
+
+def built(dest: Path, *options: str, source: str = ZOO) -> Path:
+    """A cache of the zoo."""
+    pytest.importorskip("lmdb")
+    result = run("build", source, dest, "--workers", "0", "--quiet", *options)
+    assert result.exit_code == 0, result.stderr
+    return dest
+
+
+def images(root: Path, *names: str, shape: tuple[int, ...] = (20, 30, 3)) -> Path:
+    """Write a picture under each name."""
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full(shape, number, np.uint8)).save(path, "PNG")
+    return root
+
+
+def with_bad_image(root: Path) -> Path:
+    """A folder of three images, of which the second cannot be read."""
+    folder = images(root, "a/1.png", "a/2.png", "b/3.png")
+    (folder / "a" / "2.png").write_bytes(b"no image")
+    return folder
+
+
+def flip_a_bit(path: Path, content: bytes) -> None:
+    """Damage a file where it has this content."""
+    data = bytearray(path.read_bytes())
+    data[data.index(content)] ^= 1
+    path.write_bytes(data)
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------
+
+MODULES = {
+    "divides": "1 / 0",
+    "imports_nothing": "import not_there",
+    "asks_os": "import os; os.nothing",
+    "breaks_off": "def (",
+    "opens": "open('nowhere')",
+    "exits": "raise SystemExit(3)",
+    "has_no_memory": "def data(): raise MemoryError",
+    "with_objects": "data = [object()]\nROOT = '/data/photos'\nlisted = [1]",
+}
+PLAIN_FILES = (
+    *(
+        "file",
+        "movie.partial",
+        "no_photos/cat/notes.txt",
+        "half_photos/dog/notes.txt",
+        "left.partial/plan.json",
+    ),
+    *("notes.txt", "half_photos/cat/1.png", "flat/1.png"),
+)
+CACHE_PATHS = ("info", "verify", "ls", "join", "rm --yes")
+NEITHER = "such as my_data:train_set.* {!r} is neither"
+# Command lines in a folder with the files above: the exit code, and the error after its type.
+MISTAKES: list[tuple[str, int, str]] = [
+    *(
+        (f"cache {command} {path}", code, said)
+        for command in CACHE_PATHS
+        for path, code, said in (
+            ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
+            ("file/x", 2, "UsageError: .*file/x"),
+            ("file", 2 if command == "ls" else 1, ": .*file"),
+            ("''", 2, "is empty: pass a path$"),
+            ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
+        )
+    ),
+    ("cache build ZOO ''", 2, "is empty: pass a path$"),
+    ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
+    *((f"cache {command} caches", 1, "'fastload cache ls .*caches' lists") for command in ("info", "verify")),
+    ("cache info left", 1, "unfinished build"),
+    ("cache verify caches/damaged", 1, "^CacheCorruptError: "),
+    *((f"cache rm --yes {path}", 1, f": .*{path}") for path in ("empty", "mixed", "movie", "link")),
+    ("cache rm --yes caches/one nope", 2, "nope$"),
+    ("cache rm caches/one", 2, "--yes"),
+    # DEST
+    ("cache build tests.no_such_module:x no/cache", 2, "there is no directory at .*/no: make it first"),
+    ("cache build ZOO file/cache", 2, "DEST should lie in a directory, but .*/file is a file$"),
+    ("cache build ZOO file", 1, "use a path that does not exist yet"),
+    ("cache build ZOO empty", 1, "use a path that does not exist yet"),
+    ("cache build ZOO file --force", 1, "file"),
+    ("cache build ZOO memory://bucket/cache --force", 2, "--force"),
+    ("cache build ZOO", 2, "DEST"),
+    # SOURCE
+    (
+        "cache build empty made",
+        2,
+        "Couldn't find any class folder in empty: images of .* belong in empty/cat",
+    ),
+    ("cache build flat made", 2, "Couldn't find any class folder in flat: images of a class belong in flat/"),
+    ("cache build no_photos made", 2, "no valid file for the classes cat in no_photos. Supported extensions"),
+    ("cache build half_photos made", 2, "Found no valid file for the classes dog in half_photos."),
+    *(
+        (f"cache build {source} made", 2, NEITHER.format(source))
+        for source in ("no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
+    ),
+    ("cache build tests.no_such_module:factory made", 2, "no module"),
+    ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
+    ("cache build tests.cli_zoo:number made", 2, "is of type int"),
+    ("cache build tests.cli_zoo:gives_a_number made", 2, "of type int"),
+    ("cache build with_objects:ROOT made", 2, ":ROOT should be a dataset or .*, but is of type str$"),
+    ("cache build with_objects:data made", 1, r" \(in sample 0 of the dataset\)$"),
+    ("cache build divides:data made", 1, r"^(Zero\w+: ){2}division by zero \(while module 'divides'"),
+    ("cache build imports_nothing:data made", 1, r"^Module.* 'not_there' \(while module 'imports_nothing'"),
+    ("cache build asks_os:data made", 1, r"^Attr.*'os' has no attribute 'nothing' \(while module 'asks_os'"),
+    ("cache build breaks_off:data made", 1, "^SyntaxError: SyntaxError: .*breaks_off"),
+    ("cache build opens:data made", 1, r"nowhere: No such file or directory \(while module 'opens'"),
+    ("cache build exits:data made", 1, "exits.* ended the process with exit code 3"),
+    ("cache build has_no_memory:data made", 1, "^MemoryError: MemoryError$"),
+    ("cache build tests.cli_zoo:fails made", 1, "^RuntimeError: RuntimeError: the factory failed$"),
+    ("cache build tests.cli_zoo:Random made", 1, "^RandomDatasetError: "),
+    # options
+    ("cache build ZOO made --size 64", 2, "--size is for folders"),
+    ("cache build photos made --size 64x", 2, "--size should be like"),
+    ("cache build ZOO made --quality 90", 2, "--quality is for jpeg and webp"),
+    ("cache build ZOO made --codec gif", 2, "gif"),
+    ("cache build ZOO made --shards 0", 2, "--shards"),
+    ("cache build ZOO made --no-such-option", 2, "--no-such-option"),
+    ("cache build tests.cli_zoo:nothing made --workers 2 --ray auto", 2, "omit --workers"),
+    ("cache build ZOO made --ray auto", 1, r'not installed: pip install "fastload-torch\[ray\]"$'),
+    *((f"cache build-shard ZOO made {text}", 2, "K from 1 to N") for text in ("0/4", "1/0")),
+    ("cache build-shard ZOO made 3", 2, "such as 3/64"),
+    ("cache build-shard ZOO made 1/2/3", 2, "should be K/N"),
+    # bench
+    ("bench photos", 2, "add a size with both sides such as --size 224x224"),
+    ("bench no/such/folder", 2, "neither"),
+    ("bench ZOO --size 8x8", 2, "--size is for folders"),
+    ("bench tests.cli_zoo:Empty", 1, "has no samples"),
+    ("bench exits:data", 1, "exit code 3"),
+    ("bench ZOO --transform tests.cli_zoo:number", 2, "is not callable"),
+    ("bench ZOO --transform 'no name'", 2, "should be MODULE:NAME"),
+    ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
+    ("bench ZOO --workers 0,two", 2, "--workers should be numbers from 0"),
+    ("bench ZOO --batch-size 0", 2, "--batch-size should be numbers from 1"),
+    ("bench ZOO --start-method clone", 2, "but got 'clone'"),
+    ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
+    ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
+    ("bench ZOO --output no/such/file", 2, "should be a file"),
+    ("bench ZOO --chart empty", 2, "--chart should be a file"),
+    ("bench ZOO --relative", 2, "--relative is for --baseline"),
+    ("bench ZOO --baseline nope", 2, "make one with --output"),
+    ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
+    ("bench ZOO --baseline file", 2, "is no result of this release"),
+    ("doctor with_objects:listed", 1, "have no image"),
+    ("--install-completion help", 2, "knows the shells bash, zsh, fish, powershell, pwsh, but got 'help'$"),
+    ("--show-completion help", 2, "knows the shells bash, zsh, fish, powershell, pwsh, but got 'help'$"),
+]
+# What may not be read or written in these command lines, and the mode that it has.
+CLOSED: list[tuple[str, str, int, str]] = [
+    *(
+        (f"cache {command} {path}", place, 0, f"{path}{said}")
+        for command in CACHE_PATHS
+        for path, place, said in (
+            ("caches/one", "caches/one", ": Permission denied: change its permissions"),
+            ("locked/cache", "locked", ".*: Permission denied"),
+        )
+    ),
+    ("cache rm --yes caches/one", "caches", 0o500, "Permission denied"),
+    ("cache build ZOO empty/made --workers 0", "empty", 0o500, "denied: change the permissions of .*empty,"),
+    ("cache build photos made", "photos/cat", 0, "photos/cat: Permission denied"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Caches, one of them damaged, one with a file of the user among its shards, and what is no cache."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    for name in ("caches/folder", "empty", "locked"):
+        (folder / name).mkdir(parents=True)
+    for name in ("one", "damaged"):
+        built(folder / "caches" / name)
+    flip_a_bit(folder / "caches" / "damaged", pixels(41).tobytes())
+    shutil.copytree(built(folder / "caches" / "two", "--shards", "2"), folder / "mixed")
+    (folder / "mixed" / "thesis.txt").write_text("mine")
+    for name, code in MODULES.items():
+        (folder / f"{name}.py").write_text(f"{code}\n")
+    for name in PLAIN_FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    (folder / "notes.txt").write_text("FLlmdb1")  # what a cache ends with
+    (folder / "link").symlink_to(folder / "caches" / "one")
+    images(images(folder / "photos", "cat/1.png"), "cat/2.png", shape=(30, 20, 3))
+    return folder
+
+
+@pytest.fixture
+def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder is the working directory; its modules can be named, and leave no bytecode in it."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    return folder
+
+
+@pytest.mark.parametrize(("line", "code", "said"), MISTAKES, ids=lambda value: ascii(value)[:60])
+def test_a_mistake_is_one_line(line: str, code: int, said: str, here: Path) -> None:
+    """Exit code 2 for wrong usage, 1 for failures; what to change; also as JSON; and no file is touched."""
+    words = [ZOO if word == "ZOO" else word for word in shlex.split(line)]
+    before = sorted(here.rglob("*"))
+    plain, as_json = fastload_(*words), fastload_(*words, "--json")
+    assert (plain.exit_code, as_json.exit_code, plain.stdout) == (code, code, ""), plain.output
+    found = json.loads(as_json.stdout)
+    assert plain.stderr == as_json.stderr == f"fastload: error: {found['error']}\n"
+    assert "Errno" not in plain.stderr
+    assert re.search(said, f"{found['type']}: {found['error']}"), found
+    assert (found["type"] == "UsageError") == (code == 2)
+    assert sorted(here.rglob("*")) == before
+
+
+class Header(ctypes.Structure):
+    """Of capset(2)."""
+
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class Sets(ctypes.Structure):
+    """Of capget(2): capabilities as bits."""
+
+    _fields_ = tuple((name, ctypes.c_uint32) for name in ("effective", "permitted", "inherited"))
+
+
+@pytest.fixture
+def ordinary_user() -> Iterator[None]:
+    """Permissions count in this test, also where root runs it, whom they do not stop otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, sets = Header(0x20080522, 0), (Sets * 2)()
+    assert libc.capget(ctypes.byref(header), sets) == 0
+    before = sets[0].effective
+    sets[0].effective &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+    assert libc.capset(ctypes.byref(header), sets) == 0
+    try:
+        yield
+    finally:
+        sets[0].effective = before
+        assert libc.capset(ctypes.byref(header), sets) == 0
+
+
+@contextlib.contextmanager
+def closed(path: Path, mode: int = 0) -> Iterator[None]:
+    """Nobody but the superuser may read the path; with a mode, what the mode says."""
+    before = path.stat().st_mode
+    path.chmod(mode)
+    try:
+        yield
+    finally:
+        path.chmod(before)
+
+
+@pytest.mark.usefixtures("ordinary_user")
+@pytest.mark.parametrize(("line", "path", "mode", "said"), CLOSED)
+def test_what_may_not_be_read_or_written_is_said_in_words(
+    line: str, path: str, mode: int, said: str, here: Path
+) -> None:
+    """It is named, not taken for a path at which there is nothing, and still there afterwards."""
+    with closed(here / path, mode):
+        plain = fastload_(*(ZOO if word == "ZOO" else word for word in shlex.split(line)))
+    assert (plain.exit_code, plain.stdout, plain.stderr.count("\n")) == (1, "", 1)
+    assert re.search(said, plain.stderr)
+    assert (here / path).exists()
+    assert (here / "caches" / "one").exists()
+
+
+@pytest.mark.usefixtures("ordinary_user")
+def test_ls_passes_over_what_may_not_be_read(here: Path) -> None:
+    """One closed file or folder does not keep the caches beside it from being listed."""
+    with closed(here / "caches" / "damaged"), closed(here / "caches" / "folder"):
+        listed = [item["path"] for item in told("ls", here / "caches")["disk"]]
+    assert listed == [f"{here}/caches/one", f"{here}/caches/two"]
+
+
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_debugging_shows_the_traceback(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--debug, or FASTLOAD_DEBUG=1, adds where it happened, and changes nothing else."""
+    if by == "environment":
+        monkeypatch.setenv("FASTLOAD_DEBUG", "1")
+    options = ["--debug"] if by == "option" else []
+    result = fastload_(*options, "cache", "build", "tests.cli_zoo:fails", tmp_path / "cache")
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert result.stderr.endswith("fastload: error: RuntimeError: the factory failed\n")
+
+
+# --- help -------------------------------------------------------------------------------------------------
 
 # Prints the modules that some commands have brought, beside those that any command of typer imports:
 # releases before 0.26 bring rich.
@@ -74,44 +381,6 @@ for commands in (HELP, ON_DISK, IN_MEMORY):
 """
 
 
-def built(dest: Path, *options: str, source: str = "tests.cli_zoo:factory") -> Path:
-    """A cache of the zoo."""
-    result = run("build", source, dest, "--workers", "0", "--quiet", *options)
-    assert result.exit_code == 0, result.stderr
-    return dest
-
-
-def images(root: Path, *names: str) -> Path:
-    """Write a picture under each name."""
-    for number, name in enumerate(names):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((20, 30, 3), number, np.uint8)).save(path, "PNG")
-    return root
-
-
-def flip_a_bit(path: Path, index: int) -> None:
-    """Damage the pixels of a sample of the zoo."""
-    content = bytearray(path.read_bytes())
-    content[content.index(pixels(index).tobytes())] ^= 1
-    path.write_bytes(content)
-
-
-def test_file_urls_are_paths(tmp_path: Path) -> None:
-    """For the source, the destination, and whoever opens the cache."""
-    source = images(tmp_path / "photos", "a/1.png", "b/2.png")
-
-    done = run("build", f"file://{source}", f"file://{tmp_path}/made")
-    assert done.exit_code == 0, done.output
-    assert run("verify", f"file://{tmp_path}/made").exit_code == 0
-
-    opened = fastload.CachedDataset.from_cache(f"file://{tmp_path}/made")
-    cached = fastload.CachedDataset(fastload.ImageFolder(source), cache=f"lmdb:file://{tmp_path}/made")
-    assert len(opened) == len(cached) == cached.cache_info().num_cached == 2
-    opened.cache.close()
-    cached.cache.close()
-
-
 @pytest.mark.slow
 def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
@@ -128,19 +397,12 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
         ],
         "IN_MEMORY": [["cache", "ls"]],
     }
-    program = "".join(f"{name} = {words!r}\n" for name, words in commands.items()) + _BROUGHT
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=60,
+        done = from_shell(
+            "-c", "".join(f"{name} = {words!r}\n" for name, words in commands.items()) + _BROUGHT
         )
     finally:
         cached.cache.close()
-
     assert done.returncode == 0, done.stderr
     for_help, on_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
@@ -149,569 +411,392 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 
-class TestHelp:
-    def test_the_help_lists_the_exit_codes(self) -> None:
-        """A script's author finds them without leaving the terminal."""
-        result = CliRunner().invoke(main.app, ["--help"])
-
-        assert result.exit_code == 0
-        listed = [line.split()[0] for line in result.stdout.partition("Exit codes:")[2].splitlines() if line]
-        assert listed == ["0", "1", "2", "3", "4", "75", "130"]
-
-    @pytest.mark.parametrize("words", [[], ["cache"]])
-    def test_without_a_command_the_help_is_printed_line_by_line(self, words: list[str]) -> None:
-        """As --help has it, but on standard error and with the exit code of wrong usage."""
-        result = CliRunner().invoke(main.app, words)
-
-        assert result.exit_code == 2
-        assert result.stdout == ""
-        assert result.stderr == CliRunner().invoke(main.app, [*words, "--help"]).stdout
-
-    @pytest.mark.slow
-    def test_the_module_without_a_command_prints_its_help(self) -> None:
-        """`python -m fastload` does so, too."""
-        done = subprocess.run(
-            [sys.executable, "-m", "fastload"], cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-
-        assert (done.returncode, done.stdout) == (2, "")
-        assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
-        assert "\n  cache    Caches of decoded samples" in done.stderr
-
-    def test_codecs_are_those_of_the_caches(self) -> None:
-        """What --codec offers is what there is."""
-        assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS
+@pytest.mark.parametrize("words", [[], ["cache"]])
+def test_without_a_command_the_help_is_printed_line_by_line(words: list[str]) -> None:
+    """As --help has it, but on standard error and with the exit code of wrong usage."""
+    result = fastload_(*words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == fastload_(*words, "--help").stdout
 
 
-class TestBuild:
-    def test_a_folder_of_images_becomes_a_cache_that_training_opens(self, tmp_path: Path) -> None:
-        """CachedDataset takes the cache for the same folder and size, and finds every sample in it."""
-        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
-        dest = built(tmp_path / "cache", "--size", "10", source=str(folder))
+@pytest.mark.slow
+def test_the_module_without_a_command_prints_its_help() -> None:
+    """`python -m fastload` does so, too, with the exit codes, and --version prints one line."""
+    done = from_shell("-m", "fastload")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
+    assert "\n  cache    Caches of decoded samples" in done.stderr
+    listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
+    assert listed == ["0", "1", "2", "3", "4", "75", "130"]
+    assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
 
-        source = fastload.ImageFolder(folder, 10)
-        dataset = fastload.CachedDataset(source, cache=f"lmdb:{dest}")
 
-        assert dataset.cache.num_cached == 3
-        for index in range(3):
-            assert dataset[index][1] == source[index][1]
-            assert np.array_equal(dataset[index][0], source[index][0])
+def test_codecs_are_those_of_the_caches() -> None:
+    """What --codec offers is what there is."""
+    assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS
 
-    @pytest.mark.usefixtures("needs_lmdb")
-    def test_the_advice_after_a_build_runs_as_printed(self, tmp_path: Path) -> None:
-        """The code, and the command that joins shards, whatever the size of the images and the path."""
-        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
-        dest = tmp_path / "my 'own' cache"
 
-        whole = run("build", folder, tmp_path / "whole", "--size", "8x10")
-        shard = run("build-shard", folder, dest, "1/1", "--size", "8x10")
-        command = shlex.split(shard.stdout.splitlines()[-1].partition("run '")[2][:-1])
-        joined = run(*command[2:])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed_for_the_shell_that_was_named(
+    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for the one that runs the command."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = fastload_("--install-completion", shell)
+    assert result.exit_code == 0, result.output
+    assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
 
-        assert command[:3] == ["fastload", "cache", "join"]
-        for result in (whole, joined):
-            assert result.exit_code == 0, result.stderr
-            assert advised(result.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
 
-    def test_mixed_shapes_are_told_with_the_fix(self, tmp_path: Path) -> None:
-        """--size 10 scales the shorter side alone: the build says so."""
-        folder = images(tmp_path / "photos", "a/1.png", "a/2.png")
-        Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(folder / "a" / "3.png")
+# --- build, info and verify ------------------------------------------------------------------------------
 
-        mixed = run("build", folder, tmp_path / "mixed", "--size", "10", "--json")
-        equal = run("build", folder, tmp_path / "equal", "--size", "10x12", "--json")
 
-        assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
-        assert "--size 256x256" in mixed.stderr
-        assert "different shapes" not in equal.stderr
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp_path: Path) -> None:
+    """CachedDataset finds every sample of the same folder and size in it; `info` says what it is made of."""
+    folder, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png"), tmp_path / "made"
+    done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10", "--codec", "png")
+    assert done.exit_code == 0, done.output
+    source = fastload.ImageFolder(folder, 10)
+    opened = fastload.CachedDataset.from_cache(f"{scheme}{dest}")
+    dataset = fastload.CachedDataset(source, cache=f"lmdb:{scheme}{dest}")
+    assert len(opened) == dataset.cache_info().num_cached == 3
+    for index in range(3):
+        assert dataset[index][1] == source[index][1]
+        assert np.array_equal(dataset[index][0], source[index][0])
+    opened.cache.close(), dataset.cache.close()
 
-    @pytest.mark.parametrize("name", ["factory", "Plain", "ready"])
-    def test_a_function_a_class_or_a_dataset_can_be_named(self, name: str, tmp_path: Path) -> None:
-        """MODULE:NAME gives a dataset by whatever NAME is."""
-        cache = LMDBCache(built(tmp_path / "cache", source=f"tests.cli_zoo:{name}"))
-
-        assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-
-    def test_shards_and_codec_are_passed_on(self, tmp_path: Path) -> None:
-        """--shards makes a directory, --codec and --quality say how images are written."""
-        dest = built(tmp_path / "cache", "--shards", "3", "--codec", "jpeg", "--quality", "80")
-
-        cache = LMDBCache(dest)
-        assert dest.is_dir()
-        assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
-
-    @pytest.mark.slow
-    @pytest.mark.usefixtures("needs_lmdb")
-    def test_a_finished_cache_is_left_alone(self, tmp_path: Path) -> None:
-        """The same command again finds nothing to do; a cache that does not fit is refused."""
-        dest = tmp_path / "cache"
-        quiet = run("build", "tests.cli_zoo:factory", dest, "--codec", "png", "--quiet")
-        assert (quiet.exit_code, quiet.output) == (0, "")
-        before = dest.stat()
-
-        result = run("build", "tests.cli_zoo:factory", dest, "--json")
-        other = run("build", "tests.cli_zoo:factory", dest, "--codec", "raw", "--json")
-
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["was_built"] is False
-        assert other.exit_code == 1
-        assert json.loads(other.stdout)["type"] == "CacheMismatchError"
-        assert dest.stat().st_mtime_ns == before.st_mtime_ns
-
-    @pytest.mark.slow
-    def test_more_workers_than_cores_are_no_warning(self, tmp_path: Path, interpreter: Interpreter) -> None:
-        """The user asked for them; torch's warning speaks of a DataLoader that is not the user's."""
-        result = start(interpreter, "build", "tests.cli_zoo:factory", tmp_path / "cache", "--workers", "9")
-
-        assert result.returncode == 0
-        assert "Warning" not in result.stderr
-
-    def test_a_random_dataset_is_refused(self, tmp_path: Path) -> None:
-        """A cache would freeze one draw for ever."""
-        result = run("build", "tests.cli_zoo:Random", tmp_path / "cache", "--json")
-
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["type"] == "RandomDatasetError"
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.slow
-    def test_force_builds_anew(self, tmp_path: Path) -> None:
-        """A finished or unfinished build goes first; a foreign file and a URL stay."""
-        source, dest = "tests.cli_zoo:factory", built(tmp_path / "cache")
-        before = dest.stat().st_ino
-        (tmp_path / "half.partial").mkdir()
-        (tmp_path / "text").write_text("mine")
-
-        assert run("build", source, dest, "--codec", "png").exit_code == 1
-        anew = run("build", source, dest, "--codec", "png", "--force", "--json")
-        assert json.loads(anew.stdout)["was_built"]
-        assert dest.stat().st_ino != before
-        assert run("build", source, tmp_path / "half", "--force").exit_code == 0
-        assert run("build", source, tmp_path / "text", "--force").exit_code == 1
-        assert (tmp_path / "text").read_text() == "mine"
-        assert "--force" in run("build", source, "memory://bucket/cache", "--force").stderr
+    facts, text = told("info", f"{scheme}{dest}"), run("info", dest).stdout
+    assert (facts["classes"], facts["codec"], facts["num_shards"]) == (["a", "b"], "png", 1)
+    assert (facts["num_samples"], facts["nbytes"], facts["parts"]["size"]) == (3, dest.stat().st_size, "10")
+    assert "3 of 3 samples" in text
+    assert "3 files, digest" in text
+    assert "\nmade of\n  dataset " in text
+    assert told("verify", f"{scheme}{dest}")["num_damaged"] == 0
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-class TestBadSamples:
-    @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_raise_ends_the_build_with_one_line(self, workers: str, tmp_path: Path) -> None:
-        """The line names the error, its type and the sample, wherever it was read."""
-        result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--workers", workers, "--json")
+def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
+    """The code, and the command that joins shards, whatever the size of the images and the path."""
+    folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
+    whole = run("build", folder, tmp_path / "whole", "--size", "8x10")
+    shard = run("build-shard", folder, tmp_path / "my 'own' cache", "1/1", "--size", "8x10")
+    command = shlex.split(shard.stdout.splitlines()[-1].partition("run '")[2][:-1])
+    assert command[:3] == ["fastload", "cache", "join"]
+    for result in (whole, run(*command[2:])):
+        assert result.exit_code == 0, result.stderr
+        assert advised(result.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
 
-        assert result.exit_code == 1
-        error = json.loads(result.stdout)
-        assert error["type"] == "ValueError"
-        assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
-        assert "--on-error skip" in error["error"]
-        assert f"fastload: error: {error['error']}\n" in result.stderr
-        assert "Traceback" not in result.stderr
 
-    def test_skip_finishes_and_says_what_is_missing(self, tmp_path: Path) -> None:
-        """With --strict the exit code is 3, in a later run too; the report beside the cache is named."""
-        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
-        (folder / "a" / "2.png").write_bytes(b"no image")
+def test_mixed_shapes_are_told_with_the_fix(tmp_path: Path) -> None:
+    """--size 10 scales the shorter side alone: the build says so."""
+    folder = images(images(tmp_path / "photos", "a/1.png", "a/2.png"), "a/3.png", shape=(30, 20, 3))
+    mixed = run("build", folder, tmp_path / "mixed", "--size", "10", "--json")
+    equal = run("build", folder, tmp_path / "equal", "--size", "10x12", "--json")
+    assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
+    assert "--size 256x256" in mixed.stderr
+    assert "different shapes" not in equal.stderr
 
-        result = run("build", folder, tmp_path / "cache", "--on-error", "skip")
 
-        again = run("build", folder, tmp_path / "cache", "--on-error", "skip", "--json", "--strict")
+@pytest.mark.parametrize("name", ["factory", "Plain", "ready"])
+def test_a_function_a_class_or_a_dataset_can_be_named(name: str, tmp_path: Path) -> None:
+    """MODULE:NAME gives a dataset by whatever NAME is; --shards, --codec and --quality are passed on."""
+    options = ("--shards", "3", "--codec", "jpeg", "--quality", "80")
+    dest = built(tmp_path / "cache", *options, source=f"tests.cli_zoo:{name}")
+    cache = LMDBCache(dest)
+    assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+    assert dest.is_dir()
+    assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
 
-        report = tmp_path / "cache.errors.jsonl"
-        assert (result.exit_code, again.exit_code) == (0, 3)
-        assert json.loads(again.stdout)["num_skipped"] == 1
-        assert result.output.count("could not be read") == 1 + result.output.count(" that could not be read")
-        assert f"1 of 3 samples could not be read and are left out: see {report}" in result.stderr
-        assert f"1 of 3 samples could not be read: see {report}" in run("info", tmp_path / "cache").stdout
-        assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
 
-    @pytest.mark.parametrize("words", [["build", "photos"], ["info"]])
-    def test_after_a_skip_the_advice_is_from_cache(
-        self, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The advice of `build` and `info` works in training; the line says why the other way does not."""
-        monkeypatch.chdir(tmp_path)
-        folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
-        (folder / "a" / "2.png").write_bytes(b"no image")
-        run("build", "photos", "cache", "--on-error", "skip")
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
+    """The same command again has nothing to do; one that does not fit is refused, and --force builds anew."""
+    dest = tmp_path / "cache"
+    quiet = run("build", ZOO, dest, "--codec", "png", "--quiet")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+    before = dest.stat()
+    assert told("build", ZOO, dest)["was_built"] is False
+    assert told("build", ZOO, dest, "--codec", "raw", code=1)["type"] == "CacheMismatchError"
+    assert dest.stat() == before
+    assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
+    assert dest.stat().st_ino != before.st_ino
+    (tmp_path / "half.partial").mkdir()
+    assert run("build", ZOO, tmp_path / "half", "--force").exit_code == 0
 
-        line = run(*words, "cache").stdout.splitlines()[-1]
 
+@pytest.mark.usefixtures("needs_lmdb")
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path) -> None:
+    """The line names the error, its type and the sample, wherever it was read."""
+    result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--workers", workers, "--json")
+    assert result.exit_code == 1
+    error = json.loads(result.stdout)
+    assert error["type"] == "ValueError"
+    assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
+    assert "--on-error skip" in error["error"]
+    assert f"fastload: error: {error['error']}\n" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_build_that_skips_finishes_and_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --strict the exit code is 3, in a later run too; the advice then is from_cache(), and says why."""
+    monkeypatch.chdir(tmp_path)
+    folder, report = with_bad_image(tmp_path / "photos"), tmp_path / "cache.errors.jsonl"
+    words = ("build", folder, tmp_path / "cache", "--on-error", "skip")
+    result = run(*words)
+    assert result.exit_code == 0
+    assert told(*words, "--strict", code=3)["num_skipped"] == 1
+    assert result.output.count("could not be read") == 1 + result.output.count(" that could not be read")
+    assert f"1 of 3 samples could not be read and are left out: see {report}" in result.stderr
+    assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
+    info = run("info", tmp_path / "cache").stdout
+    assert f"1 of 3 samples could not be read: see {report}" in info
+    for text in (run("build", "photos", "cache").stdout, info):
+        line = text.splitlines()[-1]
         dataset = advised(line)
         assert [int(label) for _, label in fastload.DataLoader(dataset, batch_size=None)] == [0, 1]
         assert "would read them from the dataset again and fail" in line
 
 
-class TestUsage:
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            (["no/such/folder", "DEST"], "neither"),
-            (["tests.cli_zoo:", "DEST"], "neither"),
-            (["tests.no_such_module:factory", "DEST"], "no module"),
-            (["tests.cli_zoo:no_such_name", "DEST"], "has no 'no_such_name'"),
-            (["tests.cli_zoo:number", "DEST"], "is of type int"),
-            (["tests.cli_zoo:gives_a_number", "DEST"], "of type int"),
-            (["tests.cli_zoo:factory", "DEST", "--size", "64"], "--size is for folders"),
-            (["tests", "DEST", "--size", "64x"], "--size should be like"),
-            (["tests.cli_zoo:factory", "DEST", "--quality", "90"], "--quality is for jpeg and webp"),
-            (["tests.cli_zoo:factory", "DEST", "--codec", "gif"], "gif"),
-            (["tests.cli_zoo:factory", "DEST", "--shards", "0"], "--shards"),
-            (["tests.cli_zoo:factory"], "DEST"),
-            (["tests.cli_zoo:factory", "DEST", "--no-such-option"], "--no-such-option"),
-        ],
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["0", "9"])
+def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, interpreter: Interpreter) -> None:
+    """What a dataset prints, in Python or below, goes to standard error; many workers are no warning."""
+    result = start(
+        interpreter, "build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers
     )
-    def test_wrong_usage_is_one_line_and_exit_code_2(
-        self, words: list[str], said: str, tmp_path: Path
-    ) -> None:
-        """The line says what is wrong; --json has the same as an object."""
-        words = [str(tmp_path / "cache") if word == "DEST" else word for word in words]
-
-        result = run("build", *words, "--json")
-
-        assert result.exit_code == 2
-        error = json.loads(result.stdout)
-        assert error["type"] == "UsageError"
-        assert said in error["error"]
-        assert result.stderr == f"fastload: error: {error['error']}\n"
-        assert list(tmp_path.iterdir()) == []
-
-    def test_errors_of_the_users_code_are_failures(self, tmp_path: Path) -> None:
-        """A factory that raises is no wrong usage."""
-        result = run("build", "tests.cli_zoo:fails", tmp_path / "cache")
-
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert result.stderr == "fastload: error: RuntimeError: the factory failed\n"
-
-    def test_debug_shows_the_traceback(self, tmp_path: Path) -> None:
-        """--debug adds where it happened, and changes nothing else."""
-        words = ["--debug", "cache", "build", "tests.cli_zoo:fails", str(tmp_path / "cache")]
-
-        result = CliRunner().invoke(main.app, words)
-
-        assert result.exit_code == 1
-        assert "Traceback" in result.stderr
-        assert result.stderr.endswith("fastload: error: RuntimeError: the factory failed\n")
-
-    def test_the_environment_turns_debugging_on(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """FASTLOAD_DEBUG=1 does what --debug does."""
-        monkeypatch.setenv("FASTLOAD_DEBUG", "1")
-
-        assert "Traceback" in run("info", tmp_path / "nothing").stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("\n") == 1
+    assert json.loads(result.stdout)["num_cached"] == NUM_SAMPLES
+    assert "reading 7" in result.stderr
+    assert "from below" in result.stderr
+    assert "Warning" not in result.stderr
 
 
-class TestInterruption:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_ctrl_c_says_what_is_kept_and_how_to_go_on(
-        self, workers: str, tmp_path: Path, interpreter: Interpreter
-    ) -> None:
-        """Exit code 130, one line, no traceback; the next run finishes the same cache."""
-        words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--json")
-        words += ("--shards", "5")
+def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
+    """Damage is exit code 1, and the samples are named."""
+    folder = tmp_path / "photos"  # small records lie in LMDB's tree, which is compared when a file is opened
+    images(folder, "a/0.png", "a/1.png", "a/2.png", shape=(60, 80, 3))
+    dest = built(tmp_path / "cache", source=str(folder))
+    flip_a_bit(dest, bytes([1]) * 5000)
+    assert told("verify", dest, code=1)["damaged"] == [1]
 
-        stopped = start(interpreter, *words, CLI_ZOO_SIGNAL="SIGINT", CLI_ZOO_AFTER=first_shard(tmp_path))
-        resumed = run(*words)
 
+# --- interruption -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "workers"), [("SIGINT", "0"), ("SIGINT", "2"), ("SIGKILL", "0")])
+def test_a_build_that_was_ended_goes_on(
+    sent: str, workers: str, tmp_path: Path, interpreter: Interpreter
+) -> None:
+    """After Ctrl-C (exit code 130, one line) or SIGKILL, `ls` lists it, and the same command finishes it."""
+    words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--shards", "5")
+    first = str(tmp_path / "cache.partial" / "00000-of-00005.lmdb")
+    stopped = start(interpreter, *words, "--json", CLI_ZOO_SIGNAL=sent, CLI_ZOO_AFTER=first)
+    if sent == "SIGINT":
         assert stopped.returncode == 130, stopped.stderr
         assert json.loads(stopped.stdout)["type"] == "KeyboardInterrupt"
         assert f"kept at {tmp_path / 'cache'}.partial: build again to resume" in stopped.stderr
         assert "Traceback" not in stopped.stderr
-        assert resumed.exit_code == 0
-        cache = LMDBCache(tmp_path / "cache")
-        assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
-
-    @pytest.mark.slow
-    def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(self, tmp_path: Path) -> None:
-        """CPython would end the process by the signal, though the command has handled it."""
-        stopped = subprocess.run(
-            [
-                *(sys.executable, "-m", "fastload", "cache", "build"),
-                *("tests.cli_zoo:InterruptedInText", str(tmp_path / "cache"), "--workers", "0"),
-            ],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
-
-        assert stopped.returncode == 130, stopped.stderr
-
-    @pytest.mark.slow
-    def test_a_killed_build_is_listed_and_gone_on_with(
-        self, tmp_path: Path, interpreter: Interpreter
-    ) -> None:
-        """After SIGKILL `ls` shows an unfinished build, and the same command finishes it."""
-        words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", "0", "--json")
-
-        killed = start(
-            interpreter,
-            *words,
-            "--shards",
-            "5",
-            CLI_ZOO_SIGNAL="SIGKILL",
-            CLI_ZOO_AFTER=first_shard(tmp_path),
-        )
-        listed = json.loads(run("ls", tmp_path, "--json").stdout)["disk"]
-        resumed = run(*words, "--shards", "5")
-
-        assert killed.returncode == -9
-        assert [(item["path"], item["state"]) for item in listed] == [(f"{tmp_path}/cache", "unfinished")]
-        assert resumed.exit_code == 0
-        assert (
-            f"continues, {SIGNAL_AT // 20 * 20} of {NUM_SAMPLES} samples are in finished shards"
-            in resumed.stderr
-        )
-        assert LMDBCache(tmp_path / "cache").verify() == []
-        assert [path.name for path in tmp_path.iterdir()] == ["cache"]
-
-    def test_ctrl_c_ends_every_command_with_130(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Typer would end it without a word; --json has its object here too."""
-
-        def interrupted(directory: str) -> Any:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(inventory, "list_caches", interrupted)
-
-        result = run("ls", tmp_path, "--json")
-
-        assert result.exit_code == 130
-        assert json.loads(result.stdout) == {"error": "interrupted", "type": "KeyboardInterrupt"}
-        assert result.stderr == "fastload: error: interrupted\n"
-
-    def test_a_second_builder_is_told_to_try_later(self, tmp_path: Path) -> None:
-        """Exit code 75 while another one holds the lock."""
-        pytest.importorskip("lmdb")
-        with building(tmp_path / "cache"):
-            result = run("build", "tests.cli_zoo:factory", tmp_path / "cache", "--json")
-
-        assert result.exit_code == 75
-        assert json.loads(result.stdout)["type"] == "CacheBusyError"
+    else:
+        assert stopped.returncode == -9
+    listed = told("ls", tmp_path)["disk"]
+    assert [(item["path"], item["state"]) for item in listed] == [(f"{tmp_path}/cache", "unfinished")]
+    resumed = run(*words)
+    assert resumed.exit_code == 0
+    num_kept = SIGNAL_AT // 20 * 20 if workers == "0" else r"\d+"
+    assert re.search(
+        rf"continues, {num_kept} of {NUM_SAMPLES} samples are in finished shards", resumed.stderr
+    )
+    cache = LMDBCache(tmp_path / "cache")
+    assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
+    assert cache.verify() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-class TestOutput:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("workers", ["0", "2"])
-    def test_json_is_alone_on_standard_output(
-        self, workers: str, tmp_path: Path, interpreter: Interpreter
-    ) -> None:
-        """Whatever a dataset prints, in Python or below it, in workers too, goes to standard error."""
-        words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
-
-        result = start(interpreter, *words)
-
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.count("\n") == 1
-        assert json.loads(result.stdout)["num_cached"] == NUM_SAMPLES
-        assert "reading 7" in result.stderr
-        assert "from below" in result.stderr
+@pytest.mark.slow
+def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(tmp_path: Path) -> None:
+    """CPython would end the process by the signal, though the command has handled it."""
+    words = ("tests.cli_zoo:InterruptedInText", str(tmp_path / "cache"), "--workers", "0")
+    stopped = from_shell("-m", "fastload", "cache", "build", *words)
+    assert stopped.returncode == 130, stopped.stderr
 
 
-class TestInfoAndVerify:
-    def test_info_says_what_it_holds_and_is_made_of(self, tmp_path: Path) -> None:
-        """For scripts and for people."""
-        folder = images(tmp_path / "photos", "a/1.png", "b/2.png")
-        dest = built(tmp_path / "cache", "--codec", "png", source=str(folder))
+def test_ctrl_c_ends_every_command_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typer would end it without a word; --json has its object here too."""
 
-        facts = json.loads(run("info", dest, "--json").stdout)
-        text = run("info", dest).stdout
+    def interrupted(directory: str) -> Any:
+        raise KeyboardInterrupt
 
-        assert facts["classes"] == ["a", "b"]
-        assert (facts["num_samples"], facts["codec"], facts["num_shards"]) == (2, "png", 1)
-        assert facts["nbytes"] == dest.stat().st_size
-        assert facts["parts"]["size"] == "None"
-        assert "2 of 2 samples" in text
-        assert "2 files, digest" in text
-        assert "\nmade of\n  dataset " in text
-
-    def test_verify_finds_a_flipped_bit(self, tmp_path: Path) -> None:
-        """Damage is exit code 1, and the samples are named."""
-        # Small records lie in LMDB's tree, which is compared as a whole when the file is opened.
-        folder = tmp_path / "photos"
-        (folder / "a").mkdir(parents=True)
-        for index in range(3):
-            Image.fromarray(np.full((60, 80, 3), 40 + index, np.uint8)).save(folder / "a" / f"{index}.png")
-        dest = built(tmp_path / "cache", source=str(folder))
-        content = bytearray(dest.read_bytes())
-        content[content.index(bytes([41]) * 5000) + 1000] ^= 1
-        dest.write_bytes(content)
-
-        result = run("verify", dest, "--json")
-
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["damaged"] == [1]
-        whole = json.loads(run("verify", built(tmp_path / "whole"), "--json").stdout)
-        assert whole["num_damaged"] == 0
-
-    def test_verify_finds_a_damaged_index(self, tmp_path: Path) -> None:
-        """What makes the file impossible to open is a failure, too."""
-        flip_a_bit(built(tmp_path / "cache"), 41)
-
-        result = run("verify", tmp_path / "cache", "--json")
-
-        assert result.exit_code == 1
-        assert json.loads(result.stdout)["type"] == "CacheCorruptError"
+    monkeypatch.setattr(inventory, "list_caches", interrupted)
+    result = run("ls", tmp_path, "--json")
+    assert result.exit_code == 130
+    assert json.loads(result.stdout) == {"error": "interrupted", "type": "KeyboardInterrupt"}
+    assert result.stderr == "fastload: error: interrupted\n"
 
 
-class TestLs:
-    def test_a_directory_lists_caches_and_nothing_else(self, tmp_path: Path) -> None:
-        """Finished, damaged and unfinished ones, with their state; foreign files are passed over."""
-        built(tmp_path / "one")
-        built(tmp_path / "sharded", "--shards", "2")
-        flip_a_bit(built(tmp_path / "wrong"), 41)
-        (tmp_path / "half.partial").mkdir()
-        (tmp_path / "half.partial" / "plan.json").write_text("{}")
-        (tmp_path / "notes.txt").write_text("FLlmdb1")
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "movie.partial").write_text("a download")
-
-        result = run("ls", tmp_path, "--json")
-        (itself,) = json.loads(run("ls", tmp_path / "sharded", "--json").stdout)["disk"]
-        assert itself["path"] == str(tmp_path / "sharded")
-        assert run("ls", tmp_path / "folder").stdout == f"no caches in {tmp_path}/folder\n"
-        unfinished = run("info", tmp_path / "half")
-        assert unfinished.exit_code == 1
-        assert "unfinished build" in unfinished.stderr
-
-        assert result.exit_code == 0
-        listed = {Path(item["path"]).name: item["state"] for item in json.loads(result.stdout)["disk"]}
-        assert listed == {
-            "one": "finished",
-            "sharded": "finished",
-            "wrong": "damaged",
-            "half": "unfinished",
-        }
-
-    def test_a_build_at_work_is_told_from_one_that_was_left(self, tmp_path: Path) -> None:
-        """Its builder holds the lock."""
-        pytest.importorskip("lmdb")
-        (tmp_path / "half.partial").mkdir()
-
-        with building(tmp_path / "half"):
-            result = run("ls", tmp_path)
-
-        assert "building" in result.stdout
-        assert "unfinished" in run("ls", tmp_path).stdout
-
-    def test_without_a_directory_it_lists_memory_and_the_working_directory(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Caches in memory, with their keys and holders, and those on disk in the working directory."""
-        monkeypatch.chdir(built(tmp_path / "on disk").parent)
-        key = f"cli-{os.getpid()}"
-        dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), cache_key=key)
-
-        listed = json.loads(run("ls", "--json").stdout)["memory"]
-        text = run("ls").stdout
-
-        found = [item for item in listed if item["key"] == key]
-        assert len(found) == 1
-        assert found[0]["owners"] == [os.getpid()]
-        assert found[0]["num_samples"] == len(dataset)
-        assert key in text
-        assert found[0]["label"] == f"ImageFolder({str(tmp_path)!r})"
-        assert found[0]["label"] in text
-        assert f"{tmp_path}/on disk" in text
-        removal = run("rm", key, "--yes")
-        assert removal.exit_code == 2
-        assert f"it is freed when process {os.getpid()} ends" in removal.stderr
+@pytest.mark.usefixtures("needs_lmdb")
+def test_what_is_being_built_is_busy(tmp_path: Path) -> None:
+    """Exit code 75 for a second builder and for `rm`, and nothing is removed; `ls` tells it from one left."""
+    (tmp_path / "cache.partial").mkdir()
+    with building(tmp_path / "cache"):
+        assert told("build", ZOO, tmp_path / "cache", code=75)["type"] == "CacheBusyError"
+        assert run("rm", tmp_path / "cache", "--yes").exit_code == 75
+        assert "building" in run("ls", tmp_path).stdout
+    assert (tmp_path / "cache.partial").is_dir()
+    assert "unfinished" in run("ls", tmp_path).stdout
 
 
-class TestRm:
-    @pytest.mark.slow
-    @pytest.mark.usefixtures("needs_lmdb")
-    def test_everything_of_a_cache_goes_at_once(self, tmp_path: Path) -> None:
-        """The cache, what an earlier build left, its lock and its report; nothing beside them."""
-        (tmp_path / "other").write_text("mine")
-        words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--shards", "2")
-        assert run(*words).exit_code == 0
-        (tmp_path / "cache.partial").mkdir()
-        (tmp_path / "cache.partial" / "00000-of-00001.lmdb").write_bytes(b"half")
-        (tmp_path / ".cache.fastload-lock").touch()
+# --- ls and rm --------------------------------------------------------------------------------------------
 
-        result = run("rm", tmp_path / "cache", "--yes", "--json")
 
-        assert result.exit_code == 0
-        assert json.loads(result.stdout)["caches"][0]["nbytes"] > 0
-        assert [path.name for path in tmp_path.iterdir()] == ["other"]
+def test_ls_lists_caches_and_nothing_else(here: Path) -> None:
+    """Finished, damaged and unfinished ones of a directory, or the cache itself; nothing foreign."""
+    listed = {Path(item["path"]).name: item["state"] for item in told("ls", here / "caches")["disk"]}
+    assert listed == {"one": "finished", "two": "finished", "damaged": "damaged"}
+    listed = {Path(item["path"]).name: item["state"] for item in told("ls", here)["disk"]}
+    assert listed == {"left": "unfinished"}
+    assert [item["path"] for item in told("ls", here / "caches/two")["disk"]] == [f"{here}/caches/two"]
+    assert run("ls", here / "empty").stdout == f"no caches in {here}/empty\n"
 
-    @pytest.mark.parametrize("kind", ["file", "folder", "mixed", "partial", "link", "nothing"])
-    def test_what_is_not_a_cache_stays(self, kind: str, tmp_path: Path) -> None:
-        """Foreign files, folders, links, and caches with a foreign file among their shards: nothing goes."""
-        path = tmp_path / "cache"
-        if kind == "file":
-            path.write_bytes(b"x" * 100)
-        elif kind == "folder":
-            path.mkdir()
-        elif kind == "mixed":
-            (built(path, "--shards", "2") / "thesis.txt").write_text("mine")
-        elif kind == "partial":
-            (tmp_path / "cache.partial").write_text("a download")
-        elif kind == "link":
-            path.symlink_to(built(tmp_path / "real"))
-        before = sorted(tmp_path.rglob("*"))
 
-        result = run("rm", path, "--yes")
+def test_without_a_directory_ls_lists_memory_and_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caches in memory, with their keys and holders, which `rm` cannot remove, and those on disk here."""
+    monkeypatch.chdir(built(tmp_path / "on disk").parent)
+    key = f"cli-{os.getpid()}"
+    dataset = fastload.CachedDataset(fastload.ImageFolder(images(tmp_path, "a/1.png")), cache_key=key)
+    (found,) = [item for item in told("ls")["memory"] if item["key"] == key]
+    text = run("ls").stdout
+    assert (found["owners"], found["num_samples"]) == ([os.getpid()], len(dataset))
+    assert found["label"] == f"ImageFolder({str(tmp_path)!r})"
+    assert all(part in text for part in (key, found["label"], f"{tmp_path}/on disk"))
+    removal = run("rm", key, "--yes")
+    assert removal.exit_code == 2
+    assert f"it is freed when process {os.getpid()} ends" in removal.stderr
 
-        assert result.exit_code == (2 if kind == "nothing" else 1)
-        assert str(path) in result.stderr
-        assert sorted(tmp_path.rglob("*")) == before
 
-    def test_what_is_being_built_stays(self, tmp_path: Path) -> None:
-        """Exit code 75, and the builder finds its files where they were."""
-        pytest.importorskip("lmdb")
-        (tmp_path / "cache.partial").mkdir()
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_lmdb")
+def test_rm_removes_all_of_several_caches(tmp_path: Path) -> None:
+    """With what an earlier build left, the lock and the report; nothing beside them."""
+    (tmp_path / "other").write_text("mine")
+    words = ("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--on-error", "skip", "--shards", "2")
+    assert run(*words).exit_code == 0
+    (tmp_path / "cache.partial").mkdir()
+    (tmp_path / "cache.partial" / "00000-of-00001.lmdb").write_bytes(b"half")
+    (tmp_path / ".cache.fastload-lock").touch()
+    removed = told("rm", tmp_path / "cache", built(tmp_path / "two"), "--yes")["caches"]
+    assert all(one["nbytes"] > 0 for one in removed)
+    assert len(removed) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
-        with building(tmp_path / "cache"):
-            result = run("rm", tmp_path / "cache", "--yes")
 
-        assert result.exit_code == 75
-        assert (tmp_path / "cache.partial").is_dir()
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
+def test_on_a_terminal_rm_asks(answer: bytes, code: int, tmp_path: Path) -> None:
+    """Only yes is yes; the question goes to standard error."""
+    dest = built(tmp_path / "cache")
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, answer)
+        result = from_shell("-m", "fastload", "cache", "rm", str(dest), "--json", stdin=theirs)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert result.returncode == code, result.stderr
+    assert f"remove {dest} and all" in result.stderr
+    assert dest.exists() == (code == 1)
+    said = json.loads(result.stdout)
+    assert said.get("caches", [{}])[0].get("removed") == (None if code else [str(dest)])
+    assert said.get("type") == ("Abort" if code else None)
 
-    def test_several_go_together_or_none(self, tmp_path: Path) -> None:
-        """If one path names nothing, the others stay."""
-        one, two = built(tmp_path / "one"), built(tmp_path / "two")
 
-        assert run("rm", one, tmp_path / "three", two, "--yes").exit_code == 2
-        assert one.exists()
-        assert run("rm", one, two, "--yes").exit_code == 0
-        assert list(tmp_path.iterdir()) == []
+# --- shards ----------------------------------------------------------------------------------------------
 
-    def test_nobody_to_ask_is_a_refusal(self, tmp_path: Path) -> None:
-        """A script has to say --yes."""
-        result = run("rm", built(tmp_path / "cache"))
+# Runs the tasks of an array at the same time, and the command of --wrap after them.
+SBATCH = """#!/bin/bash
+last="${@: -1}"
+if [ "$1" = --parsable ]; then
+    range=$(sed -n 's/^#SBATCH --array=//p' "$2")
+    for task in $(seq ${range%-*} ${range#*-}); do
+        SLURM_ARRAY_TASK_ID=$task bash "$2" >&2 &
+    done
+    wait
+    echo 1234
+elif [ "$1" = --dependency=afterany:1234 ]; then
+    bash -c "$last"
+else
+    exit 9
+fi
+"""
 
-        assert result.exit_code == 2
-        assert "--yes" in result.stderr
-        assert (tmp_path / "cache").exists()
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
-    def test_on_a_terminal_it_asks(self, answer: bytes, code: int, tmp_path: Path) -> None:
-        """Only yes is yes; the question goes to standard error."""
-        dest = built(tmp_path / "cache")
-        ours, theirs = pty.openpty()
-        try:
-            os.write(ours, answer)
-            result = subprocess.run(
-                [sys.executable, "-m", "fastload", "cache", "rm", str(dest), "--json"],
-                cwd=ROOT,
-                stdin=theirs,
-                capture_output=True,
-                text=True,
-                timeout=60,
-            )
-        finally:
-            os.close(ours)
-            os.close(theirs)
+@pytest.mark.slow
+def test_the_recipe_for_slurm(tmp_path: Path) -> None:
+    """The lines of the page, with two tasks that run at the same time as processes of their own."""
+    page = (ROOT / "docs" / "howto" / "many-machines.md").read_text()
+    script, submission = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
+    images(tmp_path / "photos", *(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(6)))
+    (tmp_path / "build.sh").write_text(script.replace("64", "2"))
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    command = f'#!/bin/sh\nexec {sys.executable} -m fastload "$@"\n'
+    for name, text in (("sbatch", SBATCH), ("fastload", command)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-ec", submission],
+        cwd=tmp_path,
+        env={**os.environ, **path},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "joined: 12 of 12 samples" in done.stdout, (done.stdout, done.stderr)
+    assert sorted(os.listdir(tmp_path)) == ["build.sh", "photos", "photos.lmdb", "programs"]
+    cache = LMDBCache(tmp_path / "photos.lmdb")
+    assert (cache.num_shards, cache.classes, cache.verify()) == (2, ["cat", "dog"], [])
 
-        assert result.returncode == code, result.stderr
-        assert f"remove {dest} and all" in result.stderr
-        assert dest.exists() == (code == 1)
-        said = json.loads(result.stdout)
-        assert said.get("caches", [{}])[0].get("removed") == (None if code else [str(dest)])
-        assert said.get("type") == ("Abort" if code else None)
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_shards_and_their_join_are_told(tmp_path: Path) -> None:
+    """What was built and what to do next, the first time and again; a join lacks no shard."""
+    dest = tmp_path / "cache"
+    words = [("build-shard", ZOO, dest, f"{number}/3", "--workers", "0") for number in (1, 2, 3)]
+    first, again = run(*words[1]), told(*words[1])
+    assert re.fullmatch(
+        rf"{dest}: shard 2 of 3: built in .* s: 33 samples, .* kB\n"
+        rf"when all shards are built, run 'fastload cache join {dest}'\n",
+        first.stdout,
+    )
+    assert again.pop("elapsed_s") >= 0
+    assert again.pop("nbytes") > 0
+    expected = {"path": str(dest), "shard": 2, "num_shards": 3, "num_samples": 33, "num_skipped": 0}
+    assert again == {**expected, "was_built": False, "is_joined": False}
+    error = told("join", dest, code=1)["error"]
+    assert re.match(r"2 of 3 shards are missing or damaged: 1, 3\. .*build-shard SOURCE .* 1/3', then", error)
+    assert [run(*words[number]).exit_code for number in (0, 2)] == [0, 0]
+    assert run("join", dest).stdout.startswith(f"{dest}: joined: {NUM_SAMPLES} of {NUM_SAMPLES} samples, ")
+    second = told("join", dest)
+    assert (second["was_joined"], second["num_shards"]) == (False, 3)
+    assert "joined already: the cache matches" in run(*words[0]).stdout
+
+
+def test_skipped_samples_and_their_limit(tmp_path: Path) -> None:
+    """With --strict, exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
+    pytest.importorskip("lmdb")
+    for text, code in (("1/2", 3), ("2/2", 0)):
+        words = ("--on-error", "skip", "--max-errors", "1", "--strict", "--workers", "0")
+        result = run("build-shard", "tests.cli_zoo:Broken", tmp_path / "cache", text, *words)
+        assert result.exit_code == code, result.stderr
+    assert "`max_errors` allows 0" in told("join", tmp_path / "cache", "--max-errors", "0", code=1)["error"]
+    assert run("join", tmp_path / "cache", "--strict").exit_code == 3

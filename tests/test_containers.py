@@ -1,6 +1,6 @@
 """In a container: as an unprivileged user, on a read-only disk, with a small /dev/shm, a filter, and limits.
 
-bubblewrap makes it, as does `docker run --read-only --tmpfs /tmp --user 1000 --cap-drop ALL`.
+bubblewrap makes it, and Docker where a daemon runs: `docker run --read-only --tmpfs /tmp --cap-drop ALL`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from tests.kit.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from tests.kit.processes import Interpreter
 
@@ -27,41 +27,15 @@ pytestmark = pytest.mark.slow
 
 SHM_BYTES = 16 << 20
 MB = 1 << 20
+NOT_MOUNTED = {"dev", "mnt", "proc", "run", "sys", "tmp"}
 # What Docker's default profile denies to users without capabilities, by the numbers of x86-64.
-DENIED = {
-    "acct": 163,
-    "add_key": 248,
-    "bpf": 321,
-    "clock_settime": 227,
-    "delete_module": 176,
-    "finit_module": 313,
-    "fsopen": 430,
-    "init_module": 175,
-    "io_uring_setup": 425,
-    "ioperm": 173,
-    "iopl": 172,
-    "kexec_load": 246,
-    "keyctl": 250,
-    "mbind": 237,
-    "mount": 165,
-    "mount_setattr": 442,
-    "move_mount": 429,
-    "move_pages": 279,
-    "name_to_handle_at": 303,
-    "open_by_handle_at": 304,
-    "perf_event_open": 298,
-    "pivot_root": 155,
-    "quotactl": 179,
-    "reboot": 169,
-    "request_key": 249,
-    "set_mempolicy": 238,
-    "setns": 308,
-    "swapon": 167,
-    "syslog": 103,
-    "umount2": 166,
-    "unshare": 272,
-    "userfaultfd": 323,
-}
+DENIED = """
+acct 163 add_key 248 bpf 321 clock_settime 227 delete_module 176 finit_module 313 fsopen 430 init_module 175
+io_uring_setup 425 ioperm 173 iopl 172 kexec_load 246 keyctl 250 mbind 237 mount 165 mount_setattr 442
+move_mount 429 move_pages 279 name_to_handle_at 303 open_by_handle_at 304 perf_event_open 298 pivot_root 155
+quotactl 179 reboot 169 request_key 249 set_mempolicy 238 setns 308 swapon 167 syslog 103 umount2 166
+unshare 272 userfaultfd 323
+"""
 DENIED_AS_MISSING = [435]  # clone3, which libraries then do without
 
 _PROGRAM = """
@@ -106,46 +80,63 @@ print(json.dumps([found, lines]))
 """
 
 
-def contained(program: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """The end of a program in a container; skips the test if this machine makes none."""
+def _in_bubblewrap(writable: str) -> list[str]:
     bubblewrap = shutil.which("bwrap")
     if bubblewrap is None:
         pytest.skip("bubblewrap is not installed")
-    command = [
-        *(
-            bubblewrap,
-            "--unshare-all",
-            "--die-with-parent",
-            "--cap-drop",
-            "ALL",
-            "--uid",
-            "1000",
-            "--gid",
-            "1000",
-        ),
+    return [
+        *(bubblewrap, "--unshare-all", "--die-with-parent", "--cap-drop", "ALL"),
+        *("--uid", "1000", "--gid", "1000"),
         *("--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev"),
-        *("--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"),
-        *("--clearenv", *options, "--setenv", "PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path])),
-        *("--setenv", "HOME", "/nonexistent", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"),
-        *("--chdir", "/", sys.executable, "-c"),
+        *("--size", str(SHM_BYTES), "--tmpfs", "/dev/shm", "--tmpfs", writable, "--clearenv"),
     ]
-    trial = subprocess.run([*command, "pass"], capture_output=True, text=True, check=False)
+
+
+def _in_docker(writable: str) -> list[str]:
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "info"], capture_output=True, check=False).returncode:
+        pytest.skip("there is no Docker here")
+    no_files = bytes(10240)  # an archive of none; the folders of this machine are mounted
+    made = subprocess.run([docker, "import", "-"], input=no_files, capture_output=True, check=True)
+    folders = [path for path in Path("/").iterdir() if path.is_dir() and path.name not in NOT_MOUNTED]
+    return [
+        *(docker, "run", "--rm", "--network=none", "--read-only", "--cap-drop=ALL"),
+        *("--security-opt=no-new-privileges", f"--user={os.getuid()}", f"--shm-size={SHM_BYTES}"),
+        *(f"--tmpfs={writable}:mode=1777", *(f"--volume={path}:{path}:ro" for path in [*folders, ROOT])),
+        *("--workdir=/", made.stdout.decode().strip()),
+    ]
+
+
+@pytest.mark.parametrize("engine", [_in_bubblewrap, _in_docker])
+@pytest.mark.parametrize("writable", ["/tmp", "/mnt"])
+def test_loaders_and_caches_work_in_a_container(
+    writable: str, engine: Callable[[str], list[str]], request: pytest.FixtureRequest
+) -> None:
+    """Batches of 20 MB come through with 16 MB of /dev/shm, on a read-only disk, without privileges."""
+    command = engine(writable)
+    if engine is _in_docker:
+        image = command[-1]
+        request.addfinalizer(lambda: subprocess.run([command[0], "image", "rm", "-f", image], check=True))
+    is_filtered = engine is _in_bubblewrap and platform.machine() == "x86_64"  # Docker has its own filter
+    denied = [int(word) for word in DENIED.split()[1::2]]
+    settings = f"FILTERED, DENIED, MISSING = {is_filtered}, {denied}, {DENIED_AS_MISSING}"
+    variables = {
+        "TMPDIR": writable,
+        "HOME": "/nonexistent",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+    }
+    run = [*command, "/usr/bin/env", *(f"{name}={value}" for name, value in variables.items())]
+    run += [sys.executable, "-c"]
+    trial = subprocess.run([*run, "import tests.kit"], capture_output=True, text=True, check=False)
     if trial.returncode:
         pytest.skip(f"this machine makes no containers: {trial.stderr.strip()}")
-    return subprocess.run([*command, program], capture_output=True, text=True, check=False, timeout=100)
-
-
-@pytest.mark.parametrize("writable", ["/tmp", "/mnt"])
-def test_loaders_and_caches_work_in_a_container(writable: str) -> None:
-    """Batches of 20 MB come through with 16 MB of /dev/shm, on a read-only disk, without privileges."""
-    is_filtered = platform.machine() == "x86_64"
-    settings = f"FILTERED, DENIED, MISSING = {is_filtered}, {list(DENIED.values())}, {DENIED_AS_MISSING}"
-    done = contained(f"{settings}\n{_PROGRAM}", "--tmpfs", writable, "--setenv", "TMPDIR", writable)
+    program = f"{settings}\n{_PROGRAM}"
+    done = subprocess.run([*run, program], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(done.stdout)
-
     assert found["shm"] == SHM_BYTES < found["batch_bytes"]
-    assert found["uid"] == 1000
+    assert found["uid"] == (1000 if engine is _in_bubblewrap else os.getuid())
     assert found["writable"] == [writable]
     assert len(found["values"]) == found["cached"] == 96
     assert all(abs(value - index) <= 2 for index, value in enumerate(found["values"]))  # they were JPEGs
@@ -199,7 +190,6 @@ def test_limits_of_real_groups_are_found(groups: list[Path], interpreter: Interp
     done = interpreter.run(_LIMITED, *(str(group / "cgroup.procs") for group in groups))
     assert done.returncode == 0, done.stderr
     limit, free, quota, cpus = json.loads(done.stdout)
-
     assert limit == 512 * MB
     assert 0 < free <= 512 * MB
     assert (quota, cpus) == (0.5, 1)

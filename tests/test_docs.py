@@ -15,7 +15,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -26,6 +26,8 @@ import fastload
 from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.kit.processes import Interpreter
 
 
@@ -201,48 +203,39 @@ def test_relative_links_lead_to_files() -> None:
     paths = [os.path.relpath(link, ROOT) for link in links]
     # The package itself may be installed elsewhere.
     roots = [PACKAGE.parent if path.startswith("fastload/") else ROOT for path in paths]
-
     assert [path for root, path in zip(roots, paths, strict=True) if not (root / path).exists()] == []
 
 
-def test_every_error_has_a_section() -> None:
-    """The page of errors has a heading for each exception class of fastload.errors, and for no other."""
-    classes = {
-        name
-        for name, value in vars(fastload.errors).items()
-        if inspect.isclass(value) and issubclass(value, fastload.FastloadError)
-    }
-    headings = re.findall(r"^### `?(\w+Error)`?", (DOCS / "errors.md").read_text(), re.MULTILINE)
-
-    assert sorted(headings) == sorted(classes)
+def _errors() -> list[str]:
+    kinds = {name: one for name, one in vars(fastload.errors).items() if inspect.isclass(one)}
+    return sorted(name for name, kind in kinds.items() if issubclass(kind, fastload.FastloadError))
 
 
-def test_every_public_name_is_in_the_reference() -> None:
-    """The API page has each name of the package once."""
-    names = re.findall(r"^::: fastload\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
-
-    assert sorted(names) == fastload.__all__
-
-
-def test_the_table_of_torchs_arguments_is_complete() -> None:
-    """A row for each argument of torch's loader, in torch's order, with torch's default."""
-    rows = re.findall(r"^\| `(\w+)` \| `([^`]*)` \|", (DOCS / "api.md").read_text(), re.MULTILINE)
+def _arguments() -> list[tuple[str, str]]:
     parameters = list(inspect.signature(tud.DataLoader.__init__).parameters.values())[1:]
-
-    assert rows == [
-        (one.name, "required" if one.default is inspect.Parameter.empty else repr(one.default))
-        for one in parameters
-    ]
+    empty = inspect.Parameter.empty
+    return [(one.name, "required" if one.default is empty else repr(one.default)) for one in parameters]
 
 
-def test_every_environment_variable_is_in_the_table() -> None:
-    """The page has each variable that the package names, and no other."""
-    page = (DOCS / "configuration.md").read_text()
-    named = {
-        name for path in PACKAGE.rglob("*.py") for name in re.findall(r"FASTLOAD_[A-Z_]+", path.read_text())
-    }
+def _variables() -> list[str]:
+    code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    return sorted(set(re.findall(r"FASTLOAD_[A-Z_]+", code)))
 
-    assert set(re.findall(r"^\| `(FASTLOAD_\w+)` \|", page, re.MULTILINE)) == named
+
+@pytest.mark.parametrize(
+    ("page", "line", "expected"),
+    [
+        ("errors", r"^### `?(\w+Error)`?", _errors),
+        ("api", r"^::: fastload\.(\w+)$", lambda: fastload.__all__),
+        ("api", r"^\| `(\w+)` \| `([^`]*)` \|", _arguments),
+        ("configuration", r"^\| `(FASTLOAD_\w+)` \|", _variables),
+    ],
+    ids=["errors", "public names", "torch's arguments", "variables"],
+)
+def test_a_page_lists_all(page: str, line: str, expected: Callable[[], list[Any]]) -> None:
+    """Each exception, public name and environment variable; torch's arguments in order, with defaults."""
+    found = re.findall(line, (DOCS / f"{page}.md").read_text(), re.MULTILINE)
+    assert (found if expected is _arguments else sorted(found)) == expected()
 
 
 def test_the_landing_page_and_the_navigation_have_every_page() -> None:
@@ -250,24 +243,18 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     pages = sorted(str(page.relative_to(DOCS)) for page in PAGES)
     linked = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text())}
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
-
     assert [page for page in pages if page not in linked and page != "index.md"] == []
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
 def test_the_prose_of_the_pages() -> None:
-    """docs/prose.py has no objection to a page, or to the notes, pages and programs of the benchmarks."""
+    """docs/prose.py has no objection to pages and programs; the name on the package index is not ours."""
     prose = runpy.run_path(str(DOCS / "prose.py"))
     pages = [*ALL, ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
     pages += [path for ending in ("md", "py") for path in (ROOT / "benchmarks").rglob(f"*.{ending}")]
-
     assert [str(found) for found in prose["findings"](pages)] == []
-
-
-def test_no_page_offers_a_strangers_package() -> None:
-    """The name fastload on the package index is not ours: only fastload-torch is ever installed."""
-    wrong = re.compile(r"pip install .?fastload(?!-torch)")
-    assert [page for page in (*ALL, ROOT / "README.md") if wrong.search(page.read_text())] == []
+    strangers = re.compile(r"pip install .?fastload(?!-torch)")
+    assert [page for page in (*ALL, ROOT / "README.md") if strangers.search(page.read_text())] == []
 
 
 # --- README and examples ---------------------------------------------------------------------------------
@@ -324,9 +311,7 @@ def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
         Image.new("RGB", (96, 72), (number, 0, 0)).save(path)
     script = tmp_path / "readme.py"
     script.write_text("\n".join(blocks))
-
     done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100, exits=False)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout == "".join(shown)
 
@@ -338,7 +323,6 @@ def test_example_ends_with_what_it_shows(
 ) -> None:
     """Each example trains on the drawn photographs, and its last lines are those of the table above."""
     done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100, exits=False)
-
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){LAST_LINES[example.stem]}\n$", done.stdout), done.stdout
 
@@ -357,7 +341,6 @@ def test_examples_are_templates_first() -> None:
     for example in EXAMPLES:
         text = example.read_text()
         template, found, rest = text.partition("\n# --- The template ends here. ")
-
         assert found, example
         assert len(text.splitlines()) < 120, example
         assert "    for " in template or "trainer.fit(" in template, example
@@ -368,7 +351,6 @@ def test_examples_are_templates_first() -> None:
 def test_every_example_is_in_the_list() -> None:
     """examples/README.md names each file, and test cases exist for exactly those of one page."""
     listed = (ROOT / "examples" / "README.md").read_text()
-
     assert [path.name for path in ALL_EXAMPLES if path.name not in listed] == []
     assert sorted(LAST_LINES) == [path.stem for path in RUN_HERE]
 
@@ -380,7 +362,6 @@ def test_every_figure_comes_from_a_results_file() -> None:
     assert spec.loader is not None
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
-
     for page, parts in figures.blocks().items():
         for name, content in parts.items():
             assert f"<!-- {name} -->\n{content}\n<!-- /{name} -->" in page.read_text()

@@ -66,18 +66,16 @@ def test_the_free_cpus_of_a_ray_cluster(without_gpu: None, monkeypatch: pytest.M
     text = run().stdout
     monkeypatch.setattr(module, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-
     assert found == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
     assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", text)
     assert "there is no Ray cluster at '127.0.0.1:1'" in run().stdout
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
-    """Versions, CPUs, memory, GPUs and hints, ready for a bug report."""
-    result = run("--json")
+def test_without_a_gpu_all_else_is_found(without_gpu: None) -> None:
+    """Versions, CPUs, memory and hints, as one object and as text, which says why GPUs are unknown."""
+    result, text = run("--json"), run().stdout
     found = json.loads(result.stdout)
-
     assert result.exit_code == 0
     assert found["versions"]["fastload"] == fastload.__version__
     assert found["versions"]["torch"] == torch.__version__
@@ -86,17 +84,13 @@ def test_json_is_one_object_with_all_that_was_found(without_gpu: None) -> None:
     assert "spawn" in found["start_methods"]
     assert found["memory"]["host_total_bytes"] > found["memory"]["process_rss_bytes"] > 0
     assert (found["gpus"], found["gpu_processes"]) == ([], None)
-
-
-def test_without_a_gpu_the_text_says_why_and_what_is_unknown(without_gpu: None) -> None:
-    """The reason, what would help, and how to look for an error; memory in powers of 1024."""
-    text = run().stdout
-
-    assert re.search(r"^gpus note +torch .* was built without CUDA", text, re.MULTILINE)
-    assert re.search(r"^gpu processes note +NVML's Python module is not installed", text, re.MULTILINE)
-    assert re.search(r"^  process pss +[\d.,]+ [GM]iB$", text, re.MULTILINE)
-    for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"):
-        assert hint in text
+    for line in (
+        r"^gpus note +torch .* was built without CUDA",
+        r"^gpu processes note +NVML's Python module is not installed",
+        r"^  process pss +[\d.,]+ [GM]iB$",
+    ):
+        assert re.search(line, text, re.MULTILINE)
+    assert all(hint in text for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"))
 
 
 def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
@@ -107,7 +101,7 @@ def gpu(index: int, name: str, **found: Any) -> dict[str, Any]:
 
 
 def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that could be measured, one that could not, and who holds memory."""
+    """A GPU that could be measured, one that could not, with its error, and who holds memory."""
     figures = {"capability": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30}
     rates = {"pinned_bytes_per_s": 50e9, "pageable_bytes_per_s": 10e9}
     gpus = [
@@ -130,16 +124,12 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
         assert line in words
     assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"
 
-
-def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends no report."""
-
     def fail(index: int) -> Any:
         raise RuntimeError("CUDA error: out of memory\nwith many more lines")
 
+    monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "device", fail)
-
     assert machine_report.examine_gpu(1) == gpu(1, "GPU 1", problem="CUDA error: out of memory")
 
 
@@ -147,6 +137,7 @@ def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pyt
     ("refusals", "is_pinned", "outcome"),
     [
         ({}, True, "works"),
+        ({"create": "no shared memory here"}, True, "no shared memory here"),
         ({"register": "cudaHostRegister gave error 801"}, False, "cudaHostRegister gave error 801"),
         ({"unregister": "cudaHostUnregister gave error 713"}, True, "cudaHostUnregister gave error 713"),
         ({}, False, "torch does not treat registered memory as pinned"),
@@ -155,34 +146,27 @@ def test_a_gpu_that_fails_has_its_error_in_the_place_of_figures(monkeypatch: pyt
 def test_page_locking_works_or_has_its_reason(
     monkeypatch: pytest.MonkeyPatch, refusals: dict[str, str], is_pinned: bool, outcome: str
 ) -> None:
-    """What is registered for the trial is unregistered after it."""
+    """The driver's or the host's; what is registered for the trial is unregistered after it."""
     calls = []
 
     def answer(name: str, *arguments: int) -> str:
         calls.append((name, arguments[0]))
         return refusals.get(name, "")
 
+    def refuse_segment(*_: Any, **__: Any) -> Any:
+        raise SegmentError(refusals["create"])
+
     backend = types.SimpleNamespace(
         register=functools.partial(answer, "register"), unregister=functools.partial(answer, "unregister")
     )
     monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: backend)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
-
+    if "create" in refusals:
+        monkeypatch.setattr(machine_report.Segment, "create", refuse_segment)
     assert machine_report.try_page_locking(0) == outcome
-    assert [name for name, _ in calls] == ["register", "unregister"][: 1 if "register" in refusals else 2]
-    assert len({address for _, address in calls}) == 1
-
-
-def test_page_locking_without_shared_memory_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that refuses the segment is told apart from a driver that refuses to lock it."""
-
-    def refuse_segment(*_: Any, **__: Any) -> Any:
-        raise SegmentError("no shared memory here")
-
-    monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: None)
-    monkeypatch.setattr(machine_report.Segment, "create", refuse_segment)
-
-    assert machine_report.try_page_locking(0) == "no shared memory here"
+    num_calls = 0 if "create" in refusals else 1 if "register" in refusals else 2
+    assert [name for name, _ in calls] == ["register", "unregister"][:num_calls]
+    assert len({address for _, address in calls}) == bool(calls)
 
 
 # --- processes on GPUs ------------------------------------------------------------------------------------
@@ -192,53 +176,47 @@ class NVMLError(Exception):
     """As NVML's module has it."""
 
 
-def nvml(**functions: Any) -> types.SimpleNamespace:
-    """NVML's module with two GPUs, of which the second is used by one process."""
+def refuse(*_: Any) -> Any:
+    raise NVMLError("Driver Not Loaded")
+
+
+@pytest.mark.parametrize(
+    "refused", ["", "nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses"]
+)
+def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    """By GPU, with what they hold; what it refuses is unknown, with NVML's own reason."""
     users = [[], [types.SimpleNamespace(pid=99, usedGpuMemory=1 << 30)]]
-    usual: dict[str, Any] = {
+    functions: dict[str, Any] = {
         "NVMLError": NVMLError,
         "nvmlInit": lambda: None,
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetComputeRunningProcesses": users.__getitem__,
+        refused: refuse,
     }
-    return types.SimpleNamespace(**{**usual, **functions})
+    monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
+    known = [{"index": 1, "pid": 99, "used_bytes": 1 << 30}], ""
+    assert machine_report.gpu_processes() == ((None, "NVML: Driver Not Loaded") if refused else known)
 
 
-def refuse(*_: Any) -> Any:
-    raise NVMLError("Driver Not Loaded")
-
-
-def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By GPU, with what they hold."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml())
-
-    assert machine_report.gpu_processes() == ([{"index": 1, "pid": 99, "used_bytes": 1 << 30}], "")
-
-
-@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetComputeRunningProcesses"])
-def test_what_nvml_refuses_is_unknown(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """The reason is NVML's own, and nothing is raised."""
-    monkeypatch.setitem(sys.modules, "pynvml", nvml(**{call: refuse}))
-
-    assert machine_report.gpu_processes() == (None, "NVML: Driver Not Loaded")
-
-
-# --- the host ---------------------------------------------------------------------------------------------
-
-
-def test_it_runs_as_a_command(interpreter: Interpreter) -> None:
-    """In a process of its own: exit code 0, one JSON object, nothing else on standard output."""
-    module = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
-    done = interpreter.run(module, "doctor", "--json", environment={"CUDA_VISIBLE_DEVICES": ""})
-
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["versions"]["python"] == sys.version.split()[0]
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_all_is_measured() -> None:
+    """Bandwidths, memory, capability and page-locking of every GPU; the trial leaves no error behind."""
+    found, _ = machine_report.machine_report()
+    assert found["gpus_note"] == ""
+    assert [one["index"] for one in found["gpus"]] == list(range(torch.cuda.device_count()))
+    gpus = [one for one in found["gpus"] if not one["problem"]]
+    assert all(one["pinned_bytes_per_s"] > 1e8 for one in gpus)
+    assert all(0 < one["free_bytes"] <= one["total_bytes"] for one in gpus)
+    assert all(one["capability"] for one in gpus)
+    assert [one["page_locking"] for one in gpus] == ["works"] * len(gpus)
+    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
 
 
 @pytest.mark.slow
 def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
-    """Resident memory is unknown then, in JSON and as text; the machine's memory is known."""
+    """As one JSON object in which resident memory is unknown, like in the text; the machine's is known."""
     program = (
         "import sys; from tests.kit.faults import hide_proc; hide_proc() or sys.exit(77)\n"
         "import fastload; from fastload.cli.main import main\n"
@@ -248,37 +226,16 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
     done = interpreter.run(program)
     if done.returncode == 77:
         pytest.skip("this user may not change what is mounted")
-
     assert done.returncode == 0, done.stderr
     memory = json.loads(done.stdout)["memory"]
     assert memory["process_rss_bytes"] is None
     assert memory["host_total_bytes"] >= memory["host_available_bytes"] > 0
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_bandwidths_are_measured() -> None:
-    """Both kinds of memory have a figure for every GPU."""
-    found, _ = machine_report.machine_report()
-
-    assert found["gpus_note"] == ""
-    assert [one["index"] for one in found["gpus"]] == list(range(torch.cuda.device_count()))
-    assert all(one["problem"] or one["pinned_bytes_per_s"] > 1e8 for one in found["gpus"])
+# --- a source ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_memory_capability_and_page_locking_are_found() -> None:
-    """Every GPU that can be measured has them, and the trial leaves no error behind."""
-    gpus = [one for one in machine_report.machine_report()[0]["gpus"] if not one["problem"]]
-
-    assert all(0 < one["free_bytes"] <= one["total_bytes"] for one in gpus)
-    assert all(one["capability"] for one in gpus)
-    assert [one["page_locking"] for one in gpus] == ["works"] * len(gpus)
-    assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
-
-
-def _photos(root: Path, *, num_images: int, side: int) -> Path:
+def _photos(root: Path, *, num_images: int, side: int = 300) -> Path:
     """A folder of JPEGs of noise, `side` x `side` pixels."""
     folder = root / "photos" / "noise"
     folder.mkdir(parents=True)
@@ -290,12 +247,10 @@ def _photos(root: Path, *, num_images: int, side: int) -> Path:
 
 @pytest.mark.slow
 def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has its bytes, by the images and their files; the commands run as printed."""
-    root = _photos(tmp_path, num_images=3, side=300)
+    """Each way has its bytes, by images and files; commands run as printed; the best that fits is marked."""
+    root = _photos(tmp_path, num_images=3)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
-
     found = json.loads(run(str(root), "--json").stdout)
-
     options = {option["name"]: option for option in found["options"]}
     assert found["num_samples"] == found["num_measured"] == 3
     assert options["decoded in RAM"]["needed_bytes"] == pytest.approx(3 * 300 * 300 * 3, abs=100)
@@ -307,16 +262,20 @@ def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name in ("files in LMDB", "files with tiles in LMDB"):
         assert CliRunner().invoke(main.app, shlex.split(options[name]["how"])[1:]).exit_code == 0
 
+    monkeypatch.setattr(sizing, "available_bytes", lambda: 600_000)
+    lines = run(str(root)).stdout.splitlines()
+    assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
+    (best,) = [line for line in lines if line.startswith(">")]
+    assert "decoded in RAM" not in best
+
 
 def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) -> None:
     """Nor for files that cannot have them."""
-    root = _photos(tmp_path, num_images=2, side=300)
+    root = _photos(tmp_path, num_images=2)
     for path in root.rglob("*.jpg"):
         path.write_bytes(add_restarts(path.read_bytes()))
     Image.new("RGB", (300, 300)).save(root / "noise" / "progressive.jpg", progressive=True)
-
     found = json.loads(run(str(root), "--json").stdout)
-
     assert not any("tiles" in option["name"] for option in found["options"])
 
 
@@ -324,55 +283,35 @@ def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path
     """A remote file is in memory when its decoding is measured; a local folder has no such line."""
     root = _photos(tmp_path, num_images=2, side=64)
     said = "requests to it take longer"
-
     assert said in run(f"local://{root}").stdout
     assert said not in run(str(root)).stdout
 
 
-def test_a_source_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fastest way that fits is marked."""
-    root = _photos(tmp_path, num_images=2, side=300)
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 400_000)
-
-    lines = run(str(root)).stdout.splitlines()
-
-    assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
-    (best,) = [line for line in lines if line.startswith(">")]
-    assert "decoded in RAM" not in best
-
-
-def test_a_source_without_undecoded_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dataset of arrays has no files to keep; numbers alone have no size to compare."""
-    (tmp_path / "arrays_of_mine.py").write_text(
+@pytest.mark.parametrize(
+    ("sample", "is_random"),
+    [
+        ("np.full((260, 300, 3), index, np.uint8), index", False),
+        ("np.random.randint(0, 256, (64, 64, 3)).astype(np.uint8)", True),
+    ],
+)
+def test_a_source_without_undecoded_images(
+    sample: str, is_random: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset of arrays has no files to keep; random samples have no cache at all, which refuses them."""
+    name = f"samples_of_mine_{is_random}"
+    (tmp_path / f"{name}.py").write_text(
         "import numpy as np\n"
-        "class Arrays:\n"
+        "class Mine:\n"
         "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index): return np.full((260, 300, 3), index, np.uint8), index\n"
+        f"    def __getitem__(self, index): return {sample}\n"
     )
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "numbers_of_mine.py").write_text("NUMBERS = [1, 2, 3]\n")
-    refused = run("numbers_of_mine:NUMBERS")
-    assert refused.exit_code != 0
-    assert "have no image" in refused.stderr
-
-    found = json.loads(run("arrays_of_mine:Arrays", "--json").stdout)
-
-    assert {option["name"] for option in found["options"]} >= {"decoded in RAM", "no cache"}
-    assert not any(option["name"].startswith("files") for option in found["options"])
-
-
-def test_no_cache_is_advised_for_random_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CachedDataset refuses them, and the reason is the same."""
-    (tmp_path / "noise_of_mine.py").write_text(
-        "import numpy as np\n"
-        "class Noise:\n"
-        "    def __len__(self): return 4\n"
-        "    def __getitem__(self, index): return np.random.randint(0, 256, (64, 64, 3)).astype(np.uint8)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-
-    found = json.loads(run("noise_of_mine:Noise", "--json").stdout)
-
-    assert [option["name"] for option in found["options"]] == ["no cache"]
-    assert "Noise[0] returns a different sample on every access" in found["notes"][-1]
-    assert "no cache can hold these samples" in run("noise_of_mine:Noise").stdout
+    found = json.loads(run(f"{name}:Mine", "--json").stdout)
+    names = {option["name"] for option in found["options"]}
+    assert not any(name.startswith("files") for name in names)
+    assert ("decoded in RAM" in names) != is_random
+    assert "no cache" in names
+    if is_random:
+        assert names == {"no cache"}
+        assert "Mine[0] returns a different sample on every access" in found["notes"][-1]
+        assert "no cache can hold these samples" in run(f"{name}:Mine").stdout

@@ -61,9 +61,7 @@ def test_children_of_children_are_seen(lists_children: bool, monkeypatch: pytest
     with subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         grandchild = int(child.stdout.readline())
-
         assert leaks.children() - before == {child.pid, grandchild}
-
         os.kill(grandchild, signal.SIGKILL)
         child.wait()
         assert leaks.children() == before

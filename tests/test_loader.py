@@ -27,19 +27,9 @@ from fastload.images.layout import image_layout
 from tests.kit import datasets
 
 EXTRAS = {
-    "memory_format",
-    "prefetch_memory",
-    "seed_albumentations",
-    "rng",
-    "worker_type",
-    "device",
-    "batch_transform",
-    "device_transform",
-    "on_error",
-    "max_errors",
-    "max_worker_restarts",
-    "ray_options",
-    "snapshot_every_n_steps",
+    *("memory_format", "prefetch_memory", "seed_albumentations", "rng", "worker_type", "device"),
+    *("batch_transform", "device_transform", "on_error", "max_errors", "max_worker_restarts"),
+    *("ray_options", "snapshot_every_n_steps"),
 }
 IMAGES = datasets.Made(datasets.image, 12)
 
@@ -49,31 +39,22 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
     theirs = inspect.signature(tud.DataLoader.__init__).parameters
     ours = dict(inspect.signature(fastload.DataLoader.__init__).parameters)
     extras = {name: ours.pop(name) for name in EXTRAS}
-
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
     assert {p.kind for p in extras.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-def test_public_attributes_are_arguments_alone() -> None:
-    """Ignite and Lightning build a loader again from its public attributes."""
-    theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(IMAGES, 4, prefetch_memory="1MB", memory_format=torch.channels_last)
-    list(loader)
-
-    assert {name for name in vars(loader) if not name.startswith("_")} == theirs | EXTRAS
-
-
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
-    """The way of ignite: type(loader)(**public attributes), with a new batch sampler."""
+    """The way of ignite: type(loader)(**public attributes), which are arguments, with a new batch sampler."""
+    theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1, prefetch_memory=12345, seed_albumentations=False)
+    list(loader)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
+    assert set(arguments) == theirs | EXTRAS
     for name in ("batch_size", "sampler", "drop_last", "batch_sampler"):
         del arguments[name]
-
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
-
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
     assert (again.prefetch_memory, again.seed_albumentations) == (12345, False)
 
@@ -83,7 +64,6 @@ def test_making_a_loader_takes_nothing() -> None:
     assert isinstance(fastload.DataLoader[int]([1, 2]), tud.DataLoader)
     before = (len(os.listdir("/proc/self/fd")), threading.active_count())
     loader = fastload.DataLoader(IMAGES, num_workers=2, persistent_workers=True)
-
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
     assert loader._iterator is None
 
@@ -94,7 +74,6 @@ def test_it_can_be_pickled_and_copied_while_it_is_iterated() -> None:
     loader = fastload.DataLoader(IMAGES, 4, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-
     for twin in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
         assert [labels.tolist()[0] for _, labels in twin] == [0, 4, 8]
     assert next(iterator)[1].tolist()[0] == 4
@@ -113,7 +92,6 @@ def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
     """Its batches are those of its iterators, which fastload does not measure."""
     loader = _OwnIterators(IMAGES, 4, num_workers=num_workers)
     persistent = _OwnIterators(IMAGES, 4, num_workers=1, persistent_workers=True)
-
     assert isinstance(iter(loader), _BaseDataLoaderIter)
     for one in (loader, persistent):
         for _ in range(2):
@@ -123,31 +101,20 @@ def test_a_subclass_may_make_iterators_of_its_own(num_workers: int) -> None:
 
 
 def test_attributes_are_read_again_at_the_next_epoch() -> None:
-    """As in torch: what may be set is obeyed, what may not be set is refused."""
+    """As in torch: what may be set is obeyed, what may not be set is refused; wrong extras at once."""
     loader = fastload.DataLoader(IMAGES, 4)
     loader.collate_fn = len
     lengths = list(loader)
     loader.num_workers = 1
     loader.prefetch_factor = 2
-
     assert lengths == list(loader) == [4, 4, 4]
     with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
         loader.batch_size = 3
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"memory_format": torch.preserve_format}, "memory_format should be None or torch.channels_last"),
-        ({"prefetch_memory": "many"}, "^prefetch_memory='many' is not an amount of memory: "),
-        ({"prefetch_memory": -1}, "^prefetch_memory=-1 is not an amount of memory: "),
-    ],
-    ids=str,
-)
-def test_bad_extras_are_refused_at_once(arguments: dict[str, Any], text: str) -> None:
-    """With what came and what was expected."""
-    with pytest.raises(ValueError, match=text):
-        fastload.DataLoader(IMAGES, **arguments)
+    with pytest.raises(ValueError, match=r"memory_format should be None or torch\.channels_last"):
+        fastload.DataLoader(IMAGES, memory_format=torch.preserve_format)  # type: ignore[arg-type]
+    for wrong in ("many", -1):
+        with pytest.raises(ValueError, match=f"^prefetch_memory={wrong!r} is not an amount of memory: "):
+            fastload.DataLoader(IMAGES, prefetch_memory=wrong)
 
 
 # --- channels-last ---------------------------------------------------------------------------------------
@@ -170,19 +137,26 @@ def _as_chw(index: int) -> Any:
         (datasets.Made(_as_chw, 12), {"num_workers": 2}),
         (datasets.Bulk(datasets.image, 12), {"num_workers": 0}),
         (IMAGES, {"num_workers": 1, "in_order": False}),
+        ("cache", {"num_workers": 0}),
+        ("cache", {"num_workers": 2}),
     ],
-    ids=["HWC", "workers", "CHW", "getitems", "torch's iterator"],
+    ids=["HWC", "workers", "CHW", "getitems", "torch's iterator", "cache", "cache and workers"],
 )
 def test_channels_last_hands_images_out_as_bchw(dataset: Any, options: dict[str, Any]) -> None:
-    """(B, C, H, W) with channels-last strides; the same pixels as without."""
+    """(B, C, H, W) with channels-last strides, a view of (B, H, W, C); the same pixels as without."""
+    if dataset == "cache":
+        dataset = fastload.CachedDataset(IMAGES)
+        dataset.fill(0, progress=False)
     plain = list(fastload.DataLoader(dataset, 4))
     images = list(fastload.DataLoader(dataset, 4, memory_format=torch.channels_last, **options))
-
     for one, other in zip(plain, images, strict=True):
         want = one[0] if isinstance(one, list) else one
         got = other[0] if isinstance(other, list) else other
+        back = got.permute(0, 2, 3, 1)
         assert got.shape == (4, 3, 8, 8)
         assert got.is_contiguous(memory_format=torch.channels_last)
+        assert back.is_contiguous()
+        assert back.data_ptr() == got.data_ptr()
         assert torch.equal(got, want if want.shape[1] == 3 else want.permute(0, 3, 1, 2))
 
 
@@ -199,7 +173,6 @@ def test_channels_last_reaches_images_in_any_container(kind: Any, num_workers: i
         IMAGES, 4, num_workers=num_workers, collate_fn=collate, memory_format=torch.channels_last
     )
     batches = list(loader)
-
     assert len(batches) == 3
     for batch in batches:
         assert type(batch) is kind
@@ -244,10 +217,8 @@ def test_channels_last_changes_images_alone(options: dict[str, Any]) -> None:
         sample = {name: np.stack([part, part]) for name, part in sample.items()}
     options = {"batch_size": 2, **options}
     dataset: Any = [sample] * 4
-
     plain = next(iter(fastload.DataLoader(dataset, **options)))
     batch = next(iter(fastload.DataLoader(dataset, memory_format=torch.channels_last, **options)))
-
     assert batch["image"].shape == (2, 3, 64, 64)
     assert batch["float"].shape == (2, 3, 9, 8)
     assert batch["image"].is_contiguous(memory_format=torch.channels_last)
@@ -269,23 +240,6 @@ def test_no_shape_is_an_image_in_two_layouts() -> None:
         assert image_layout(shape, is_pixels=False) is None
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_channels_last_from_a_cache_shares_memory_with_the_bhwc_batch(num_workers: int) -> None:
-    """It is a permuted view: seen as (B, H, W, C) it is contiguous, from the same address."""
-    cached = fastload.CachedDataset(IMAGES)
-    for index in range(12):
-        cached[index]
-    loader = fastload.DataLoader(cached, 12, num_workers=num_workers, memory_format=torch.channels_last)
-
-    ((images, _),) = loader
-    back = images.permute(0, 2, 3, 1)
-
-    assert back.is_contiguous()
-    assert back.data_ptr() == images.data_ptr()
-    assert np.array_equal(back.numpy(), np.stack([datasets.image(index)[0] for index in range(12)]))
-    cached.cache.close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
     """Under the label that torch gives, for those that are asked for while the profiler is on."""
@@ -295,6 +249,5 @@ def test_batches_are_labelled_in_a_profile(num_workers: int) -> None:
         next(iterator)
         next(iterator)
     list(iterator)
-
     label = f"enumerate(DataLoader)#{type(iterator).__name__}.__next__"
     assert [event.name for event in profile.function_events if "DataLoader" in event.name] == [label] * 2

@@ -61,7 +61,6 @@ def test_photographs_come_from_all_classes(run: Any, tmp_path: Path) -> None:
     """A part of a folder holds each class equally often; a folder that is too small is refused."""
     folder = photos(tmp_path / "photos", 4)
     found = run.some_photos(folder, 5)
-
     assert [label for _, label in found] == [0, 0, 0, 1, 1]
     with pytest.raises(ValueError, match="too few photographs"):
         run.some_photos(folder, 9)
@@ -86,7 +85,6 @@ def test_wrong_batches_become_the_row(
     task = run.Task("jpeg_folder", "", 512, 0, 64, True)
     job = run.Job(task, tmp_path, [("photo.jpg", index % 2) for index in range(512)], tmp_path)
     right = {"num_images": 512, "labels_sum": 256, "dtype": "torch.uint8", "shape": [224, 224, 3]}
-
     assert run.objection(right | wrong, job) == objection
 
 
@@ -119,7 +117,6 @@ def test_the_oldest_row_has_every_lower_bound(program: Any) -> None:
     (oldest,) = (row for row in program.ROWS if row.libraries == "oldest")
     ranges = [*project["dependencies"], *project["optional-dependencies"]["albumentations"]]
     bounds = {text.partition(">=")[0]: text.partition(">=")[2].partition(",")[0] for text in ranges}
-
     assert f"torch>={oldest.torch.removesuffix('.0')}" in project["dependencies"]
     del bounds["torch"]
     assert {f"{name}=={bound}.*" for name, bound in bounds.items()} <= set(program._libraries(oldest))
@@ -141,7 +138,6 @@ def test_only_a_missing_package_excuses_a_failure(
 ) -> None:
     """And only where one could not be installed."""
     case = ET.fromstring(f"<testcase>{children}</testcase>")
-
     assert program._outcome(case, left_out) == outcome
 
 
@@ -151,9 +147,7 @@ def test_interpreters_are_known_by_what_they_answer(program: Any, tmp_path: Path
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-
     found = program.interpreters([str(shim), sys.executable])
-
     assert list(found) == [version + ("t" if "t" in sys.abiflags else "")]
 
 
@@ -175,7 +169,6 @@ def test_the_table_names_each_client_with_its_pinned_release() -> None:
         "albumentationsx": _pins((PINS / "albumentationsx.txt").read_text())["albumentationsx"]
     }
     rows = dict(re.findall(r"^\| \[[^]]+\]\([^)]+\) \| ([\w-]+) ([\d.]+) \|", PAGE.read_text(), re.MULTILINE))
-
     assert rows == pinned
 
 

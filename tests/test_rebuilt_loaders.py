@@ -28,6 +28,7 @@ LOST: dict[str, dict[str, Any]] = {
     "device, device_transform": {"device": "cpu", "device_transform": datasets.mixed_up},
     'rng="sample", device': {"rng": "sample", "device": "auto", **CHANNELS_LAST},
 }
+OTHERS: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": datasets.mixed_up}
 
 
 @pytest.fixture(autouse=True)
@@ -50,16 +51,8 @@ def prepared_as_accelerate_does(loader: Any, **options: Any) -> Any:
 
 def prepared_as_ray_does(loader: Any) -> Any:
     """ray/train/torch/train_loop_utils.py, prepare_data_loader: torch's loader, with a sampler of its own."""
-    names = (
-        "batch_size",
-        "num_workers",
-        "collate_fn",
-        "pin_memory",
-        "drop_last",
-        "timeout",
-        "worker_init_fn",
-    )
-    arguments = {name: getattr(loader, name) for name in (*names, "generator")}
+    names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout")
+    arguments = {name: getattr(loader, name) for name in (*names, "worker_init_fn", "generator")}
     sampler = tud.DistributedSampler(loader.dataset, 1, 0, shuffle=False)
     return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
 
@@ -78,22 +71,14 @@ def warned(loader: Any) -> tuple[list[Any], list[str]]:
     [(prepared_as_accelerate_does, names) for names in LOST] + [(prepared_as_ray_does, 'rng="sample"')],
 )
 def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
-    """Once, with the names of the arguments that have no effect, and what to do."""
-    batches, texts = warned(prepare(DataLoader(IMAGES, 4, **LOST[names])))
-
+    """Once for each process and loss, with the names of the arguments that have no effect, and what to do."""
+    loader = DataLoader(IMAGES, 4, **LOST[names])
+    batches, texts = warned(prepare(loader))
     assert len(batches) == 3
     assert len(texts) == 1
     assert f"have no effect on its batches: {names}. Iterate over the fastload.DataLoader itself" in texts[0]
-
-
-def test_once_for_each_process_and_loss() -> None:
-    """A second loader that loses the same is not worth a second warning; one that loses something else is."""
-    loader = DataLoader(IMAGES, 4, rng="sample")
-    counts = [len(warned(prepared_as_accelerate_does(loader))[1]) for _ in range(2)]
-    other = warned(prepared_as_accelerate_does(DataLoader(IMAGES, 4, device="cpu")))[1]
-
-    assert counts == [1, 0]
-    assert len(other) == 1
+    assert warned(prepare(loader))[1] == []
+    assert len(warned(prepare(DataLoader(IMAGES, 4, **OTHERS)))[1]) == 1
 
 
 def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
@@ -105,7 +90,6 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
         "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
     )
     done = interpreter.run(program)
-
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
 
@@ -116,7 +100,6 @@ def test_the_memory_format_is_not_lost(num_workers: int) -> None:
     """Torch's loader gives the batches of ours, in shape, strides and values, without a warning."""
     loader = DataLoader(IMAGES, 4, num_workers=num_workers, **CHANNELS_LAST)
     batches, texts = warned(prepared_as_accelerate_does(loader))
-
     assert texts == []
     for (images, labels), (ours, our_labels) in zip(batches, loader, strict=True):
         assert (images.shape, images.stride()) == (ours.shape, ours.stride())
@@ -138,7 +121,6 @@ def test_our_own_iterators_use_the_collate_fn_itself(options: dict[str, Any]) ->
     """Nothing is lost here, and nothing is warned of."""
     names: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _first, **CHANNELS_LAST}
     batches, texts = warned(DataLoader(IMAGES, 4, collate_fn=_collate, **names, **options))
-
     assert texts == []
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 8, 8)] * 3
 
@@ -156,20 +138,15 @@ def _first(batch: Any) -> Any:
 # --- the callable itself ---------------------------------------------------------------------------------
 
 
-def test_without_such_arguments_it_is_the_user_s() -> None:
-    """The attribute is what was given, or torch's default."""
-    assert DataLoader(IMAGES, 4, collate_fn=_collate).collate_fn is _collate
+def test_it_follows_from_the_arguments_as_they_are_now() -> None:
+    """Without such arguments it is the user's, or torch's default."""
     assert DataLoader(IMAGES, 4).collate_fn is tud.default_collate
     assert DataLoader(IMAGES, None).collate_fn is tud.DataLoader(IMAGES, None).collate_fn
-
-
-def test_arguments_that_are_set_later_count() -> None:
-    """The attribute follows from the arguments as they are now."""
     loader = DataLoader(IMAGES, 4, collate_fn=_collate)
+    assert loader.collate_fn is _collate
     loader.device_transform = _first
     texts = warned(prepared_as_accelerate_does(loader))[1]
     loader.device_transform = None
-
     assert "device_transform" in texts[0]
     assert loader.collate_fn is _collate
 
@@ -210,7 +187,6 @@ def test_it_can_be_pickled() -> None:
     loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate, **CHANNELS_LAST)  # type: ignore[arg-type]
     twin = pickle.loads(pickle.dumps(loader.collate_fn))
     batches, texts = warned(tud.DataLoader(IMAGES, 4, collate_fn=twin))
-
     assert twin == _collate
     assert batches[0][0].shape == (4, 3, 8, 8)
     assert len(texts) == 1
@@ -225,7 +201,6 @@ def test_a_loader_of_ours_takes_the_inner_one() -> None:
     for name in ("sampler", "batch_sampler"):
         del public[name]
     rebuilt = fastload.DataLoader(**public)
-
     assert again.collate_fn is _collate
     assert public["collate_fn"] is _collate
     assert vars(rebuilt)["collate_fn"] is _collate

@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import DataLoader
@@ -36,7 +36,6 @@ from tests.kit import datasets
 from tests.kit.batches import read_epoch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 # One of each kind of iterator.
@@ -46,6 +45,7 @@ WAYS: list[dict[str, Any]] = [
     {"num_workers": 2, "worker_type": "thread"},
     {"num_workers": 2, "in_order": False},
     {"num_workers": 1, "device": "cpu", "device_transform": torch.clone},
+    {"num_workers": 1, "multiprocessing_context": "forkserver"},
 ]
 OURS = [way for way in WAYS if way.get("in_order", True)]
 S = 1_000_000_000  # ns
@@ -66,29 +66,21 @@ def fails_at_5(index: int) -> Any:
 ROWS = datasets.Made(row, 22)  # batches of 4: five of them, and one of 2 samples
 
 
-class Stream(IterableDataset[Any]):
-    """Five rows in each worker."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(row, range(5))
-
-
-class Wrapped:
-    """A dataset of the user's around a cache: each sample reads two cached ones."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __len__(self) -> int:
-        return len(self.inner) // 2
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[2 * index] + self.inner[2 * index + 1]
-
-
 def _name_of(way: dict[str, Any]) -> str:
     """A way of iterating as the name of a test: the same in each process that runs tests."""
     return "-".join(f"{key}={getattr(value, '__name__', value)}" for key, value in way.items()) or "plain"
+
+
+def cached(**options: Any) -> Any:
+    """A cache that is filled."""
+    dataset = fastload.CachedDataset(ROWS, cache="ram", **options)
+    dataset.fill(0, progress=False)
+    return dataset
+
+
+def known(loader: Any) -> set[str]:
+    """The names of figures that are not zero."""
+    return {name for name, value in loader.stats().as_dict().items() if value}
 
 
 @pytest.fixture
@@ -105,18 +97,21 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[int]) -> None:
-    """With its samples and bytes; what was fetched ahead does not count, nor do calls after the end."""
-    with DataLoader(ROWS, 4, **way) as loader:
-        assert {name for name, value in loader.stats().as_dict().items() if value} == set()
+    """With samples and bytes; not what was fetched ahead or skipped by resuming, nor calls after the end."""
+    with DataLoader(ROWS, 4, **way) as loader, DataLoader(ROWS, 4, **way) as resumed:
+        assert known(loader) == set()
         assert len(list(itertools.islice(loader, 2))) == 2
         first = loader.stats()
+        if way.get("in_order", True):
+            resumed.load_state_dict(loader.state_dict())
+            assert len(list(resumed)) == 4
+            assert (resumed.stats().num_batches, resumed.stats().num_samples) == (4, 14)
         iterator = iter(loader)
         nbytes = sum(batch.nbytes for batch in iterator)
         figures = loader.stats()
         clock[0] += S  # a caller who asks again after the end is not computing
         assert next(iterator, None) is None
         assert loader.stats() == figures
-
     assert (first.num_epochs, first.num_batches, first.num_samples, first.nbytes) == (1, 2, 8, 8 * 24)
     assert (figures.num_epochs, figures.num_batches, figures.num_samples) == (2, 8, 30)
     assert figures.nbytes == first.nbytes + nbytes
@@ -124,76 +119,52 @@ def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[i
     assert figures.cache_hits is figures.cache_misses is None
 
 
-@pytest.mark.slow
-def test_workers_of_the_fork_server_send_their_figures() -> None:
-    """Those of forked ones are counted above."""
-    with DataLoader(ROWS, 4, num_workers=1, multiprocessing_context="forkserver") as loader:
-        assert len(list(loader)) == 6
-        figures = loader.stats()
-
-    assert (figures.num_batches, figures.num_samples, figures.nbytes) == (6, 22, 22 * 24)
-    assert figures.worker_utilisation is not None
-    assert 0 < figures.worker_utilisation <= 1
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("dataset", "batch_size", "num_samples"),
-    [(Stream(), 4, 5), (Stream(), None, 5), (ROWS, None, 22), (datasets.Bulk(row, 22), 4, 22)],
+    [
+        (datasets.Stream(5), 4, 5),
+        (datasets.Stream(5), None, 5),
+        (ROWS, None, 22),
+        (datasets.Bulk(row, 22), 4, 22),
+    ],
     ids=["stream", "stream without batches", "without batches", "__getitems__"],
 )
 def test_samples_of_other_datasets(dataset: Any, batch_size: Any, num_samples: int, num_workers: int) -> None:
     """A short batch counts the samples that it has; what has no batches counts one each."""
     with DataLoader(dataset, batch_size, num_workers=num_workers) as loader:
         num_batches = len(list(loader))
-
-        num_streams = max(1, num_workers) if isinstance(dataset, Stream) else 1
+        num_streams = max(1, num_workers) if isinstance(dataset, datasets.Stream) else 1
         assert loader.stats().num_samples == num_samples * num_streams
         assert loader.stats().num_batches == num_batches
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", OURS, ids=_name_of)
-def test_a_resumed_epoch_counts_its_rest(way: dict[str, Any]) -> None:
-    """Batches that are skipped to get there are not received again."""
-    with DataLoader(ROWS, 4, **way) as before, DataLoader(ROWS, 4, **way) as loader:
-        assert len(list(itertools.islice(before, 2))) == 2
-        loader.load_state_dict(before.state_dict())
-        assert len(list(loader)) == 4
-
-        assert (loader.stats().num_batches, loader.stats().num_samples) == (4, 14)
-
-
 @pytest.mark.parametrize("way", WAYS, ids=_name_of)
 def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> None:
-    """The caller may go on; the other batches count, and neither the error nor the end is a wait."""
+    """The caller may go on; the other batches count, and no error and no end is a wait; workers were busy."""
     with DataLoader(datasets.Made(fails_at_5, 22), 4, **way) as loader:
         got = read_epoch(loader)
         figures, counts = loader.stats(), recorder_of(loader).counts
-
     num_errors = sum(isinstance(item, OSError) for item in got)
     assert (len(got) - num_errors, num_errors) == (5, 1)
     assert (figures.num_batches, figures.num_samples) == (5, 18)
     assert counts.histogram.total() == 4
-
-
-def test_copies_when_the_caller_holds_all_slots() -> None:
-    """With room for few batches, a caller who keeps all of them gets copies of the others."""
-    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, prefetch_memory=1) as loader:
-        held = list(loader)
-
-        assert len(held) == 16
-        assert 0 < loader.stats().num_copies <= 16
+    if way and way.get("in_order", True):
+        assert figures.worker_utilisation is not None
+        assert 0 < figures.worker_utilisation <= 1
 
 
 @pytest.mark.slow
-def test_restarted_workers_count(tmp_path: Any) -> None:
-    """And no batch counts twice."""
+def test_restarted_workers_and_copies_count(tmp_path: Any) -> None:
+    """No batch counts twice; a caller who keeps more batches than there is room for gets copies."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 14, signal.SIGKILL)
     with DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2) as loader:
         assert len(list(loader)) == 10
-
         assert (loader.stats().num_restarts, loader.stats().num_batches) == (1, 10)
+    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, prefetch_memory=1) as loader:
+        held = list(loader)
+        assert len(held) == 16
+        assert 0 < loader.stats().num_copies <= 16
 
 
 def test_a_transform_that_fails_on_the_device_counts_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,71 +213,60 @@ def test_threads_that_share_a_loader_lose_no_count() -> None:
 # --- caches -----------------------------------------------------------------------------------------------
 
 
-def _cached() -> Any:
-    return fastload.CachedDataset(ROWS, cache="ram")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", OURS, ids=_name_of)
 def test_hits_and_misses_of_a_cache(way: dict[str, Any]) -> None:
-    """All samples of the first epoch that were not read before are misses; later epochs hit."""
-    dataset = _cached()
+    """Samples of the first epoch that were not read before are misses; later epochs of this loader hit."""
+    dataset = fastload.CachedDataset(ROWS, cache="ram")
     num_cached = dataset.cache_info().num_cached
     with DataLoader(dataset, 4, **way) as loader:
         list(loader)
         first = loader.stats()
-        list(loader)
+        for _ in zip(loader, DataLoader(dataset, 4), strict=True):  # neither another one's accesses count
+            dataset[0]  # nor the caller's
         figures = loader.stats()
-
     assert (first.cache_hits, first.cache_misses) == (num_cached, 22 - num_cached)
     assert (figures.cache_hits, figures.cache_misses) == (num_cached + 22, 22 - num_cached)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "wrap",
-    [lambda cached: ConcatDataset([Subset(cached, range(11)), Subset(cached, range(11, 22))]), Wrapped],
-    ids=["torch's", "a user's"],
-)
-def test_caches_inside_other_datasets_count(num_workers: int, wrap: Any) -> None:
-    """At any depth, each access to a cached sample counts."""
-    cached = _cached()
-    cached.fill(0, progress=False)
-    with DataLoader(wrap(cached), 4, num_workers=num_workers) as loader:
-        list(loader)
+class Wrapped:
+    """A dataset of the user's around a cache: each sample reads two cached ones."""
 
-        assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22, 0)
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner) // 2
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[2 * index] + self.inner[2 * index + 1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "has_transform"), [(0, False), (2, True)])
-def test_hits_of_every_tier_count(num_workers: int, has_transform: bool, tmp_path: Path) -> None:
-    """A sample that the file holds is a hit, whether it is in RAM already or not."""
-    fastload.CachedDataset(ROWS, cache=f"lmdb:{tmp_path}/rows", progress=False).cache.close()
-    transform = _unchanged if has_transform else None
-    tiers = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
-    with DataLoader(tiers, 4, num_workers=num_workers) as loader:
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("wrap", ["torch's", "a user's", "tiers", "tiers and a transform"])
+def test_every_access_to_a_cached_sample_counts(num_workers: int, wrap: str, tmp_path: Path) -> None:
+    """In datasets at any depth; what the file holds is a hit, whether it is in RAM already or not."""
+    dataset: Any = cached()
+    if wrap == "torch's":
+        dataset = ConcatDataset([Subset(dataset, range(11)), Subset(dataset, range(11, 22))])
+    elif wrap == "a user's":
+        dataset = Wrapped(dataset)
+    else:
+        fastload.CachedDataset(ROWS, cache=f"lmdb:{tmp_path}/rows", progress=False).cache.close()
+        transform = None if wrap == "tiers" else _unchanged
+        dataset = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
+    with DataLoader(dataset, 4, num_workers=num_workers) as loader:
         for num_epochs in (1, 2):
             list(loader)
-
             assert (loader.stats().cache_hits, loader.stats().cache_misses) == (22 * num_epochs, 0)
-    tiers.cache.close()
+    if wrap.startswith("tiers"):
+        dataset.cache.close()
 
 
 def _unchanged(sample: Any) -> Any:
     """A transform of nothing."""
     return sample
-
-
-def test_hits_of_another_loader_and_of_the_caller_do_not_count() -> None:
-    """Only the accesses of this loader's batches."""
-    cached = _cached()
-    cached.fill(0, progress=False)
-    loader, other = DataLoader(cached, 4), DataLoader(cached, 4)
-    for _ in zip(loader, other, strict=True):
-        cached[0]
-
-    assert loader.stats().cache_hits == other.stats().cache_hits == 22
 
 
 # --- times ------------------------------------------------------------------------------------------------
@@ -324,41 +284,36 @@ class Slow(datasets.Made):
         return row(index)
 
 
+class LateSampler:
+    """Takes seven seconds to begin."""
+
+    def __init__(self, clock: list[int]) -> None:
+        self.clock = clock
+
+    def __iter__(self) -> Any:
+        self.clock[0] += 7 * S
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        return 5
+
+
 def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
-    """Samples take 1, 2, ... seconds, and the consumer ten seconds a batch."""
-    loader = DataLoader(Slow(clock), 1)
-    for _ in loader:
+    """Samples take 1, 2, ... s, the sampler 7 s in iter(), the consumer 100 s before and 10 s a batch."""
+    loader = DataLoader(Slow(clock), 1, sampler=LateSampler(clock))
+    iterator = iter(loader)
+    clock[0] += 100 * S
+    for _ in iterator:
         clock[0] += 10 * S
     figures = loader.stats()
-
-    assert figures.first_batch_wait_s == 1
+    assert figures.first_batch_wait_s == 7 + 1
     assert figures.wait_total_s == 2 + 3 + 4 + 5
     assert figures.wait_max_s == 5
     assert figures.wait_p50_s == pytest.approx(3, rel=0.022)
     assert figures.wait_p95_s == pytest.approx(5, rel=0.022)
-    assert figures.step_total_s == 50
-    assert figures.elapsed_s == 65
-    assert figures.wait_share == 14 / 64
-
-
-def test_the_time_in_iter_is_part_of_the_first_wait(clock: list[int]) -> None:
-    """The time between iter(loader) and the first next() is the consumer's."""
-
-    class LateSampler:
-        def __iter__(self) -> Any:
-            clock[0] += 7 * S
-            return iter([0])
-
-        def __len__(self) -> int:
-            return 1
-
-    loader = DataLoader(Slow(clock), 1, sampler=LateSampler())
-    iterator = iter(loader)
-    clock[0] += 100 * S
-    next(iterator)
-
-    assert loader.stats().first_batch_wait_s == 8
-    assert loader.stats().step_total_s == 100
+    assert figures.step_total_s == 100 + 50
+    assert figures.elapsed_s == 172
+    assert figures.wait_share == 14 / 164
 
 
 def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
@@ -370,7 +325,6 @@ def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     measured.count(clock[0] - 2 * S, (4, 0))
     recorder.add(Work(1_000_000))
     recorder.add(Work(2_000_000))
-
     assert loader.stats().worker_utilisation == 0.75
 
 
@@ -386,7 +340,6 @@ def test_quantiles_are_those_of_the_sorted_waits(waits_ns: list[int], share: flo
     figures = stats_of(counts)
     found = figures.wait_p50_s if share == 0.5 else figures.wait_p95_s
     exact_ns = sorted(waits_ns)[math.ceil(share * len(waits_ns)) - 1]
-
     assert found == pytest.approx(exact_ns / S, rel=0.022, abs=1e-9)
     assert figures.wait_max_s == pytest.approx(max(waits_ns) / S, rel=1e-15)  # 2**53 ns and more are rounded
 
@@ -403,7 +356,6 @@ def test_figures_between_two_moments_are_those_of_the_waits_between_them(
     for wait_ns in later_ns:
         counts.add_wait(wait_ns)
     figures = stats_of(counts.since(since))
-
     assert figures.wait_total_s == pytest.approx(sum(later_ns) / S)
     longest_s = max(later_ns) / S if later_ns else None
     assert figures.wait_max_s == (
@@ -430,15 +382,11 @@ def test_figures_between_two_moments_are_those_of_the_waits_between_them(
     ],
 )
 def test_bytes_of_batches_that_are_not_in_slots(batch: Any, nbytes: int | None) -> None:
-    """They are known where few values have to be looked at."""
+    """They are known where few values have to be looked at; a sum that lacks some batches would be wrong."""
     assert nbytes_of(batch) == nbytes
-
-
-def test_unknown_bytes_of_one_batch_make_the_sum_unknown() -> None:
-    """A sum that lacks some batches would be wrong."""
-    loader = DataLoader(datasets.Made(lambda _: object(), 4), 1, collate_fn=lambda samples: samples[0])
+    loader = DataLoader(datasets.Made(lambda _: batch, 4), 1, collate_fn=lambda samples: samples[0])
     list(loader)
-    assert loader.stats().nbytes is None
+    assert loader.stats().nbytes == (None if nbytes is None else 4 * nbytes)
 
 
 # --- whose figures they are -------------------------------------------------------------------------------
@@ -448,29 +396,19 @@ def test_unknown_bytes_of_one_batch_make_the_sum_unknown() -> None:
     "copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 )
 def test_a_copied_loader_starts_at_zero(copied: Any) -> None:
-    """It counts for itself, and the loader that it was made of goes on."""
+    """It counts for itself, as that of a forked process does, and the loader that it was made of goes on."""
     loader = DataLoader(ROWS, 4)
     list(loader)
     other = copied(loader)
-
     assert other.stats().num_batches == 0
-    list(other)
-    list(other)
+    list(other), list(other)
     assert (loader.stats().num_batches, other.stats().num_batches) == (6, 12)
-
-
-def test_the_loader_of_a_forked_process_starts_at_zero() -> None:
-    """The child's figures are its own."""
-    loader = DataLoader(ROWS, 4)
-    list(loader)
     pid = os.fork()
     if pid == 0:
         before = loader.stats().num_batches
         list(loader)
         os._exit(0 if (before, loader.stats().num_batches) == (0, 6) else 1)
-    _, status = os.waitpid(pid, 0)
-
-    assert os.waitstatus_to_exitcode(status) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert loader.stats().num_batches == 6
 
 
@@ -481,17 +419,15 @@ def test_a_callback_that_knows_its_loader_keeps_it_no_longer_than_a_variable_wou
     reference = weakref.ref(loader)
     del loader
     gc.collect()
-
     assert reference() is None
 
 
 def test_a_reset_starts_over_and_returns_what_was() -> None:
     """Only what comes after it counts."""
-    loader = DataLoader(_cached(), 4)
+    loader = DataLoader(cached(), 4)
     list(loader)
-
     assert loader.stats(reset=True).num_batches == 6
-    assert {value for value in loader.stats().as_dict().values() if value} == set()
+    assert known(loader) == set()
     list(itertools.islice(loader, 2))
     assert (loader.stats().num_batches, loader.stats().cache_hits) == (2, 8)
 
@@ -499,14 +435,15 @@ def test_a_reset_starts_over_and_returns_what_was() -> None:
 # --- reports ----------------------------------------------------------------------------------------------
 
 
-def test_the_callback_gets_the_figures_of_each_interval(clock: list[int]) -> None:
-    """Every two seconds of the test's clock, when the caller asks for a batch."""
+def test_reports_have_the_figures_of_each_interval(
+    clock: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """For a callback, or a line of the log, when the caller asks for a batch and the interval is over."""
     loader = DataLoader(ROWS, 1)
     reports: list[fastload.LoaderStats] = []
     loader.log_stats(2, reports.append)
     for _ in loader:
         clock[0] += S
-
     loader.log_stats(None)
     clock[0] += 100 * S
     list(loader)
@@ -514,15 +451,10 @@ def test_the_callback_gets_the_figures_of_each_interval(clock: list[int]) -> Non
     assert [report.step_total_s for report in reports] == [1] + [2] * 10
     assert loader.stats().num_batches == 44
 
-
-def test_the_log_has_one_line_for_each_interval(clock: list[int], caplog: pytest.LogCaptureFixture) -> None:
-    """At level INFO of the logger fastload."""
-    loader = DataLoader(ROWS, 1)
     loader.log_stats(10)
     with caplog.at_level(logging.INFO, "fastload"):
         for _ in loader:
             clock[0] += S
-
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2
     assert all(text.startswith("loader: 10 batches, 10 samples, 240 B in") for text in texts)
@@ -564,7 +496,6 @@ def test_a_callback_may_iterate_over_the_loader(clock: list[int]) -> None:
     loader.log_stats(1, lambda figures: lengths.append(len(list(loader))))
     clock[0] += S
     list(loader)
-
     assert lengths == [6]
 
 
@@ -585,7 +516,6 @@ def test_figures_as_text() -> None:
         counts.add_wait(wait_ns)
     counts.busy_us, counts.cache_hits, counts.cache_misses = 500_000, 1000, 2
     counts.num_copies, counts.num_restarts = 3, 4
-
     assert str(stats_of(counts)) == (
         "3 batches, 12 samples, 2.0 kB in 2 s (6 samples/s)\n"
         "first batches: 500 ms on average\n"
@@ -610,7 +540,6 @@ def test_tensorboard_gets_the_figures_that_are_known() -> None:
     loader = DataLoader(ROWS, 4)
     list(loader)
     write_stats(Writer(), loader.stats(), 7, "train")
-
     tags = {tag for tag, _, _ in written}
     assert ("train/num_batches", 6, 7) in written
     assert "train/wait_p95_s" in tags

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import os
 import re
@@ -90,29 +89,22 @@ def one_thread() -> Iterator[None]:
 # --- the list -----------------------------------------------------------------------------------------------
 
 
-def test_each_habit_is_a_flag_that_goes_both_ways(
+def test_each_habit_is_a_flag_that_is_practised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """--na-me and --no-na-me set the option; what a CPU cannot have stays off and is said."""
+    """--na-me and --no-na-me set the option that the code reads; what a CPU cannot have is said."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # put back afterwards
     for habit in HABITS:
         on, device = train.parse(["--device", "cpu", _flag(habit, True)])
         off, _ = train.parse(["--device", "cpu", _flag(habit, False)])
-
         assert getattr(on, habit.name) is (habit.obstacle(device) is None)
         assert getattr(off, habit.name) is False
     assert "--prefetcher stays off: needs CUDA\n" in capsys.readouterr().out
-
-
-def test_each_habit_is_practised() -> None:
-    """The code that trains reads the option of each habit."""
-    read = set()
-    for name in ("train", "train_data", "train_step"):
-        for node in ast.walk(ast.parse((EXAMPLES / f"{name}.py").read_text())):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] == "options":
-                read.add(node.attr)
-
-    assert {habit.name for habit in HABITS} - read == set()
+    code = "".join((EXAMPLES / f"{name}.py").read_text() for name in ("train", "train_data", "train_step"))
+    assert [habit.name for habit in HABITS if not re.search(rf"\boptions\.{habit.name}\b", code)] == []
+    with pytest.raises(SystemExit, match="2"):
+        train.parse(["--steps", "0"])
+    assert "argument --steps: expected a number above zero, but got 0" in capsys.readouterr().err
 
 
 def test_defaults_follow_the_device() -> None:
@@ -120,25 +112,16 @@ def test_defaults_follow_the_device() -> None:
     for device in (CPU, torch.device("cuda", 0)):
         options = argparse.Namespace(**dict.fromkeys([habit.name for habit in HABITS]))
         refused = train_habits.resolve(options, device)
-
         assert refused == []
         for habit in HABITS:
             wanted = device.type == "cuda" if habit.default == train_habits.CUDA else habit.default
             assert getattr(options, habit.name) is wanted
 
 
-def test_numbers_are_above_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    """Zero steps are refused with the flag's name."""
-    with pytest.raises(SystemExit, match="2"):
-        train.parse(["--steps", "0"])
-    assert "argument --steps: expected a number above zero, but got 0" in capsys.readouterr().err
-
-
 def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
     """--help has both lines of every habit, and no two habits share one."""
     with pytest.raises(SystemExit, match="0"):
         train.parse(["--help"])
-
     shown = capsys.readouterr().out
     shown_lines = [line.strip() for line in shown.splitlines()]
     docs = [line for habit in HABITS for line in habit.doc.splitlines()]
@@ -149,18 +132,21 @@ def test_help_names_each_habit(capsys: pytest.CaptureFixture[str]) -> None:
 # --- the run ------------------------------------------------------------------------------------------------
 
 
-def test_training_lowers_the_loss(run: Callable[..., Any]) -> None:
-    """After three epochs the loss on pictures that were not trained on is below that after the first."""
+def test_training_lowers_the_loss_and_resumes(run: Callable[..., Any], tmp_path: Path) -> None:
+    """Of pictures that were not trained on; an epoch, saved, and two after it end where three do."""
+    checkpoint = str(tmp_path / "model.pt")
     history = run("--epochs", "3", "--workers", "0")
-
     assert [figures["epoch"] for figures in history] == [1, 2, 3]
     assert history[2]["loss"] < history[0]["loss"]
+    run("--epochs", "1", "--workers", "0", "--checkpoint", checkpoint)
+    resumed = run("--epochs", "3", "--workers", "0", "--resume", checkpoint)
+    assert [figures["epoch"] for figures in resumed] == [2, 3]
+    assert resumed[1]["loss"] == pytest.approx(history[2]["loss"])
 
 
 def test_cache_and_loader_change_no_figure(run: Callable[..., Any]) -> None:
     """With workers too: the same seed gives the same crops, losses and accuracy."""
     names = ("loss", "held_out_loss", "accuracy")
-
     expected, *others = (
         [epoch[name] for epoch in run("--workers", "2", *flags) for name in names]
         for flags in ([], ["--no-shared-cache"], ["--no-fastload-loader"])
@@ -180,7 +166,6 @@ def test_a_habit_changes_the_way_not_the_result(
     beside = ["--micro-batches", "1", "--workers", workers]
     [off] = run(*beside, _flag(habit, False))
     [on] = run(*beside, _flag(habit, True))
-
     assert off["loss"] == pytest.approx(on["loss"], abs=SAME_LOSS[name], rel=0)
 
 
@@ -192,7 +177,6 @@ def test_gradients_of_parts_add_up(photos: Path) -> None:
         trainer.model.eval()  # batch norm would normalise each part by its own statistics
         trainer.add_gradients(_batch(), 1.0)
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()]))
-
     assert gradients[0].abs().max() > 0
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-4, atol=1e-6)
@@ -212,7 +196,6 @@ def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
     before = trainer.network.head[2].weight.detach().clone()
     metrics = train_step.Metrics()
     trainer.step(_batch(), metrics)
-
     assert sizes == [16, 8, 8]
     assert metrics.pictures == 16
     assert not torch.equal(before, trainer.network.head[2].weight)
@@ -231,7 +214,6 @@ def test_metrics_stay_on_the_device_until_they_are_read(
         calls.clear()
         trainer.step(_batch(), train_step.Metrics())
         counts.append(len(calls))
-
     assert counts == [0, 2]
 
 
@@ -242,7 +224,6 @@ def test_debug_finds_the_line_and_starts_no_worker(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     trainer, options = _trainer(photos, "--debug")
     trainer.network.head.register_forward_hook(lambda _module, _inputs, logits: (logits - logits).sqrt() * 0)
-
     assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
     with train_data.Data(options, CPU).train_loader(torch.Generator()) as loader:
         assert loader.loader.num_workers == 0
@@ -253,17 +234,6 @@ def test_debug_finds_the_line_and_starts_no_worker(
         trainer.step(_batch(), train_step.Metrics())
 
 
-def test_resume_goes_on_with_the_next_epoch(run: Callable[..., Any], tmp_path: Path) -> None:
-    """One epoch, saved, and a second after it end where two epochs in one run do."""
-    checkpoint = str(tmp_path / "model.pt")
-    whole = run("--epochs", "2", "--workers", "1")
-    run("--epochs", "1", "--workers", "1", "--checkpoint", checkpoint)
-    resumed = run("--epochs", "2", "--workers", "1", "--resume", checkpoint)
-
-    assert [figures["epoch"] for figures in resumed] == [2]
-    assert resumed[0]["loss"] == pytest.approx(whole[1]["loss"])
-
-
 def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     """Batches of one shape give no hint, those of a second one do."""
     trainer, options = _trainer(photos)
@@ -271,19 +241,16 @@ def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     images, labels = _batch()
     trainer.step((images, labels), train_step.Metrics())
     assert trainer.hints() == []
-
     trainer.step((images[:, :24], labels), train_step.Metrics())
     assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark might be faster"]
 
 
-def test_missing_pictures_are_explained(tmp_path: Path) -> None:
-    """Without the folder the message names `make photos` and --photos."""
+def test_pictures_or_a_device_that_are_not_there_end_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names `make photos` and --photos, or the devices that training can use here."""
     with pytest.raises(SystemExit, match=r"`make photos`.*--photos"):
         train.main(["--device", "cpu", "--photos", str(tmp_path / "none")])
-
-
-def test_a_device_that_is_none_ends_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that torch does not know, or that training cannot use, has the possible ones in its error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert train.choose_device("auto") == train.parse(["--device", "cuda", "--disable-cuda"])[1] == CPU
     with pytest.raises(SystemExit, match="no GPU here"):
@@ -328,27 +295,15 @@ def test_the_table_has_a_row_for_each_habit(
             assert all(cell.count(">") == 1 for cell in figures[:3])
 
 
-def test_peak_memory_counts_what_is_alive_at_once() -> None:
-    """Two tensors one after the other take one, kept together they take two."""
-
-    def in_turn() -> None:
-        for _ in range(2):
-            torch.empty(1 << 20)
-
-    def together() -> None:
-        _kept = [torch.empty(1 << 20) for _ in range(2)]
-
-    assert train_ablate.peak_bytes(in_turn, CPU) == 4 << 20
-    assert train_ablate.peak_bytes(together, CPU) == 8 << 20
-
-
 def test_checkpointing_and_parts_take_less_memory(photos: Path) -> None:
-    """The two habits that trade time for memory do so: the peak of a step falls by a fifth at least."""
+    """The peak of a step, which counts what is alive at once, falls by a fifth at least."""
 
     def peak(*flags: str) -> int:
         trainer, _ = _trainer(photos, *flags)
         return train_ablate.peak_bytes(lambda: trainer.step(_batch(), train_step.Metrics()), CPU)
 
+    assert train_ablate.peak_bytes(lambda: [torch.empty(1 << 20) for _ in range(2)], CPU) == 8 << 20
+    assert train_ablate.peak_bytes(lambda: [torch.empty(1 << 20).sum() for _ in range(2)], CPU) < 5 << 20
     assert peak("--checkpointing") < 0.8 * peak()
     parts = ("--micro-batches", "4")
     assert peak(*parts) < 0.8 * peak(*parts, "--no-accumulate-parts")

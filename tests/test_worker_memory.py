@@ -33,34 +33,19 @@ class Decodes:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def faults(**options: Any) -> list[int]:
-    """Of the samples of one worker."""
-    loader = fastload.DataLoader(Decodes(), 1, num_workers=1, **options)
-    return [int(batch) for batch in loader]
-
-
-def test_a_worker_faults_in_the_memory_of_an_image_once() -> None:
-    """Another image of the same size finds the pages of the first one, unless the system has taken them."""
-    first, *others = faults(multiprocessing_context="fork")
-
-    assert first >= MANY
-    assert min(others) <= FEW, others
-
-
-def test_the_users_own_thresholds_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With glibc's variable in the environment, each image is faulted in again."""
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-
-    found = faults(multiprocessing_context="fork")
-
-    assert statistics.median(found) >= MANY, found
-
-
-def test_the_process_of_the_loader_is_unchanged() -> None:
-    """Only workers keep freed memory: without them, each image is faulted in again."""
-    found = [int(batch) for batch in fastload.DataLoader(Decodes(), 1)]
-
-    assert statistics.median(found) >= MANY, found
+@pytest.mark.parametrize(
+    ("num_workers", "has_thresholds", "keeps"), [(1, False, True), (1, True, False), (0, False, False)]
+)
+def test_a_worker_faults_in_the_memory_of_an_image_once(
+    num_workers: int, has_thresholds: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of the first serve the others; not with the user's thresholds, nor without workers."""
+    if has_thresholds:
+        monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    options: Any = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
+    first, *others = (int(batch) for batch in fastload.DataLoader(Decodes(), 1, **options))
+    assert first >= MANY or not keeps
+    assert min(others) <= FEW if keeps else statistics.median(others) >= MANY, others
 
 
 class Library:
@@ -78,55 +63,33 @@ class Library:
         return 1
 
 
-def in_place_of_libc(monkeypatch: pytest.MonkeyPatch, library: Any, free_bytes: int = 1 << 40) -> None:
-    """Let the module find this library, and this much free memory."""
+@pytest.mark.parametrize(
+    ("largest", "free_bytes", "num_workers", "variables", "mapped", "kept"),
+    [
+        (1 << 30, 1 << 40, 4, {}, 64 * MIB, 128 * MIB),
+        (32 * MIB, 1 << 40, 4, {}, 32 * MIB, 128 * MIB),  # older releases of glibc refuse more
+        (1 << 30, 4 << 30, 8, {}, 32 * MIB, 32 * MIB),  # all together, a sixteenth of the free memory
+        (1 << 30, 100 * MIB, 16, {}, 0, 0),
+        (1 << 20, 1 << 40, 16, {}, 0, 0),
+        (None, 1 << 40, 16, {}, 0, 0),  # another library
+        (1 << 30, 1 << 40, 1, {"MALLOC_MMAP_THRESHOLD_": "1"}, 0, 0),
+        (1 << 30, 1 << 40, 1, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"}, 0, 0),
+    ],
+)
+def test_the_largest_threshold_that_the_library_accepts_is_set(
+    largest: int | None,
+    free_bytes: int,
+    num_workers: int,
+    variables: dict[str, str],
+    mapped: int,
+    kept: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where memory is short, the library is another, or the environment has settings, nothing changes."""
+    library: Any = object() if largest is None else Library(largest)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(worker_memory, "available_bytes", lambda: free_bytes)
-
-
-@pytest.mark.parametrize(("largest", "mapped"), [(1 << 30, 64 * MIB), (32 * MIB, 32 * MIB)])
-def test_the_largest_threshold_that_the_library_accepts_is_set(
-    monkeypatch: pytest.MonkeyPatch, largest: int, mapped: int
-) -> None:
-    """Older releases of glibc refuse more than 32 MiB."""
-    library = Library(largest)
-    in_place_of_libc(monkeypatch, library)
-
-    assert keep_freed_memory(4) == 128 * MIB
-    assert library.calls == [(-3, mapped), (-1, 128 * MIB)]
-
-
-def test_all_workers_together_keep_a_sixteenth_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 4 GiB free, eight workers keep 32 MiB each."""
-    library = Library(1 << 30)
-    in_place_of_libc(monkeypatch, library, 4 << 30)
-
-    assert keep_freed_memory(8) == 32 * MIB
-    assert library.calls == [(-3, 32 * MIB), (-1, 32 * MIB)]
-
-
-@pytest.mark.parametrize(
-    ("library", "free_bytes"),
-    [(Library(1 << 30), 100 * MIB), (object(), 1 << 40), (Library(1 << 20), 1 << 40)],
-    ids=["little memory", "another library", "refused"],
-)
-def test_otherwise_nothing_changes(monkeypatch: pytest.MonkeyPatch, library: Any, free_bytes: int) -> None:
-    """Workers go on as before."""
-    in_place_of_libc(monkeypatch, library, free_bytes)
-
-    assert keep_freed_memory(16) == 0
-    assert not getattr(library, "calls", [])
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MALLOC_MMAP_THRESHOLD_", "1"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")],
-)
-def test_settings_in_the_environment_count(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    """The library is not called."""
-    library = Library(1 << 30)
-    in_place_of_libc(monkeypatch, library)
-    monkeypatch.setenv(name, value)
-
-    assert keep_freed_memory(1) == 0
-    assert library.calls == []
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert keep_freed_memory(num_workers) == kept
+    assert getattr(library, "calls", []) == ([(-3, mapped), (-1, kept)] if kept else [])

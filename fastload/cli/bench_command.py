@@ -159,8 +159,9 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
         with open(path, encoding="utf-8") as file:
             baseline = Result.from_dict(json.load(file))
     except (FileNotFoundError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise CommandError(
-            f"--baseline {path} is no result of this release: {error}: make one with --output {path}"
+            f"--baseline {path} is no result of this release: {reason}: make one with --output {path}"
         ) from error
     here, there = this_machine(), baseline.machine
     if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):

@@ -68,7 +68,6 @@ def ignore_and_sleep(pids: str) -> None:
 def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     """Each call has a process of its own, and starts from the same state."""
     (first, seen), (second, seen_again) = call(remember, 1), call(remember, 2)
-
     assert len({os.getpid(), first, second}) == 3
     assert (seen, seen_again, state) == ([1], [2], [])
 
@@ -98,7 +97,6 @@ def test_a_run_that_fails_says_why_in_a_line(function: Any, argument: Any, said:
 def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output has results alone."""
     call(shout)
-
     out, err = capfd.readouterr()
     assert out == ""
     assert {"from Python", "from below"} <= set(err.splitlines())
@@ -113,10 +111,8 @@ def test_ctrl_c_ends_a_run_and_its_workers(
     if function is ignore_and_sleep:
         monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
     pids = tmp_path / "pids"
-
     with pytest.raises(KeyboardInterrupt):
         call(function, str(pids))
-
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
@@ -135,10 +131,8 @@ def test_a_signal_at_the_start_of_a_run_leaves_no_process(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(popen_fork.Popen, "_launch", launch_and_interrupt)
-
     with pytest.raises(KeyboardInterrupt):
         call(signal.pause)
-
     assert len(started) == 1
     assert still_running(started, 60) == []
 
@@ -148,10 +142,8 @@ def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Also after SIGKILL, which nobody can handle."""
     pids = tmp_path / "pids"
     waiting = multiprocessing.get_context("fork").Process(target=call, args=(lose_parent, str(pids)))
-
     waiting.start()
     waiting.join()
-
     assert waiting.exitcode == -signal.SIGKILL
     assert still_running([int(pids.read_text())], 60) == []
     waiting.close()

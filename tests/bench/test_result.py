@@ -1,17 +1,27 @@
-"""Claims about results: medians, spread, which contender is the fastest, and the JSON format."""
+"""Claims about results with made-up rates: medians, spread, JSON, baselines, words and the chart."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+from fastload.bench import chart
+from fastload.bench.baseline import compare, differences
+from fastload.bench.report import baseline_lines, ending_lines, report_lines, table_lines
 from fastload.bench.result import Ratio, Result, verdicts
-from tests.bench.made_up import PLAIN, RAM, TORCH, rates, result, results, row
+from tests.bench.made_up import MACHINE, PLAIN, RAM, TORCH, rates, result, results, row
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastload.bench.result import Row
 
 
 class TestRatio:
@@ -21,16 +31,8 @@ class TestRatio:
     ) -> None:
         """The lowest and the highest ratio of a round bound it."""
         ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
-
         assert ratio.low <= ratio.value * (1 + 1e-9)
         assert ratio.value <= ratio.high * (1 + 1e-9)
-
-    def test_runs_of_one_round_are_compared_with_each_other(self) -> None:
-        """A machine that was slow in one round was slow for both, so that the ratio has no spread."""
-        ratio = Ratio.of(row(RAM, 300, 30, 300), row(TORCH, 100, 10, 100))
-
-        assert (ratio.value, ratio.low, ratio.high) == (3.0, 3.0, 3.0)
-        assert not ratio.is_within_spread
 
     @pytest.mark.parametrize(
         ("mine", "theirs", "is_within"),
@@ -38,6 +40,7 @@ class TestRatio:
             ([110, 90, 120], [100, 100, 100], True),
             ([110, 105, 120], [100, 100, 100], False),
             ([90, 80, 95], [100, 100, 100], False),
+            ([300, 30, 300], [100, 10, 100], False),  # a round that was slow was slow for both
             ([500], [100], True),  # one round shows no spread
         ],
     )
@@ -54,7 +57,6 @@ class TestVerdict:
         """Rows that failed never win, whatever they measured before."""
         measured = [one for one in some.rows if not one.problem]
         found = verdicts(some.rows)
-
         assert len(found) == (1 if measured else 0)
         for verdict in found:
             assert verdict.fastest.rate == max(one.rate for one in measured)
@@ -68,9 +70,7 @@ class TestVerdict:
             for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
             for contender in (TORCH, PLAIN)
         ]
-
         found = verdicts(rows)
-
         assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
 
 
@@ -83,22 +83,195 @@ class TestJSON:
     @pytest.mark.parametrize(
         ("plain", "said"),
         [
-            ([], "missing or wrong"),
-            ({}, "missing or wrong"),
+            *(([], "missing or wrong"), ({}, "missing or wrong")),
             ({"format": "fastload bench", "version": 99}, "version 99"),
-            ({"format": "fastload bench", "version": 2}, "missing or wrong"),
+            *((name, name) for name in ("rows", "machine", "num_samples")),
         ],
     )
     def test_other_data_are_refused_with_the_reason(self, plain: Any, said: str) -> None:
-        """A baseline that was edited or is of another version raises no KeyError."""
+        """A baseline that was edited or is of another version raises no KeyError; a missing part is named."""
+        if isinstance(plain, str):
+            plain = {name: part for name, part in result(row(TORCH, 1.0)).as_dict().items() if name != plain}
         with pytest.raises(ValueError, match=said):
             Result.from_dict(plain)
 
-    @pytest.mark.parametrize("name", ["rows", "machine", "num_samples"])
-    def test_a_part_that_is_missing_is_named(self, name: str) -> None:
-        """The error names the part."""
-        plain = result(row(TORCH, 1.0)).as_dict()
-        del plain[name]
 
-        with pytest.raises(ValueError, match=name):
-            Result.from_dict(plain)
+BOTH = pytest.mark.parametrize("is_relative", [False, True])
+
+
+def scaled(some: Result, factor: float) -> Result:
+    """The same on a machine that is this many times as fast."""
+    rows = [
+        row(one.contender, *(factor * rate for rate in one.later), problem=one.problem) for one in some.rows
+    ]
+    return dataclasses.replace(some, rows=rows)
+
+
+@BOTH
+@given(some=results(), tolerance=st.floats(0.0, 1.0))
+def test_nothing_is_slower_than_itself(some: Result, tolerance: float, is_relative: bool) -> None:
+    """A run compared with itself has ratios of 1, whatever the tolerance is."""
+    found = compare(some, some, tolerance=tolerance + 1e-9, is_relative=is_relative)
+    assert found.slower == []
+    assert found.failed == []
+    assert [change.ratio for change in found.changes] == pytest.approx([1.0] * len(found.changes))
+    assert found.has_passed == bool(found.changes)
+
+
+@given(some=results(), factor=st.floats(0.1, 10.0))
+def test_a_slower_machine_changes_the_rates_but_not_what_is_relative(some: Result, factor: float) -> None:
+    """All rates are slower by its factor, and their quotients by torch's rate stay."""
+    other = scaled(some, factor)
+    plain = compare(some, other, tolerance=0.05, is_relative=False)
+    relative = compare(some, other, tolerance=0.05, is_relative=True)
+    assert [change.ratio for change in plain.changes] == pytest.approx([factor] * len(plain.changes))
+    assert [change.ratio for change in relative.changes] == pytest.approx([1.0] * len(relative.changes))
+    assert relative.slower == []
+
+
+LOSES = [row(TORCH, 100.0), row(RAM, 300.0)], [row(TORCH, 200.0), row(RAM, 310.0)]  # against torch alone
+BROKE = [[row(TORCH, 100.0), row(PLAIN, 1.0), ram] for ram in (row(RAM, 100.0), row(RAM, problem="it broke"))]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_relative", "slower", "failed", "has_passed"),
+    [
+        *(
+            ([row(PLAIN, *[100.0] * len(rates))], [row(PLAIN, *rates)], False, slower, [], not slower)
+            for rates, slower in (([90], []), ([89], [PLAIN]), ([1000], []), ([1, 100, 101], []))
+        ),
+        (*LOSES, False, [], [], True),
+        (*LOSES, True, [RAM], [], False),
+        *((*BROKE, is_relative, [], [RAM], False) for is_relative in (False, True)),
+        # A check that compares nothing would hide every regression.
+        ([row(PLAIN, 1.0)], [row(RAM, 1.0)], False, [], [], False),
+        ([row(PLAIN, 1.0)], [row(PLAIN, 1.0)], True, [], [], False),  # torch's loader has no figures
+        ([row(TORCH, 1.0)], [row(TORCH, 1.0)], True, [], [], False),  # nothing but torch's loader
+    ],
+)
+def test_what_passes(
+    before: Any, now: Any, is_relative: bool, slower: list[Any], failed: list[Any], has_passed: bool
+) -> None:
+    """A loss of 10% of the medians is tolerated; more, or a contender that fails now, fails the check."""
+    found = compare(result(*before), result(*now), tolerance=0.1, is_relative=is_relative)
+    assert [change.contender for change in found.slower] == [str(one) for one in slower]
+    assert found.failed == [str(one) for one in failed]
+    assert found.has_passed == has_passed
+
+
+def test_contenders_of_one_side_are_named() -> None:
+    """They are no failure: the user asked for other settings."""
+    found = compare(
+        result(row(TORCH, 100.0), row(PLAIN, 100.0)),
+        result(row(TORCH, 100.0), row(RAM, 100.0)),
+        tolerance=0.1,
+        is_relative=False,
+    )
+    assert (found.only_before, found.only_now) == ([str(PLAIN)], [str(RAM)])
+    assert found.has_passed
+
+
+def test_differences_apart_from_speed_are_said() -> None:
+    """Another dataset, part of it, torch or machine makes the comparison doubtful."""
+    before = result(row(TORCH, 1.0))
+    machine = {**MACHINE, "torch": "2.14.0", "cores": 8}
+    now = result(row(TORCH, 1.0), length=2100, num_samples=400, sample_nbytes={"": 2000}, machine=machine)
+    assert differences(before, before) == []
+    assert differences(before, now) == [
+        "the machine was a processor with 4 cores in the baseline, and is a processor with 8 cores now",
+        "the number of samples of the dataset was 2000 in the baseline, and is 2100 now",
+        "the number of samples of an epoch was 500 in the baseline, and is 400 now",
+        "the version of torch was 2.13.0 in the baseline, and is 2.14.0 now",
+        "bytes of a sample was 1000 in the baseline, and is 2000 now",
+    ]
+
+
+SETUP = {None: ["dataset = []"]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "said"),
+    [
+        (
+            [row(TORCH, 100, 102, 98), row(RAM, 300, 290, 310)],
+            'DataLoader(CachedDataset(dataset, cache="ram"), batch_size=64',
+            "3.00 times torch's best here (spread 2.84 to 3.16 over 3 rounds), from the second epoch on",
+        ),
+        (
+            [row(TORCH, 1, 1), row(RAM, 1234, 1234)],
+            'cache="ram"',
+            "1,234 times torch's best here (spread 1,234 to 1,234 over 2 rounds), from the second epoch on",
+        ),
+        (
+            [row(TORCH, 100, 102, 98), row(PLAIN, 80, 81, 79)],
+            "from torch.utils.data import DataLoader",
+            "torch's own loader is the fastest here: fastload's best has 0.80 of its rate",
+        ),
+        (
+            [row(TORCH, 100, 120, 80), row(PLAIN, 101, 90, 110)],
+            "from fastload import DataLoader",
+            "The difference is within the spread: the rounds disagree on which loader is faster",
+        ),
+        (
+            [row(TORCH, 100), row(PLAIN, 300)],
+            "from fastload import DataLoader",
+            "3.00 times torch's best here, from the second epoch on. One round shows no spread",
+        ),
+        (
+            [row(TORCH, problem="failed"), row(PLAIN, 300)],
+            "from fastload import DataLoader",
+            "torch's loader has no figures here, so there is no comparison",
+        ),
+    ],
+)
+def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
+    rows: list[Row], code: str, said: str
+) -> None:
+    """Also if torch's loader is the fastest, or the rounds show no difference."""
+    lines = ending_lines(result(*rows), SETUP)
+    assert lines[0] == "fastest on this machine:"
+    assert code in "\n".join(lines[1:4])
+    assert len(lines) == 5
+    assert said in lines[4]
+    assert ("is within the spread" in lines[4]) == ("is within the spread" in said)
+
+
+def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
+    """Text in brackets is no markup."""
+    text = "failed: KeyError: [bold]"
+    lines = table_lines(result(row(TORCH, 10.0, 12.0), row(PLAIN, problem=text), row(RAM, problem=text)))
+    assert [line for line in lines if text in line] == [f"[1] {text}"]
+    assert sum(line.endswith(" [1]") for line in lines) == 2
+    assert sum("10 to 12" in line and line.endswith("1.00x") for line in lines) == 1
+
+
+def test_warnings_follow_the_table() -> None:
+    """A busy machine cannot be overlooked between the figures and the fastest loader."""
+    lines = report_lines(result(row(TORCH, 1.0), warnings=["the machine was busy"]), SETUP)
+    assert lines.index("warning: the machine was busy") < lines.index("fastest on this machine:")
+
+
+def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
+    """If torch's loader is slower as well, the loader of fastload is probably not the cause."""
+    before = result(row(TORCH, 100.0), row(RAM, 300.0))
+    now = result(row(TORCH, 50.0), row(RAM, 150.0))
+    lines = baseline_lines(compare(before, now, tolerance=0.1, is_relative=False), "old.json")
+    assert sum(line.startswith("  SLOWER") for line in lines) == 2
+    assert "  torch's loader runs at 0.50 of its rate in the baseline" in lines
+    assert lines[-1].startswith("slower or failed: 2 of the baseline's contenders. torch's loader")
+
+
+@pytest.mark.slow
+def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More contenders make a higher picture, with the reasons of those that failed.
+
+    It needs no window: pyplot, which chooses a window system, is not imported.
+    """
+    few, many = tmp_path / "few", tmp_path / "many.png"
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    chart.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured
+    chart.draw(result(row(TORCH, 1.0, 2.0), *[row(PLAIN, problem="failed: $x_$ \\ it broke")] * 9), str(many))
+    with Image.open(few) as low, Image.open(many) as high:
+        assert (low.format, high.format) == ("PNG", "PNG")
+        assert low.width == high.width
+        assert low.height < high.height

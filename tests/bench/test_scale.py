@@ -90,86 +90,51 @@ def at_most(one: float, other: float) -> bool:
 # --- limits ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("design", scale.DESIGNS)
-def test_the_gpu_alone_takes_time(design: str) -> None:
-    """A million images on 4 nodes, each with GPUs for 1,000 images a second: 250 s, limited by the GPU."""
-    outcome = scale.simulate(ideal(consumer_images_per_s=1e3), design, 1e11, 4)
-    assert outcome.first_s == outcome.later_s == 250
-    assert outcome.first_limit == outcome.later_limit == "GPU"
+A_FIFTH = {"ram_bytes": 0.2e12, "ram_share": 1.0}
+LATENCY = {"latency_s": 0.1, "requests_in_flight": 100.0}
+PARTITION = {"epochs_per_partition": 4}
+CORES = PARTITION | {"whole_s": 0.004, "region_s": 0.003, "region_from_ram_s": 0.002, "hit_s": 0.001}
+CORES |= {"ram_store_s_per_byte": 1e-9, "lmdb_store_s_per_byte": 2e-9, "lmdb_read_s_per_byte": 1e-9}
+LIMITS: list[tuple[dict[str, Any], str, float, str, float, str]] = [
+    # GPUs for 1,000 images a second in each node: 250 s.
+    *(({"consumer_images_per_s": 1e3}, design, 250, "GPU", 250, "GPU") for design in scale.DESIGNS),
+    ({"network_bytes_per_s": 1e9}, scale.NO_CACHE, 25, "network", 25, "network"),  # 25 GB into each node
+    ({"store_bytes_per_s": 1e9}, scale.NO_CACHE, 100, "object store", 100, "object store"),  # 100 GB into all
+    (LATENCY, scale.NO_CACHE, 250, "latency", 250, "latency"),  # 1,000 requests/s
+    ({**LATENCY, "images_per_request": 10.0}, scale.NO_CACHE, 25, "latency", 25, "latency"),
+    ({"region_s": 0.02}, scale.NO_CACHE, 500, "decoding", 500, "decoding"),  # ten cores: 500 images/s
+    # A node reads a fourth of a million images of 1 MB; RAM for a fifth of the set saves a fifth.
+    (
+        {"disk_read_bytes_per_s": 1e9, "ram_bytes": 0.2e12, "ram_share": 1.0},
+        scale.LMDB,
+        200,
+        "disk",
+        200,
+        "disk",
+    ),
+    # Each node writes the whole set at 1 GB/s for 1,000 s, and then trains on its fourth for 250 s.
+    ({"disk_write_bytes_per_s": 1e9, "consumer_images_per_s": 1e3}, scale.LMDB, 1250, "disk", 250, "GPU"),
+    # Of 5 epochs a partition, every fifth brings 25 GB, as the first one does.
+    ({"network_bytes_per_s": 1e9}, scale.DECODED, 25, "network", 5, "network"),
+    # A millisecond an image is 25 s for a share, 100 s for all.
+    (CORES, scale.NO_CACHE, 75, "decoding", 75, "decoding"),  # 3 ms an image: regions
+    # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a partition.
+    (CORES, scale.DECODED, 125, "decoding", (125 + 3 * 25) / 4, "decoding"),
+    (CORES, scale.LMDB, 600 + 50, "decoding", 50, "cropping"),  # 4 + 2 ms for each of all, then 1 + 1 ms
+    (CORES, scale.ENCODED_WHOLE, 10 + 50, "decoding", 50, "decoding"),  # 0.1 ms for each of all, then 2 ms
+    (CORES, scale.ENCODED, 77.5, "decoding", (77.5 + 3 * 50) / 4, "decoding"),  # 3 + 0.1 ms, then 2 ms
+]
 
 
-@pytest.mark.parametrize(
-    ("changed", "limit", "first_s"),
-    [
-        ({"network_bytes_per_s": 1e9}, "network", 25),  # 25 GB into each node
-        ({"store_bytes_per_s": 1e9}, "object store", 100),  # 100 GB into all nodes
-        ({"latency_s": 0.1, "requests_in_flight": 100.0}, "latency", 250),  # 1,000 requests/s
-        ({"latency_s": 0.1, "requests_in_flight": 100.0, "images_per_request": 10.0}, "latency", 25),
-        ({"region_s": 0.02}, "decoding", 500),  # ten cores: 500 images/s
-    ],
-)
-def test_units_of_each_resource(changed: dict[str, float], limit: str, first_s: float) -> None:
-    """A million images of 100 kB on 4 nodes without a cache: the seconds of each resource by hand."""
-    outcome = scale.simulate(ideal(**changed), scale.NO_CACHE, 1e11, 4)
-    assert (outcome.first_limit, outcome.later_limit) == (limit, limit)
+@pytest.mark.parametrize(("changed", "design", "first_s", "first_limit", "later_s", "later_limit"), LIMITS)
+def test_what_each_resource_takes(
+    changed: dict[str, Any], design: str, first_s: float, first_limit: str, later_s: float, later_limit: str
+) -> None:
+    """A million images of 100 kB on 4 nodes of ten cores: the seconds by hand."""
+    outcome = scale.simulate(ideal(**changed), design, 1e11, 4)
+    assert (outcome.first_limit, outcome.later_limit) == (first_limit, later_limit)
     assert outcome.first_s == pytest.approx(first_s)
-    assert outcome.later_s == pytest.approx(first_s)
-
-
-def test_disk_reads_what_the_page_cache_does_not_hold() -> None:
-    """A node reads a fourth of a million images of 1 MB; RAM for a fifth of the set saves a fifth."""
-    c = ideal(disk_read_bytes_per_s=1e9, ram_bytes=0.2e12, ram_share=1.0)
-    outcome = scale.simulate(c, scale.LMDB, 1e11, 4)
-    assert outcome.later_s == pytest.approx(200)
-    assert outcome.later_limit == "disk"
-
-
-def test_an_lmdb_file_is_built_before_the_first_epoch() -> None:
-    """Each node writes the whole set at 1 GB/s for 1,000 s, and then trains on its fourth for 250 s."""
-    c = ideal(disk_write_bytes_per_s=1e9, consumer_images_per_s=1e3)
-    outcome = scale.simulate(c, scale.LMDB, 1e11, 4)
-    assert (outcome.first_s, outcome.first_limit) == (1250, "disk")
-    assert (outcome.later_s, outcome.later_limit) == (250, "GPU")
-
-
-def test_a_deal_brings_a_part_to_each_node() -> None:
-    """4 nodes, 5 epochs a partition: 25 GB come anew every fifth epoch, as in the first."""
-    outcome = scale.simulate(ideal(network_bytes_per_s=1e9), scale.DECODED, 1e11, 4)
-    assert outcome.first_network_bytes == 25e9
-    assert outcome.later_network_bytes == pytest.approx(25e9 / 5)
-    assert outcome.later_s == pytest.approx(25 / 5)
-    assert outcome.later_limit == "network"
-
-
-@pytest.mark.parametrize(
-    ("design", "first", "later"),
-    [
-        (scale.NO_CACHE, (75, "decoding"), (75, "decoding")),  # 3 ms an image: regions
-        # 4 + 1 ms: whole images are decoded and stored. Every 4th epoch is a partition.
-        (scale.DECODED, (125, "decoding"), ((125 + 3 * 25) / 4, "decoding")),
-        # 4 + 2 ms for each of all images, then 1 + 1 ms.
-        (scale.LMDB, (600 + 50, "decoding"), (50, "cropping")),
-        # 0.1 ms for each of all files, then 2 ms.
-        (scale.ENCODED_WHOLE, (10 + 50, "decoding"), (50, "decoding")),
-        # 3 + 0.1 ms, then 2 ms.
-        (scale.ENCODED, (77.5, "decoding"), ((77.5 + 3 * 50) / 4, "decoding")),
-    ],
-)
-def test_work_of_the_cores(design: str, first: tuple[float, str], later: tuple[float, str]) -> None:
-    """A million images on 4 nodes of ten cores: a millisecond an image is 25 s for a share, 100 s for all."""
-    c = ideal(
-        whole_s=0.004,
-        region_s=0.003,
-        region_from_ram_s=0.002,
-        hit_s=0.001,
-        ram_store_s_per_byte=1e-9,
-        lmdb_store_s_per_byte=2e-9,
-        lmdb_read_s_per_byte=1e-9,
-        epochs_per_partition=4,
-    )
-    outcome = scale.simulate(c, design, 1e11, 4)
-    assert (outcome.first_s, outcome.later_s) == (pytest.approx(first[0]), pytest.approx(later[0]))
-    assert (outcome.first_limit, outcome.later_limit) == (first[1], later[1])
+    assert outcome.later_s == pytest.approx(later_s)
 
 
 # --- does it fit -----------------------------------------------------------------------------------------
@@ -297,21 +262,13 @@ def test_bad_parameters(word: str, message: str) -> None:
 
 
 def test_results_file_is_what_the_measurements_give() -> None:
-    """results/scale.json follows from the results of the measurements.
+    """results/scale.json follows from the measurements; each parameter beside them has a unit and a source.
 
     After a new measurement: python benchmarks/scale.py --save, then benchmarks/figures.py
     """
     saved = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
     kinds = {kind: scale.constants(kind) for kind in scale.KINDS}
     assert scale.results(kinds) == saved
-
-
-def test_every_default_has_its_source() -> None:
-    """Each parameter that is not measured has a default, a unit and a source."""
-    defaults = {
-        field.name
-        for field in dataclasses.fields(scale.Constants)
-        if field.default is not dataclasses.MISSING
-    }
-    assert set(scale.ASSUMED) == defaults
+    fields = dataclasses.fields(scale.Constants)
+    assert set(scale.ASSUMED) == {one.name for one in fields if one.default is not dataclasses.MISSING}
     assert all(unit and source for unit, source in scale.ASSUMED.values())

@@ -195,6 +195,7 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Callable[..., Job]) 
     made = fingerprint if fault != "of another name" else Fingerprint({"any": "thing"}, None)
     cache = SharedMemoryCache(3, [dataset.sample(0)], max_memory=MB, fingerprint=made)
     segment = cache._now.segment
+    number = None
     if fault == "foreign":
         segment = Segment.create(MB, sealed=True)
     elif fault == "unsealed":
@@ -207,19 +208,19 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Callable[..., Job]) 
     elif fault == "of another format":
         os.pwrite(segment.fd, (2).to_bytes(4, "little"), 8)
     elif fault == "closed":
-        os.close(segment.fd)
+        number = fcntl.fcntl(segment.fd, fcntl.F_DUPFD, 500)  # far from those that are opened next
+        os.close(number)
     elif fault != "of another name":
         with something_else(fault) as other:
             os.dup2(other, segment.fd)
-    owners.register(fingerprint.name, segment.fd)
+    owners.register(fingerprint.name, segment.fd if number is None else number)
 
     assert registry.find(fingerprint, 3) is None
     mine = CachedDataset(dataset, max_memory=MB)
     assert start(look, dataset).answer() == (os.getpid(), 3)
     assert mine.cache.origin.created_s > cache.origin.created_s
     assert len(owners.entries()) == 3  # the false one too: its owner may make it true at any moment
-    if fault != "closed":
-        segment.close()
+    segment.close()
 
 
 @pytest.mark.parametrize("kind", ["directory", "other memory", "closed"])

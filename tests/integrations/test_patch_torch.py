@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader as ImportedBefore
 import fastload
 from fastload.integrations.state import state
 from tests.kit import datasets
+from tests.kit.batches import assert_same_batches
 from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does, warned
 
 if TYPE_CHECKING:
@@ -55,37 +56,23 @@ def _unpatched() -> Iterator[None]:
     assert "__init_subclass__" not in vars(ImportedBefore)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_name_of_torch_s_class_builds_ours(way: str) -> None:
-    """Also names that a module imported before, default arguments and closures."""
-    before = WAYS[way](IMAGES, 4)
-    fastload.patch_torch()
-    loader = WAYS[way](IMAGES, 4, drop_last=True)
-    fastload.unpatch_torch()
-    after = WAYS[way](IMAGES, 4)
-
-    assert [isinstance(one, fastload.DataLoader) for one in (before, loader, after)] == [False, True, False]
-    assert loader.drop_last
-    assert type(before) is type(after) is tud.DataLoader
-    assert all(isinstance(one, tud.DataLoader) for one in (before, loader, after))
-    assert issubclass(type(loader), tud.DataLoader)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_batches_are_torch_s(num_workers: int) -> None:
-    """In values and order, with the same draws from the seed."""
-    batches = []
-    for is_patched in (False, True):
-        if is_patched:
-            fastload.patch_torch()
+@pytest.mark.parametrize(("way", "num_workers"), [(way, row % 2 * 2) for row, way in enumerate(WAYS)])
+def test_every_name_of_torch_s_class_builds_ours(way: str, num_workers: int) -> None:
+    """Also names that a module imported before, and default arguments; the batches and draws are torch's."""
+    kinds, epochs = [], []
+    for change in (lambda: None, fastload.patch_torch, fastload.unpatch_torch):
+        change()
         generator = torch.Generator().manual_seed(5)
-        loader = tud.DataLoader(IMAGES, 4, shuffle=True, num_workers=num_workers, generator=generator)
-        batches.append([*loader, *loader])
-
-    for (images, labels), (ours, our_labels) in zip(*batches, strict=True):
-        assert torch.equal(images, ours)
-        assert torch.equal(labels, our_labels)
+        loader = WAYS[way](IMAGES, 4, shuffle=True, num_workers=num_workers, generator=generator)
+        assert isinstance(loader, tud.DataLoader)
+        assert issubclass(type(loader), tud.DataLoader)
+        kinds.append(type(loader))
+        epochs.append([*loader, *loader])
+    assert kinds[0] is kinds[2] is tud.DataLoader
+    assert issubclass(kinds[1], fastload.DataLoader)
+    assert_same_batches(epochs[0], epochs[1])
+    assert_same_batches(epochs[0], epochs[2])
 
 
 class TestDefaults:
@@ -98,7 +85,6 @@ class TestDefaults:
         before = state.num_replaced
         fastload.patch_torch(rng="sample")
         fastload.patch_torch(max_errors=3)
-
         loader: Any = tud.DataLoader(IMAGES)
         other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
         assert (loader.rng, loader.max_errors) == ("sample", 3)
@@ -110,34 +96,27 @@ class TestDefaults:
         assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
         assert state.num_replaced - before == 3
 
-    @pytest.mark.parametrize("name", ["num_workers", "rngs", "self"])
-    def test_other_names_are_refused(self, name: str) -> None:
-        """Those that torch's loader has, too: the code that is not changed gives them."""
-        with pytest.raises(TypeError, match=f"unexpected argument '{name}'"):
-            fastload.patch_torch(**{name: 1})
-
-        assert type(tud.DataLoader(IMAGES)) is ImportedBefore
-
-    def test_values_are_checked_at_once(self) -> None:
-        """With the loader's own message, and nothing is patched."""
-        with pytest.raises(ValueError, match='rng should be "worker" or "sample"'):
-            fastload.patch_torch(rng="samples")
-        with pytest.raises(ValueError, match='cache should be "ram" or None'):
-            fastload.patch_torch(cache="disk")  # type: ignore[arg-type]
-
+    @pytest.mark.parametrize(
+        ("defaults", "error", "said"),
+        [
+            *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
+            ({"rng": "samples"}, ValueError, 'rng should be "worker" or "sample"'),
+            ({"cache": "disk"}, ValueError, 'cache should be "ram" or None'),
+        ],
+    )
+    def test_other_names_and_values_are_refused_at_once(
+        self, defaults: dict[str, Any], error: Any, said: str
+    ) -> None:
+        """Names that torch's loader has, too: the code that is not changed gives them. Nothing is patched."""
+        with pytest.raises(error, match=said):
+            fastload.patch_torch(**defaults)
         assert type(tud.DataLoader(IMAGES)) is ImportedBefore
 
     def test_a_loader_that_does_not_support_one_says_where_it_comes_from(self) -> None:
         """The error has a note that names patch_torch()."""
-
-        class Stream(tud.IterableDataset[int]):
-            def __iter__(self) -> Any:
-                return iter(range(3))
-
         fastload.patch_torch(rng="sample")
-
         with pytest.raises(ValueError, match="sample") as caught:
-            tud.DataLoader(Stream())
+            tud.DataLoader(datasets.Stream())
         assert "`fastload run` added these arguments: rng='sample'" in caught.value.__notes__[0]
 
 
@@ -147,7 +126,6 @@ class TestSubclasses:
         before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
         fastload.patch_torch(rng="sample")
         loader = DefinedBefore(IMAGES, 5, extra="x")
-
         assert not isinstance(loader, fastload.DataLoader)
         assert [labels.tolist() for _, labels in loader] == before
         assert loader.extra == "x"
@@ -208,7 +186,6 @@ class TestSubclasses:
         kinds = (ImportedBefore, DefinedBefore)
         before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
         fastload.patch_torch()
-
         assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
         ours = inspect.signature(type(tud.DataLoader(IMAGES)))
         assert ours.parameters == inspect.signature(fastload.DataLoader).parameters
@@ -238,93 +215,72 @@ class TestRebuilt:
         other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)  # by the program itself
         assert other.rng == "worker"
 
-    def test_a_part_of_a_stream_for_each_rank_keeps_them(self) -> None:
-        """As Accelerate wraps iterable-style datasets."""
-
-        class Part(tud.IterableDataset[int]):
-            def __init__(self, dataset: Any) -> None:
-                self.dataset = dataset
-
-            def __iter__(self) -> Any:
-                return iter(range(3))
-
-        stream = Part(None)
-        loader = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
-        fastload.patch_torch()
-
-        prepared: Any = tud.DataLoader(Part(stream), collate_fn=loader.collate_fn)
-
-        assert prepared.prefetch_memory == "1GB"
-
-    def test_by_the_public_attributes(self) -> None:
-        """As ignite does."""
+    def test_other_ways_to_build_it_keep_them(self) -> None:
+        """A part of a stream for each rank, as Accelerate; public attributes, as ignite; a new sampler."""
+        stream, part = datasets.Stream(), datasets.Stream()
+        part.dataset = stream  # type: ignore[attr-defined]
+        ours = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
         fastload.patch_torch(rng="sample")
         loader = tud.DataLoader(IMAGES, 4)
         public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
         for name in ("batch_size", "sampler", "drop_last"):
             del public[name]
-
         rebuilt: Any = type(loader)(**public)
-
-        assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]  # as Lightning
         assert rebuilt.rng == "sample"
         assert len(list(rebuilt)) == 3
-
-
-class TestPickles:
-    def test_loaders_are_pickled_and_copied(self) -> None:
-        """A copy works while patched and after unpatch_torch(), as in a process that patched nothing."""
-        fastload.patch_torch(rng="sample")
-        loader = tud.DataLoader(IMAGES, 4)
-        stored = pickle.dumps(loader)
-        twins: list[Any] = [pickle.loads(stored), copy.copy(loader), copy.deepcopy(loader)]
+        assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]  # as Lightning
         fastload.unpatch_torch()
-        twins += [pickle.loads(stored), loader]
+        fastload.patch_torch()
+        prepared: Any = tud.DataLoader(part, collate_fn=ours.collate_fn)
+        assert prepared.prefetch_memory == "1GB"
 
-        for twin in twins:
-            assert isinstance(twin, fastload.DataLoader)
-            assert twin.rng == "sample"
-            assert [len(labels) for _, labels in twin] == [4, 4, 4]
+
+def test_loaders_are_pickled_and_copied() -> None:
+    """A copy works while patched and after unpatch_torch(), as in a process that patched nothing."""
+    fastload.patch_torch(rng="sample")
+    loader = tud.DataLoader(IMAGES, 4)
+    stored = pickle.dumps(loader)
+    twins: list[Any] = [pickle.loads(stored), copy.copy(loader), copy.deepcopy(loader)]
+    fastload.unpatch_torch()
+    for twin in (*twins, pickle.loads(stored), loader):
+        assert isinstance(twin, fastload.DataLoader)
+        assert twin.rng == "sample"
+        assert [len(labels) for _, labels in twin] == [4, 4, 4]
 
 
 def _doubled(batch: Any) -> Any:
     return [2 * part for part in batch]
 
 
-class TestUninstall:
-    def test_a_method_that_another_library_wrapped_is_left(self) -> None:
-        """It builds torch's loader again, and ours after another patch_torch()."""
+def test_a_method_that_another_library_wrapped_is_left() -> None:
+    """It builds torch's loader again, and ours after another patch_torch()."""
+    fastload.patch_torch()
+    inner, calls = vars(ImportedBefore)["__init__"], []
+
+    @functools.wraps(inner)
+    def wrapper(self: Any, *args: Any, **options: Any) -> None:
+        calls.append(args)
+        inner(self, *args, **options)
+
+    ImportedBefore.__init__ = wrapper  # type: ignore[method-assign]
+    try:
+        fastload.unpatch_torch()
+        first = tud.DataLoader(IMAGES)
         fastload.patch_torch()
-        inner = vars(ImportedBefore)["__init__"]
-        calls = []
-
-        @functools.wraps(inner)
-        def wrapper(self: Any, *args: Any, **options: Any) -> None:
-            calls.append(args)
-            inner(self, *args, **options)
-
-        ImportedBefore.__init__ = wrapper  # type: ignore[method-assign]
-        try:
-            fastload.unpatch_torch()
-            first = tud.DataLoader(IMAGES)
-            fastload.patch_torch()
-            second = tud.DataLoader(IMAGES)
-        finally:
-            ImportedBefore.__init__ = inner  # type: ignore[method-assign]
-
-        assert type(first) is ImportedBefore
-        assert isinstance(second, fastload.DataLoader)
-        assert calls[0] == (IMAGES,)
+        second = tud.DataLoader(IMAGES)
+    finally:
+        ImportedBefore.__init__ = inner  # type: ignore[method-assign]
+    assert type(first) is ImportedBefore
+    assert isinstance(second, fastload.DataLoader)
+    assert calls[0] == (IMAGES,)
 
 
 def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
     fastload.patch_torch(rng="sample")
     dataset = [(torch.arange(3), number) for number in range(4)]
-
     built = fastload.CachedDataset(
         dataset, cache=f"lmdb:{tmp_path / 'cache'}", cache_key="built", num_workers=1, progress=False
     )
-
     assert built[3][1] == 3
     built.cache.close()

@@ -89,7 +89,6 @@ def test_accelerate_gives_the_batches_of_torch_s_loader(hf: Any, rank: int, num_
         ours = make is DataLoader
         prepared = hf.prepare(accelerator, loader) if ours else accelerator.prepare_data_loader(loader)
         epochs.append([plain(prepared), plain(prepared)])
-
     assert epochs[0] == epochs[1]
     assert [len(epoch) for epoch in epochs[0]] == [4, 4]
 
@@ -140,7 +139,6 @@ def test_the_position_is_saved_and_loaded(
     epochs += [plain(second), plain(prepared)]
     again = hf.prepare(Accelerator(1, seedable=seedable), shuffled(**options))
     again.load_state_dict(state)
-
     assert again.state_dict()["_num_yielded"] == num_batches
     if num_batches < 4:
         assert plain(again) == epochs[1][num_batches:]
@@ -156,57 +154,42 @@ def test_set_epoch_reaches_the_loader(hf: Any) -> None:
     prepared.set_epoch(5)
     fifth = plain(prepared)
     loader.set_epoch(5)
-
     assert first == second != fifth
     assert plain(hf.prepare(Accelerator(), loader)) == fifth
 
 
-def test_a_prepared_loader_can_be_pickled(hf: Any) -> None:
-    """And is prepared only once."""
+def test_a_prepared_loader_can_be_pickled_and_skipped_in(hf: Any) -> None:
+    """It is prepared only once; a loader of its later batches has all arguments, too."""
     prepared = hf.prepare(Accelerator(), shuffled(rng="sample"))
-    twin = pickle.loads(pickle.dumps(prepared))
-
-    assert plain(twin) == plain(prepared)
+    assert plain(pickle.loads(pickle.dumps(prepared))) == plain(prepared)
     assert hf.prepare(Accelerator(), prepared) is prepared
-
-
-def test_the_first_batches_can_be_skipped(hf: Any) -> None:
-    """With all arguments kept."""
     prepared = hf.prepare(Accelerator(), DataLoader(range(24), 3, **OWN))
     skipping = hf.skip_first_batches(prepared, 1)
-
     assert list(skipping.batch_sampler) == list(prepared.batch_sampler)[1:]
     assert skipping.base_dataloader.rng == "sample"
     assert skipping.base_dataloader.device_transform is tuple
-    with pytest.raises(TypeError, match="takes a result of prepare"):
-        hf.skip_first_batches(DataLoader(range(3)), 1)
-
-
-@pytest.mark.parametrize("device", ["meta", 1])
-def test_two_devices_are_refused(hf: Any, device: Any) -> None:
-    """Before Accelerate keeps the loader; without its device placement, the loader's device counts."""
-    loader = DataLoader(IMAGES, 4)
-    loader.device = device
-    accelerator = Accelerator()
-    with pytest.raises(ValueError, match="framework moves batches to cpu"):
-        hf.prepare(accelerator, loader)
-
-    assert accelerator.prepared == []
-    loader.device = "cuda:1"
-    assert hf.prepare(Accelerator(device_placement=False), loader).base_dataloader.device == "cuda:1"
 
 
 def test_loaders_that_cannot_be_prepared(hf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own, one with a state that the rank's samplers do not fit, and any loader for a TPU."""
+    """Before Accelerate keeps them: torch's own, two devices, a state that does not fit, any for a TPU."""
+    accelerator, loader = Accelerator(), DataLoader(IMAGES, 4)
+    for loader.device in ("meta", 1):  # type: ignore[assignment]
+        with pytest.raises(ValueError, match="framework moves batches to cpu"):
+            hf.prepare(accelerator, loader)
+    loader.device = "cuda:1"  # which counts without Accelerate's device placement
+    assert hf.prepare(Accelerator(device_placement=False), loader).base_dataloader.device == "cuda:1"
+    with pytest.raises(TypeError, match="takes a result of prepare"):
+        hf.skip_first_batches(loader, 1)
     loader = DataLoader(IMAGES, 4)
     loader.load_state_dict(loader.state_dict())
     with pytest.raises(TypeError, match=r"takes a fastload\.DataLoader, but got a list"):
-        hf.prepare(Accelerator(), [1])
+        hf.prepare(accelerator, [1])
     with pytest.raises(ValueError, match="prepare the loader first"):
-        hf.prepare(Accelerator(), loader)
+        hf.prepare(accelerator, loader)
     monkeypatch.setattr(Accelerator, "distributed_type", accelerate_like.DistributedType.XLA)
     with pytest.raises(NotImplementedError, match="TPU"):
-        hf.prepare(Accelerator(), DataLoader(IMAGES, 4))
+        hf.prepare(accelerator, DataLoader(IMAGES, 4))
+    assert accelerator.prepared == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -217,7 +200,6 @@ def test_ray_gives_the_samples_of_its_sampler(monkeypatch: pytest.MonkeyPatch, r
     prepared.set_epoch(2)
     expected = tud.DistributedSampler(IMAGES, 2, rank, shuffle=True)
     expected.set_epoch(2)
-
     assert type(prepared) is DataLoader
     assert isinstance(prepared.sampler, tud.DistributedSampler)
     assert [index for batch in prepared.batch_sampler for index in batch] == list(expected)
@@ -227,24 +209,17 @@ def test_ray_gives_the_samples_of_its_sampler(monkeypatch: pytest.MonkeyPatch, r
         assert getattr(prepared, name) == getattr(loader, name)
 
 
-def test_ray_with_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The samplers stay the loader's; without a device, a CPU worker leaves batches as they are."""
-    loader = shuffled()
-    prepared = for_ray(monkeypatch, num_ranks=1).prepare(loader)
-
-    assert prepared.sampler is loader.sampler
-    assert prepared.device is None
-    assert len(plain(prepared)) == 8
-
-
 def test_ray_moves_batches_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loader copies them itself, unless the caller wants them on the host."""
+    """The loader copies them, unless the caller wants them on the host; one rank keeps the samplers."""
+    module, loader = for_ray(monkeypatch, num_ranks=1), shuffled()
+    prepared = module.prepare(loader)
+    assert prepared.sampler is loader.sampler
+    assert prepared.device is None  # a CPU worker leaves batches as they are
+    assert len(plain(prepared)) == 8
     module = for_ray(monkeypatch)
     monkeypatch.setattr(module.ray.train.torch, "get_device", lambda: torch.device("cuda:3"))
-    loader = shuffled()
     loader.set_epoch(4)
     prepared = module.prepare(loader)
-
     assert prepared.device == torch.device("cuda:3")
     assert prepared.state_dict()["epoch"] == prepared.sampler.epoch == 4
     assert module.prepare(loader, move_to_device=False).device is None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import re
-import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -34,21 +31,18 @@ pytestmark = pytest.mark.slow  # loops that wait
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
 
-def profiled(
-    loader: Any, *, compute_s: float = 0.0, num_steps: int | None = None
-) -> fastload.profiling.LoaderReport:
-    """The report on a loop over a loader, which may end early."""
+def profiled(loader: Any) -> fastload.profiling.LoaderReport:
+    """The report on a loop over a loader."""
     with fastload.profile(loader) as profile:
-        for _batch in itertools.islice(loader, num_steps):
-            if compute_s:
-                time.sleep(compute_s)
+        for _batch in loader:
+            pass
     (report,) = profile.report().loaders
     return report
 
 
 def make(kind: str, dataset: Any, num_workers: int, **settings: Any) -> Any:
     """A loader of either class."""
-    if num_workers and "multiprocessing_context" not in settings:
+    if num_workers and not {"multiprocessing_context", "worker_type"} & settings.keys():
         settings["multiprocessing_context"] = "fork"
     return LOADERS[kind](dataset, batch_size=zoo.BATCH, num_workers=num_workers, **settings)
 
@@ -61,6 +55,7 @@ PLANTED: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "a plain function": (zoo.SlowFunction, {}, "transform", "plain_transform"),
     "a collate_fn": (zoo.Quick, {"collate_fn": zoo.slow_collate}, "collate", "slow_collate"),
     "cold reads": (zoo.ColdOnce, {}, "dataset", "ColdOnce.__getitem__"),
+    "slow files": (zoo.SlowFile, {}, "read", ""),
     "a stream": (zoo.Stream, {}, "dataset", "Stream.__iter__"),
 }
 CLOCKED = ("a plain function", "a collate_fn")
@@ -93,9 +88,7 @@ def test_what_was_planted_is_named(
         monkeypatch.setattr(zoo, "PLANTED_S", 0.02)
     new, options, culprit, text = PLANTED[name]
     dataset = new()
-
     report = profiled(make(kind, dataset, num_workers, **options))
-
     assert report.culprit == culprit
     assert re.search(text, report.bottleneck)
     if name in SUGGESTED:
@@ -105,19 +98,12 @@ def test_what_was_planted_is_named(
         assert dataset.transform is zoo.plain_transform  # put back
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("fastload", 2)])
-def test_slow_files_are_reading(kind: str, num_workers: int, slow_files: list[str]) -> None:
-    """Files opened by `open` count as reading."""
-    assert profiled(make(kind, zoo.SlowFile(slow_files), num_workers)).culprit == "read"
-
-
 def test_the_transport_is_named_without_functions_of_python() -> None:
     """The user knows neither the pickler nor its methods."""
     received = Stage(probes.RECEIVE, "loads", 1.0, 1.0)
     timeline: Any = SimpleNamespace(
         start_share=0.0, data_share=1.0, batches={}, utilisation=0.1, outside=[received], waits=[1.0]
     )
-
     assert suggestions.find_culprit(timeline) == (
         probes.RECEIVE,
         "The bottleneck is receiving batches from the workers: workers wait for work meanwhile.",
@@ -138,7 +124,6 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
     timeline: Any = SimpleNamespace(facts=facts, batches={}, make_s=0.04, stage_s=lambda _: 0.0)
     model = Model([0.01], [[0.04]], 2, 2, make_cpu_s=0.04, consumer_cpu_s=0.001, num_cpus=2.0)
     (found,) = suggestions._remote_workers(timeline, model)
-
     assert found.gain == pytest.approx(gain, rel=0.05)
     assert f'num_workers={number}, worker_type="ray"' in found.text
     assert f"a batch takes {nbytes / 1.25e6:.1f} ms of it" in found.text
@@ -148,8 +133,10 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_slow_consumer_is_not_a_data_problem(kind: str) -> None:
     """No culprit, no suggestion."""
-    report = profiled(make(kind, zoo.Quick(), 0), compute_s=0.2, num_steps=8)
-
+    with fastload.profile() as profile:
+        for _batch in itertools.islice(make(kind, zoo.Quick(), 0), 8):
+            time.sleep(0.2)
+    (report,) = profile.report().loaders
     assert "not your bottleneck: " in report.verdict
     assert (report.suggestions, report.culprit) == ([], "")
 
@@ -221,75 +208,31 @@ def test_tiles_are_suggested_where_they_lack(
     assert has_tiles or "the tiles that RandomResizedCrop touches" in texts["tiles"]
 
 
-@pytest.mark.parametrize("kind", list(LOADERS))
-def test_one_slow_worker_is_named(kind: str) -> None:
-    """By its number."""
-    report = profiled(make(kind, zoo.SlowWorker(), 2))
-
-    assert report.culprit == "worker"
-    assert "worker 1 takes" in report.bottleneck
-
-
 @pytest.mark.parametrize(
     ("kind", "method"),
     [("torch", "fork"), ("fastload", "fork"), pytest.param("fastload", "spawn", marks=pytest.mark.thorough)],
 )
-def test_a_lock_that_workers_share_is_named(kind: str, method: str) -> None:
-    """Each waits for the others; more workers are not suggested."""
-    loader = make(kind, zoo.Locked(method), 2, multiprocessing_context=method)
-
-    report = profiled(loader)
-
+def test_a_worker_or_a_lock_that_others_wait_for_is_named(kind: str, method: str) -> None:
+    """The worker by its number; where each waits for the others, more workers are not suggested."""
+    report = profiled(make(kind, zoo.SlowWorker(), 2))
+    assert report.culprit == "worker"
+    assert "worker 1 takes" in report.bottleneck
+    report = profiled(make(kind, zoo.Locked(method), 2, multiprocessing_context=method))
     assert report.culprit == "lock"
     assert not any(one.change == "workers" for one in report.suggestions)
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"),
+    ("kind", "settings"),
     [
-        pytest.param("torch", "spawn", marks=pytest.mark.thorough),
-        ("torch", "forkserver"),
-        ("fastload", "forkserver"),
+        pytest.param("torch", {"multiprocessing_context": "spawn"}, marks=pytest.mark.thorough),
+        ("torch", {"multiprocessing_context": "forkserver"}),
+        ("fastload", {"multiprocessing_context": "forkserver"}),
+        ("fastload", {"worker_type": "thread"}),
     ],
 )
-def test_workers_of_new_interpreters_are_watched(kind: str, method: str) -> None:
-    """The hooks reach workers that inherit nothing."""
-    report = profiled(make(kind, zoo.Quick(), 1, multiprocessing_context=method))
-
+def test_workers_that_are_not_forked_are_watched(kind: str, settings: dict[str, Any]) -> None:
+    """The hooks reach workers that inherit nothing, and each thread is a worker."""
+    report = profiled(make(kind, zoo.Quick(), 1, **settings))
     assert any(stage.stage == "collate" for stage in report.stages)
-
-
-def test_worker_threads_are_watched() -> None:
-    """Each thread of worker_type="thread" is a worker."""
-    loader = fastload.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH, num_workers=2, worker_type="thread")
-
-    report = profiled(loader)
-    loader.close()
-
-    assert report.culprit == "dataset"
     assert report.worker_utilisation is not None
-
-
-@pytest.fixture
-def slow_files(tmp_path: Path) -> Any:
-    """Two named pipes, each fed slowly by a thread, for one reader after the other."""
-    paths = [str(tmp_path / f"pipe{number}") for number in range(2)]
-    has_ended = threading.Event()
-    threads = [threading.Thread(target=_feed, args=(path, has_ended)) for path in paths]
-    for path, thread in zip(paths, threads, strict=True):
-        os.mkfifo(path)
-        thread.start()
-    yield paths
-    has_ended.set()
-    readers = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths]
-    for reader, thread in zip(readers, threads, strict=True):
-        thread.join()
-        os.close(reader)
-
-
-def _feed(path: str, has_ended: threading.Event) -> None:
-    while not has_ended.is_set():
-        with open(path, "wb", buffering=0) as file:  # waits for a reader
-            has_ended.wait(zoo.PLANTED_S)
-            with contextlib.suppress(BrokenPipeError):
-                file.write(bytes(4096))

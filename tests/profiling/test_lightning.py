@@ -51,7 +51,6 @@ def test_a_trainer() -> None:
     with fastload.profile() as profile:
         fit(training_data)
         fit(with_module=True)
-
     reports = profile.report().loaders
     assert [(report.name, report.num_epochs, report.num_batches) for report in reports] == [
         ("training_data", 2, 48),

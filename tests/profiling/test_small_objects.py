@@ -49,6 +49,12 @@ class Holding(torch.utils.data.Dataset[Any]):
         return self.items[index]["label"]
 
 
+def leads_to_itself(dataset: Any) -> Any:
+    """In which each object is to be looked at once."""
+    dataset.again, dataset.samples, dataset.parts = dataset, dataset.items, [dataset]
+    return dataset
+
+
 # --- finding it -------------------------------------------------------------------------------------------
 
 
@@ -57,7 +63,6 @@ def test_the_size_is_that_of_the_objects() -> None:
     items = dicts()
     (found,) = find_small_objects(Holding(items))
     nbytes = sum(64 + sys.getsizeof(item["path"]) + sys.getsizeof(item["label"]) for item in items)
-
     assert found.nbytes == pytest.approx(nbytes, rel=0.1)
     assert str(found).startswith("dataset.items (200,000 elements, about ")
 
@@ -73,8 +78,9 @@ def test_the_size_is_that_of_the_objects() -> None:
         (lambda items: Holding({item["label"]: item for item in items}), "dataset.items"),
         (lambda items: Holding(tuple(Record(item["path"], [0.5]) for item in items)), "dataset.items"),
         (lambda items: Holding([item["path"] * 8 for item in items]), "dataset.items"),
+        (lambda items: leads_to_itself(Holding(items)), "dataset.items"),
     ],
-    ids=["itself", "subset", "concatenated", "json", "dict", "objects", "str"],
+    ids=["itself", "subset", "concatenated", "json", "dict", "objects", "str", "circle"],
 )
 def test_its_place_is_named(wrap: Any, path: str) -> None:
     """As Python would write it."""
@@ -100,14 +106,6 @@ def test_what_workers_share_or_is_small_is_not_found(make: Any) -> None:
     assert find_small_objects(Holding(make())) == []
 
 
-def test_an_object_is_looked_at_once() -> None:
-    """Also in a dataset that leads to itself."""
-    dataset: Any = Holding(dicts())
-    dataset.again, dataset.samples, dataset.parts = dataset, dataset.items, [dataset]
-
-    assert [found.path for found in find_small_objects(dataset)] == ["dataset.items"]
-
-
 # --- telling of it ----------------------------------------------------------------------------------------
 
 
@@ -123,24 +121,16 @@ def notes(kind: str, items: Any, **settings: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LOADERS)
-def test_profile_notes_what_forked_workers_copy(kind: str) -> None:
-    """The attribute, its size, how much memory a worker has, and the cure."""
-    (note,) = notes(kind, dicts())
-
-    assert note.startswith(
-        "loader: workers copy the pages that they read of dataset.items (200,000 elements, "
-    )
-    assert re.search(r"; one worker has \d+\.\d MB of its own\. ", note)
+@pytest.mark.parametrize(
+    ("kind", "method"), [("torch", "fork"), ("fastload", "fork"), ("fastload", "forkserver")]
+)
+def test_profile_notes_what_workers_copy(kind: str, method: str) -> None:
+    """The attribute, its size, the cure, and how much memory one worker has."""
+    (note,) = notes(kind, dicts(), multiprocessing_context=method)
+    copies = "workers copy the pages that they read" if method == "fork" else "each worker has a copy"
+    assert note.startswith(f"loader: {copies} of dataset.items (200,000 elements, ")
     assert "fastload.SharedList(items)" in note
-
-
-@pytest.mark.slow
-def test_profile_notes_the_copies_of_workers_that_are_not_forked_from_this_process() -> None:
-    """They have a copy of all of it from the start."""
-    (note,) = notes("fastload", dicts(), multiprocessing_context="forkserver")
-
-    assert note.startswith("loader: each worker has a copy of dataset.items (200,000 elements, ")
+    assert re.search(r"; one worker has \d+\.\d MB of its own\. ", note)
 
 
 @pytest.mark.slow
@@ -168,11 +158,7 @@ class Refusing(list[Any]):
 
 def test_profile_survives_what_cannot_be_measured() -> None:
     """The loop gets its batches."""
-    loader = torch.utils.data.DataLoader(Holding(Refusing(dicts())), 4)
-    with fastload.profile(loader) as profile:
-        next(iter(loader))
-
-    assert profile.report().loaders[0].num_batches == 1
+    assert notes("torch", Refusing(dicts()), num_workers=0) == []
 
 
 def test_doctor_notes_what_workers_would_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +172,6 @@ def test_doctor_notes_what_workers_would_copy(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.chdir(tmp_path)
     found = json.loads(CliRunner().invoke(main.app, ["doctor", "metadata_of_mine:Images", "--json"]).stdout)
-
     assert found["notes"][-1].startswith(
         "each worker copies what it reads of dataset.items (200,000 elements"
     )

@@ -1,44 +1,55 @@
-"""Watched loaders do what they did before, and everything is put back."""
+"""Watched loaders do what they did before, whatever they are made of, and everything is put back."""
 
 from __future__ import annotations
 
 import builtins
+import collections
+import contextlib
 import dataclasses
 import functools
+import gzip
 import importlib
+import io
 import json
 import multiprocessing.queues
+import operator
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import albumentations as A
+import cv2
+import numpy as np
 import pytest
 import torch
 import torch.utils.data
 from PIL import Image
-from torch.utils.data import _utils
+from torch.utils.data import DataLoader, TensorDataset, _utils
 
 import fastload
 from fastload.batch.fetch import Fetcher
-from fastload.profiling import probes
+from fastload.profiling import probes, recording, session
+from fastload.profiling.probes import _open
+from fastload.profiling.spans import Spans, here
 from fastload.profiling.timeline import Machine
 from fastload.profiling.watching import AHEAD, NEW, REPLAYED
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from tests.kit.batches import stop_workers
+from tests.kit import datasets
+from tests.kit.batches import assert_same_batches, stop_workers
 from tests.profiling import zoo
 from tests.profiling.test_culprits import LOADERS, make
+from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
+
+    from tests.kit.processes import Interpreter
 
 pytestmark = pytest.mark.slow  # loops that wait
-
-SETTINGS: list[dict[str, Any]] = [
-    {"num_workers": 0},
-    {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 1, "multiprocessing_context": "forkserver"},
-]
 
 
 def hooks() -> list[Any]:
@@ -68,34 +79,170 @@ def nothing_stays() -> Any:
     assert all(now is then for now, then in zip(hooks(), before, strict=True))
 
 
-def batches(loader: Any, num_epochs: int = 2) -> list[Any]:
+def batches(loader: Any, num_epochs: int = 1) -> list[Any]:
     """Copies of all batches; afterwards no worker is left."""
-    copies = [[part.clone() for part in batch] for _ in range(num_epochs) for batch in loader]
+    copies = [
+        torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, b)
+        for _ in range(num_epochs)
+        for b in loader
+    ]
+    if isinstance(loader, fastload.DataLoader):
+        loader.close()
     stop_workers(getattr(loader, "_iterator", None))
     return copies
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("kind", list(LOADERS))
-def test_batches_are_the_same(kind: str, settings: dict[str, Any]) -> None:
-    """Values and order, with a sampler that shuffles."""
+def reports(profile: fastload.profiling.Profile) -> dict[str, fastload.profiling.LoaderReport]:
+    """The reports by their loaders' names."""
+    return {report.name: report for report in profile.report().loaders}
 
-    def new() -> Any:
-        return make(
-            kind, zoo.SlowTransform(), shuffle=True, generator=torch.Generator().manual_seed(3), **settings
-        )
 
-    plain = batches(new())
-    with fastload.profile() as profile:
-        watched = batches(new())
+# --- the same batches -------------------------------------------------------------------------------------
 
-    assert len(watched) == len(plain) == 48
-    assert all(
-        torch.equal(a, b) for x, y in zip(plain, watched, strict=True) for a, b in zip(x, y, strict=True)
-    )
+
+def identity(samples: list[Any]) -> list[Any]:
+    """A collate_fn."""
+    return samples
+
+
+class Numbers(torch.utils.data.IterableDataset[Any]):
+    """Each from one worker."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = fastload.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, 20, step))
+
+
+class Nested(zoo.Quick):
+    """Each sample is read through a loader of its own."""
+
+    def __getitem__(self, index: int) -> Any:
+        inner = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
+        return sum(len(batch) for (batch,) in inner), index
+
+
+class Slots:
+    """A dataset without a dict."""
+
+    __slots__ = ("transform",)
+
+    def __init__(self) -> None:
+        self.transform = zoo.plain_transform
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+class OfTheInstance(zoo.Quick):
+    """The transform is given."""
+
+    def __init__(self, transform: Any) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def __getitem__(self, index: int) -> Any:
+        part = self.transform[0] if isinstance(self.transform, list) else self.transform
+        if isinstance(part, functools.partial):
+            assert part.keywords == {"other": 2}
+        return torch.as_tensor(part(torch.ones(2)))
+
+
+class Halved(torch.nn.Module):
+    """A module."""
+
+    def forward(self, value: Any) -> Any:
+        return value / 2
+
+
+class Chain:
+    """A composition, as torchvision's."""
+
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, value: Any) -> Any:
+        for transform in self.transforms:
+            value = transform(value)
+        return getattr(value, "value", value)
+
+
+class Boxed:
+    """A class that is used as a function."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def built_again(prepare: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Torch's loader around our collate function, as frameworks build it."""
+    return lambda *args, **options: prepare(fastload.DataLoader(*args, **options))
+
+
+MAKERS: dict[str, Callable[..., Any]] = {
+    **LOADERS,
+    "accelerate": built_again(prepared_as_accelerate_does),
+    "ray": built_again(prepared_as_ray_does),
+}
+SHUFFLED: dict[str, Any] = {"batch_size": zoo.BATCH, "shuffle": True, "generator": torch.Generator()}
+WORKERS = SHUFFLED | {"num_workers": 2, "persistent_workers": True}
+SERVED = SHUFFLED | {"num_workers": 1, "multiprocessing_context": "forkserver"}
+ON_DEVICE = {"device": "cpu", "device_transform": list, "batch_size": zoo.BATCH}
+BATCHES: dict[str, Any] = {"batch_size": zoo.BATCH}
+CHANNELS_LAST = {"batch_size": zoo.BATCH, "memory_format": torch.channels_last}
+STREAM, WORDS = Numbers(), [str(number) for number in range(40)]
+# The class, the dataset, settings; the batches of an epoch; and a stage of the report, or the name of one.
+LOADED: list[tuple[str, Any, dict[str, Any], int, str]] = [
+    *((kind, zoo.SlowTransform(), SHUFFLED, 24, "SlowBlur") for kind in LOADERS),
+    *((kind, zoo.SlowTransform(), WORKERS, 24, "collate") for kind in LOADERS),
+    *((kind, zoo.SlowTransform(), SERVED, 24, "collate") for kind in LOADERS),
+    ("fastload", zoo.Quick(), ON_DEVICE, 24, "collate"),
+    *((kind, zoo.Quick(), CHANNELS_LAST, 24, "collate") for kind in ("accelerate", "ray")),
+    ("torch", STREAM, BATCHES, 5, ""),
+    *((kind, STREAM, BATCHES | {"num_workers": 2}, 6, "") for kind in LOADERS),
+    ("fastload", zoo.Quick(), {"batch_size": None}, 96, ""),
+    *((kind, zoo.Quick(), {"batch_size": None, "num_workers": 1}, 96, "") for kind in LOADERS),
+    ("fastload", WORDS, BATCHES, 10, ""),
+    ("fastload", WORDS, BATCHES | {"num_workers": 1, "collate_fn": identity}, 10, ""),
+    ("torch", Nested(), BATCHES, 24, "collate"),
+    *((kind, Nested(), BATCHES | {"num_workers": 1}, 24, "collate") for kind in LOADERS),
+    ("torch", Slots(), BATCHES, 4, ""),
+    ("torch", OfTheInstance(Halved()), BATCHES, 24, "Halved"),
+    ("torch", OfTheInstance(torch.nn.Sequential(Halved())), BATCHES, 24, ""),
+    ("torch", OfTheInstance(functools.partial(torch.mul, other=2)), BATCHES, 24, "mul"),
+    ("torch", OfTheInstance(operator.itemgetter(0)), BATCHES, 24, ""),
+    ("torch", OfTheInstance([Halved()]), BATCHES, 24, ""),
+    ("torch", OfTheInstance(Chain(torch.neg, Halved(), Boxed)), BATCHES, 24, "Halved"),
+]
+
+
+@pytest.mark.parametrize(("kind", "dataset", "settings", "num_batches", "stage"), LOADED)
+def test_batches_are_the_same(
+    kind: str, dataset: Any, settings: dict[str, Any], num_batches: int, stage: str
+) -> None:
+    """Values, types and order in two epochs, which one report counts; the dataset stays as it was."""
+    before = dict(getattr(dataset, "__dict__", {}))
+    epochs = []
+    for is_watched in (False, True):
+        loader = MAKERS[kind](dataset, **settings)
+        SHUFFLED["generator"].manual_seed(3)
+        with fastload.profile() if is_watched else contextlib.nullcontext() as profile:
+            epochs.append(batches(loader, 2))
+    assert len(epochs[1]) == 2 * num_batches
+    assert_same_batches(*epochs)
+    assert all(vars(dataset)[key] is value for key, value in before.items())
     (report,) = profile.report().loaders
-    assert report.num_batches == 48
-    assert report.num_epochs == 2
+    assert (report.num_epochs, report.num_batches) == (2, 2 * num_batches)
+    (timeline,) = profile._timelines
+    assert len(timeline.watched.steps) == 2 * num_batches
+    assert {made.num_samples for own in timeline.batches.values() for made in own} <= {1, 2, zoo.BATCH}
+    assert stage in {"", *(word for one in report.stages for word in (one.stage, one.name))}
+    assert (report.settings["num_samples"] is None) == (dataset is STREAM)
+    assert ("batch_size=None" in str(profile.report())) == (settings["batch_size"] is None)
+    assert dataset is not WORDS or report.settings["nbytes"] == 0
 
 
 class Broken(zoo.Quick):
@@ -113,7 +260,6 @@ class Broken(zoo.Quick):
 def test_errors_are_the_same(kind: str, num_workers: int) -> None:
     """At the same batch, of the same type."""
     loader = make(kind, Broken(), num_workers)
-
     with fastload.profile(loader):
         iterator = iter(loader)
         next(iterator)
@@ -124,37 +270,7 @@ def test_errors_are_the_same(kind: str, num_workers: int) -> None:
         del iterator
 
 
-def test_only_the_named_loaders_are_watched() -> None:
-    """Others are used meanwhile, and leave no trace."""
-    watched, other = make("torch", zoo.Quick(), 0), make("torch", zoo.Quick(), 0)
-
-    with fastload.profile(watched) as profile:
-        for loader in (watched, other):
-            batches(loader, 1)
-
-    (report,) = profile.report().loaders
-    assert report.name == "watched"
-    assert report.num_batches == 24
-
-
-def test_all_loaders_are_watched_without_names() -> None:
-    """Each has a report; a loader made anew for each epoch is one loader."""
-
-    def train() -> None:
-        train_loader = make("torch", zoo.Quick(), 0)
-        batches(train_loader, 1)
-
-    with fastload.profile() as profile:
-        validation = make("fastload", zoo.Quick(), 0)
-        for _ in range(3):
-            train()
-            batches(validation, 1)
-
-    reports = profile.report().loaders
-    assert [(report.name, report.num_epochs) for report in reports] == [
-        ("train_loader", 3),
-        ("validation", 3),
-    ]
+# --- which loader it is -----------------------------------------------------------------------------------
 
 
 class Around:
@@ -174,72 +290,226 @@ class Generator(torch.utils.data.DataLoader[Any]):
         yield from super().__iter__()
 
 
+def test_loaders_have_the_names_that_the_user_gave_them() -> None:
+    """By variables, attributes and unicode, outside of functions of any name; one made anew is one loader."""
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.validation_data = make("torch", zoo.Quick(), 0)
+
+        def run(self) -> None:
+            train_loader = make("fastload", zoo.Quick(), 0)
+            for loader in (self.validation_data, train_loader):
+                batches(loader)
+
+    def of_any(loader: Any) -> None:
+        for _batch in loader:
+            pass
+
+    größe = make("torch", zoo.SlowRead(), 0)
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(96)), 6, drop_last=False)
+    of_a_framework = Around(Generator(zoo.Quick(), batch_sampler=sampler))
+    trainer = Trainer()
+    with fastload.profile() as profile:
+        for _ in range(3):
+            trainer.run()
+        of_any(make("torch", zoo.SlowFunction(), 0))
+        of_any(größe)
+        batches(of_a_framework)
+    found = {name: report.num_epochs for name, report in reports(profile).items()}
+    names = {"validation_data": 3, "train_loader": 3, "loader": 1, "größe": 1, "of_a_framework": 1}
+    assert found == names
+    assert "größe" in str(profile.report())
+    assert reports(profile)["of_a_framework"].settings["batch_size"] == 6
+
+
+def test_only_the_named_loaders_are_watched() -> None:
+    """Others are used meanwhile, and leave no trace."""
+    watched, other = make("torch", zoo.Quick(), 0), make("torch", zoo.Quick(), 0)
+    with fastload.profile(watched) as profile:
+        batches(watched), batches(other)
+    (report,) = profile.report().loaders
+    assert (report.name, report.num_batches) == ("watched", 24)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "is_in_threads"),
+    [
+        ("torch", {"num_workers": 0}, True),
+        ("fastload", {"num_workers": 1}, False),
+        ("fastload", {"num_workers": 1, "worker_type": "thread"}, True),
+    ],
+)
+def test_two_loaders_at_once(kind: str, options: dict[str, Any], is_in_threads: bool) -> None:
+    """Interleaved, or in two threads: steps and batches belong to the loader whose workers they are."""
+    one, other = (make(kind, dataset, **options) for dataset in (zoo.SlowTransform(), zoo.SlowFunction()))
+    with fastload.profile(one, other) as profile:
+        if is_in_threads:
+            threads = [threading.Thread(target=list, args=(loader,)) for loader in (one, other)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        else:
+            collections.deque(zip(one, other, strict=True), maxlen=0)
+    if kind == "fastload":
+        one.close(), other.close()
+    names = {one.dataset: {stage.name for stage in one.stages} for one in profile.report().loaders}
+    assert [report.num_batches for report in profile.report().loaders] == [24, 24]
+    assert "SlowBlur" in names["SlowTransform"] - names["SlowFunction"]
+    assert "plain_transform" in names["SlowFunction"] - names["SlowTransform"]
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_inner_of_nested_loops_is_computing_of_the_outer() -> None:
+    """Its waits are no waits of the outer loop."""
+    outer, inner = make("torch", zoo.Quick(), 0), make("torch", zoo.SlowRead(), 0)
+    with fastload.profile() as profile:
+        for number, _batch in enumerate(outer):
+            if number < 3:
+                for _other in inner:
+                    pass
+    found = reports(profile)
+    assert (found["outer"].num_batches, found["inner"].num_batches) == (24, 72)
+    assert found["outer"].data_share < found["inner"].data_share
+
+
 def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """`num_workers="auto"` chooses them when it begins."""
     monkeypatch.setattr(AutoWorkers, "choose", lambda *_: 5)
     loader = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, num_workers="auto")
     with fastload.profile() as profile:
-        batches(loader, 1)
-
+        batches(loader)
     (timeline,) = profile._timelines
     assert [timeline.facts[name] for name in ("num_workers", "prefetch_factor")] == [5, 2]
 
 
-def test_a_loader_inside_a_framework_s_has_the_user_s_name() -> None:
-    """The name of the variable that holds the outer one, and the batch size of the batch sampler."""
-    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(range(96)), 6, drop_last=False)
-    train_loader = Around(Generator(zoo.Quick(), batch_sampler=sampler))
-
-    with fastload.profile() as profile:
-        batches(train_loader, 1)
-
-    (report,) = profile.report().loaders
-    assert (report.name, report.settings["batch_size"]) == ("train_loader", 6)
+# --- beginnings and ends ----------------------------------------------------------------------------------
 
 
-def test_a_device_loader_counts_each_batch_once() -> None:
-    """The outer of two iterators."""
-    loader = fastload.DataLoader(zoo.Quick(), batch_size=zoo.BATCH, device="cpu", device_transform=list)
+class Dies(zoo.Quick):
+    """Its worker is killed."""
 
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+DYING = """
+import sys
+from tests.profiling import test_culprits, test_watching
+import fastload
+# Samples as they are: torch would fetch tensors from the worker's descriptors, which end at any moment.
+loader = test_culprits.make(sys.argv[1], test_watching.Dies(), 1, collate_fn=list)
+profile = fastload.profile()
+try:
+    with profile:
+        list(loader)
+except RuntimeError as error:
+    print(type(error).__name__)
+(report,) = profile.report().loaders
+print(0 < report.num_batches <= 5)
+"""
+
+
+@pytest.mark.parametrize(("kind", "error"), [("torch", "RuntimeError"), ("fastload", "WorkerDiedError")])
+def test_a_worker_that_dies(interpreter: Interpreter, kind: str, error: str) -> None:
+    """The loader's own error; the batches until then are reported."""
+    done = interpreter.run(DYING, kind, exits=False)
+    assert (done.returncode, done.stdout) == (0, f"{error}\nTrue\n"), done.stderr
+
+
+def test_an_error_while_the_recordings_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal's handler may raise there, as torch's does when a worker dies; the report is made."""
+    read = session.read_recordings
+    calls: list[str] = []
+
+    def interrupted(directory: str) -> Any:
+        calls.append(directory)
+        if len(calls) == 1:
+            raise RuntimeError("a worker is killed")
+        return read(directory)
+
+    monkeypatch.setattr(session, "read_recordings", interrupted)
+    loader = make("torch", zoo.Quick(), 0)
+    profile = fastload.profile(loader)
+    with pytest.raises(RuntimeError, match="a worker is killed"), profile:
+        list(loader)
+
+    assert profile.report().loaders[0].num_batches == 24
+    assert not os.path.exists(calls[0])
+
+
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_workers_that_were_started_before(kind: str) -> None:
+    """Nothing is known of their work, so that no change of it is suggested."""
+    loader = make(kind, zoo.SlowRead(), 1, persistent_workers=True)
+    next(iter(loader))
     with fastload.profile(loader) as profile:
-        assert len(list(loader)) == 24
-
+        list(loader)
     (report,) = profile.report().loaders
     assert report.num_batches == 24
-    assert report.stages
+    assert "Nothing was recorded" in report.verdict
+    assert report.suggestions == []
+    stop_workers(loader._iterator) if kind == "torch" else loader.close()
 
 
-def test_a_second_profile_and_a_report_before_the_end_are_refused() -> None:
-    """Each error says what to do."""
+def test_a_profile_that_begins_in_mid_epoch() -> None:
+    """That epoch is not watched, and goes on; the next one is."""
+    loader = make("torch", zoo.Quick(), 1)
+    iterator = iter(loader)
+    next(iterator)
+    with fastload.profile(loader) as profile:
+        assert len(list(iterator)) == 23
+        iterator = iter(loader)
+        next(iterator)
+    assert len(list(iterator)) == 23
+    assert profile.report().loaders[0].num_batches == 1
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_long_profile_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first batches are recorded, and times per batch are theirs; the last steps; the number of all."""
+    monkeypatch.setattr("fastload.profiling.watching.MAX_STEPS", 30)
+    monkeypatch.setattr(recording, "MAX_LINES", 8)
+    monkeypatch.setattr("fastload.profiling.spans.MAX_STRIDE", 1)
+    loader = make("torch", zoo.SlowTransform(), 0)
+    with fastload.profile(loader) as profile:
+        batches(loader, 3)
+    (report,) = profile.report().loaders
+    assert report.num_batches == 72
+    assert len(profile._timelines[0].watched.steps) == 30
+    assert sum(stage.ms_per_batch for stage in report.stages) < 2 * report.make_ms
+
+
+def test_a_second_profile_and_a_report_before_the_end_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error says what to do; at the end recordings are removed; without a loader nothing is said."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with fastload.profile() as profile:
         with pytest.raises(RuntimeError, match="end its with block first"):
             fastload.profile().start()
         with pytest.raises(RuntimeError, match="still running"):
             profile.report()
-
-
-def test_no_directory_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recordings are removed with the profile."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-
+    assert str(profile.report()) == "No DataLoader was used."
+    profile.save_trace(str(tmp_path / "empty.json"))
     with fastload.profile() as profile:
-        batches(make("fastload", zoo.Quick(), 1), 1)
-
+        batches(make("fastload", zoo.Quick(), 1))
     assert profile.report().loaders[0].stages
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["empty.json"]
 
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 2), ("fastload", 2)])
 def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     """Stretches of held batches take the place of new ones, which are left at the end."""
     loader = make(kind, zoo.SlowRead(), num_workers)
-
     profile = fastload.profile(loader, replay=3)
     with profile:
         seen = [[part.clone() for part in batch] for batch in loader]
     steps = list(profile._timelines[0].watched.steps)
     (report,) = profile.report().loaders
-
     assert len(seen) == len(steps) == 24
     first = steps.index(next(step for step in steps if step.kind == REPLAYED))
     assert first == 6 + 3 * num_workers
@@ -250,102 +520,49 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     assert report.speedup_replayed > 2
 
 
-class TestReport:
-    """What can be done with a report."""
-
-    @pytest.fixture
-    def profile(self) -> fastload.profiling.Profile:
-        """A short profile of a slow dataset."""
-        loader = make("torch", zoo.SlowTransform(), 0)
-        with fastload.profile(loader) as profile:
-            batches(loader, 1)
-        return profile
-
-    def test_as_json_and_as_text(self, profile: fastload.profiling.Profile) -> None:
-        """Plain values only; the text holds the verdict."""
-        report = profile.report()
-        value = json.loads(json.dumps(report.as_dict()))
-
-        assert value["version"] == 1
-        assert value["loaders"][0]["culprit"] == "transform"
-        assert report.loaders[0].verdict in str(report)
-
-    @pytest.mark.parametrize(("busy_share", "is_told"), [(0.97, True), (0.5, False), (None, False)])
-    def test_a_busy_machine_is_told(
-        self, profile: fastload.profiling.Profile, busy_share: float | None, is_told: bool
-    ) -> None:
-        """If no CPU was free, with the share of other processes."""
-        (timeline,) = profile._timelines
-        timeline.machine = Machine(2, busy_share, 0.6)
-
-        notes = str(profile.report()).partition("Note: ")[2]
-
-        assert ("60% of them with other processes" in notes) == is_told
-
-    @pytest.mark.parametrize("num_workers", [0, 1])
-    def test_a_loader_of_few_batches(self, num_workers: int) -> None:
-        """No verdict without a steady step, and no list without an entry."""
-        loader = make("torch", [torch.ones(3)] * 4, num_workers)
-        with fastload.profile(loader) as profile:
-            batches(loader, 1)
-
-        lines = str(profile.report()).splitlines()
-        assert lines[1] == "  Too few batches for a verdict: 1, all of them during the warm-up."
-        with fastload.profile(loader) as profile:
-            batches(loader, 2)
-
-        report = dataclasses.replace(profile.report().loaders[0], bottleneck="The bottleneck is unknown.")
-        lines = report.lines_of_text()
-        assert any("too few batches were made to say" in line for line in lines)
-        assert not any(line.endswith(":") for line in lines)
-
-    def test_as_a_trace(self, profile: fastload.profiling.Profile, tmp_path: Path) -> None:
-        """Complete events of the loop and of the batches that were made."""
-        path = tmp_path / "trace.json"
-
-        profile.save_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-
-        names = [event["name"] for event in events if event["ph"] == "X"]
-        assert names.count("waiting for data") == names.count("making a batch") == 24
-        assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
-
-    def test_without_a_loader(self, tmp_path: Path) -> None:
-        """Nothing to say, and no error."""
-        with fastload.profile() as profile:
-            pass
-        profile.save_trace(str(tmp_path / "empty.json"))
-
-        assert str(profile.report()) == "No DataLoader was used."
+# --- reports ----------------------------------------------------------------------------------------------
 
 
-def identity(samples: list[Any]) -> list[Any]:
-    """A collate_fn."""
-    return samples
+def test_a_report_and_a_trace(tmp_path: Path) -> None:
+    """Plain values, text with the verdict, and complete events."""
+    with fastload.profile() as profile:
+        batches(make("torch", zoo.SlowTransform(), 0))
+    report = profile.report()
+    value = json.loads(json.dumps(report.as_dict()))
+    assert value["version"] == 1
+    assert value["loaders"][0]["culprit"] == "transform"
+    assert report.loaders[0].verdict in str(report)
+    profile.save_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("waiting for data") == names.count("making a batch") == 24
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-@pytest.mark.parametrize(("num_workers", "collate"), [(0, None), (1, identity)])
-def test_batches_that_are_no_tensors(num_workers: int, collate: Callable[[Any], Any] | None) -> None:
-    """Lists of strings have no size, and are measured alike."""
-    loader = make("fastload", [str(number) for number in range(40)], num_workers, collate_fn=collate)
+@pytest.mark.parametrize(("busy_share", "is_told"), [(0.97, True), (0.5, False), (None, False)])
+def test_a_busy_machine_is_told(busy_share: float | None, is_told: bool) -> None:
+    """If no CPU was free, with the share of other processes."""
+    with fastload.profile() as profile:
+        batches(make("torch", zoo.Quick(), 0))
+    profile._timelines[0].machine = Machine(2, busy_share, 0.6)
+    notes = str(profile.report()).partition("Note: ")[2]
+    assert ("60% of them with other processes" in notes) == is_told
 
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_of_few_batches(num_workers: int) -> None:
+    """No verdict without a steady step, and no list without an entry."""
+    loader = make("torch", [torch.ones(3)] * 4, num_workers)
     with fastload.profile(loader) as profile:
-        assert len(list(loader)) == 10
-
-    assert profile.report().loaders[0].settings["nbytes"] == 0
-
-
-def test_a_long_profile_keeps_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is bounded; the number of batches is that of all."""
-    monkeypatch.setattr("fastload.profiling.watching.MAX_STEPS", 30)
-    loader = make("torch", zoo.Quick(), 0)
-
+        batches(loader)
+    lines = str(profile.report()).splitlines()
+    assert lines[1] == "  Too few batches for a verdict: 1, all of them during the warm-up."
     with fastload.profile(loader) as profile:
-        batches(loader, 3)
-
-    (timeline,) = profile._timelines
-    assert len(timeline.watched.steps) == 30
-    assert profile.report().loaders[0].num_batches == 72
+        batches(loader, 2)
+    report = dataclasses.replace(profile.report().loaders[0], bottleneck="The bottleneck is unknown.")
+    lines = report.lines_of_text()
+    assert any("too few batches were made to say" in line for line in lines)
+    assert not any(line.endswith(":") for line in lines)
 
 
 OWN_NAMES = [words for words in (*probes._FUNCTIONS, *probes._METHODS) if words[0].startswith("fastload.")]
@@ -355,5 +572,176 @@ OWN_NAMES = [words for words in (*probes._FUNCTIONS, *probes._METHODS) if words[
 def test_what_is_watched_of_fastload_is_there(words: tuple[str, ...]) -> None:
     """The probes name functions by text: one that was renamed would take its stage out of every report."""
     module, *path, _ = words
-
     assert callable(functools.reduce(getattr, path, importlib.import_module(module)))
+
+
+# --- what modules import ----------------------------------------------------------------------------------
+
+THROUGH_PATHLIB = """
+import cv2, numpy, pathlib
+
+def read(path):
+    return cv2.imdecode(numpy.frombuffer(pathlib.Path(path).read_bytes(), "uint8"), 1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "stages"),
+    [
+        ("from cv2 import imread\ndef read(path): return imread(path)\n", {"decode"}),
+        ("import PIL.Image\ndef read(path): return PIL.Image.open(path).convert('L')\n", {"decode", "read"}),
+        (THROUGH_PATHLIB, {"decode", "read"}),
+        ("import io\ndef read(path):\n    with io.open(path, 'rb') as f: return f.read()[:9]\n", {"read"}),
+        (
+            "import gzip\ndef read(path):\n    with gzip.open(path + '.gz') as f: return f.read()[:9]\n",
+            {"read"},
+        ),
+    ],
+    ids=["cv2", "PIL", "pathlib", "io", "gzip"],
+)
+def test_functions_that_a_module_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, stages: set[str]
+) -> None:
+    """Reading and decoding are told apart, however the module names the functions; they read the same."""
+    path = tmp_path / "image.png"
+    Image.fromarray(np.full((64, 64, 3), 7, np.uint8)).save(path)
+    (tmp_path / "image.png.gz").write_bytes(gzip.compress(path.read_bytes()))
+    (tmp_path / "module_of_mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "module_of_mine", raising=False)
+    module = importlib.import_module("module_of_mine")
+    loader = DataLoader(datasets.Made(lambda _: np.asarray(module.read(str(path))).tobytes()), 4)
+    plain = list(loader)
+    with fastload.profile() as profile:
+        assert list(loader) == plain
+    del sys.modules["module_of_mine"]
+    (report,) = profile.report().loaders
+    assert stages <= {stage.stage for stage in report.stages}
+    assert getattr(module, "imread", cv2.imread) is cv2.imread
+
+
+NOTEBOOK = """
+import sys, types
+import torch, fastload
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+cell = '''
+import time
+import cv2
+from cv2 import imread
+from torch.utils.data import DataLoader, Dataset
+cv2.imwrite("image.png", __import__("numpy").zeros((8, 8, 3), "uint8"))
+
+class Images(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return imread("image.png")
+
+images = DataLoader(Images(), batch_size=4)
+with fastload.profile() as profile:
+    for batch in images:
+        pass
+'''
+vars(main)["fastload"] = fastload
+exec(compile(cell, "<ipython-input-1>", "exec"), vars(main))
+(report,) = main.profile.report().loaders
+print(report.name, report.lines[0][0], "decode" in [stage.stage for stage in report.stages])
+"""
+
+
+def test_a_notebook(interpreter: Interpreter, tmp_path: Path) -> None:
+    """The cell's lines are the user's, and `from cv2 import imread` in a cell is seen."""
+    done = interpreter.run(NOTEBOOK, cwd=tmp_path, exits=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "images <ipython-input-1>:12 in Images.__getitem__ True\n"
+
+
+# --- `open` ----------------------------------------------------------------------------------------------
+
+OPEN = open
+
+
+@pytest.fixture
+def in_a_batch() -> Iterator[None]:
+    """As while a batch is measured in detail."""
+    here.spans = Spans()
+    yield
+    here.spans = None
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with some lines."""
+    path = tmp_path / "lines.txt"
+    path.write_bytes(b"one\r\ntwo\n" * 3000)
+    return path
+
+
+def described(opened: Any) -> tuple[Any, ...]:
+    """What can be seen of a file object, and its contents."""
+    with opened:
+        kind = io.FileIO if isinstance(opened, io.FileIO) else type(opened)
+        facts = [getattr(opened, name, None) for name in ("name", "mode", "encoding", "errors", "newlines")]
+        facts += [opened.readable(), opened.writable(), opened.seekable(), opened.isatty(), opened.closed]
+        first = opened.readline()
+        facts += [first, opened.tell(), opened.seek(5), opened.read(), opened.read()]
+    with pytest.raises(ValueError, match="closed file") as caught:
+        opened.read()
+    return kind, *facts, str(caught.value), opened.closed
+
+
+@pytest.mark.usefixtures("in_a_batch")
+@pytest.mark.parametrize(
+    ("kind", "args", "options"),
+    [
+        (str, (), {}),
+        (bytes, ("r", 1), {"newline": ""}),
+        (str, ("rb",), {}),
+        (bytes, ("rb",), {}),
+        (Path, ("rb",), {"buffering": 0}),
+        (str, ("rb", 16), {}),
+        (Path, ("br", -1, None, None, None), {}),
+        (str, ("rb",), {"closefd": True, "opener": os.open}),
+        (str, ("r+b",), {}),
+        (int, ("rb",), {"closefd": False}),
+        (np.int64, ("rb",), {"closefd": False}),
+    ],
+    ids=str,
+)
+def test_open_is_open(file: Path, kind: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Types, attributes, contents and errors after closing; a descriptor stays open if it is to stay open."""
+    found = []
+    for function in (_open, OPEN):
+        fd = os.open(file, os.O_RDONLY)
+        place = kind(fd) if kind in (int, np.int64) else kind(os.fsencode(file) if kind is bytes else file)
+        found.append(described(function(place, *args, **options))[(kind in (int, np.int64) and 2) or 0 :])
+        os.close(fd)
+    assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("in_a_batch")
+@pytest.mark.parametrize(
+    ("place", "args"),
+    [
+        ("absent", ("rb",)),
+        (".", ("rb",)),
+        (1.5, ("rb",)),
+        ("absent", ("q",)),
+        ("absent", ("rb", 0, "utf-8")),
+        ("a\0b", ("rb",)),
+        ("absent", ("rb", -1, None, None, None, False)),
+    ],
+    ids=repr,
+)
+def test_open_fails_as_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, args: Any) -> None:
+    """The same errors, with the same numbers, names and texts."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception) as plain:  # noqa: PT011  # any error
+        OPEN(place, *args)
+    with pytest.raises(type(plain.value)) as watched:
+        _open(place, *args)
+    assert str(watched.value) == str(plain.value)
+    for name in ("errno", "strerror", "filename"):
+        assert getattr(watched.value, name, None) == getattr(plain.value, name, None)

@@ -27,18 +27,20 @@ class SlowRead(Quick):
         return self.read(index), index
 
 
-class SlowFile(Quick):
-    """Reads named pipes that are fed slowly, by way of `open`; each worker has its own."""
+class SlowPath:
+    """A path that takes its time while it is opened."""
 
-    def __init__(self, paths: list[str]) -> None:
-        super().__init__()
-        self.paths = paths
+    def __fspath__(self) -> str:
+        time.sleep(PLANTED_S)
+        return "/dev/zero"
+
+
+class SlowFile(Quick):
+    """Opens files slowly, by way of `open`."""
 
     def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        with open(self.paths[0 if info is None else info.id], "rb") as file:
-            data = np.frombuffer(file.read(), np.uint8)
-        return data[: 32 * 32].copy(), index
+        with open(SlowPath(), "rb") as file:
+            return np.frombuffer(file.read(32 * 32), np.uint8).copy(), index
 
 
 class ColdOnce(Quick):

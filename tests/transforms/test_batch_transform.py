@@ -9,29 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from fastload import CachedDataset, DataLoader, transforms
+from tests.kit import datasets
 
+IMAGES = datasets.Made(datasets.image, 22)
 AUGMENT = [transforms.RandomCrop(8, 2), transforms.RandomHorizontalFlip(), transforms.Cutout(3)]
-
-
-class Images(Dataset):
-    """Small images, different in every pixel and index."""
-
-    def __len__(self) -> int:
-        return 22
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
-        return np.random.default_rng(index).integers(0, 256, (8, 8, 3), np.uint8), index
-
-
-class Stream(IterableDataset):
-    """The same images, one after another."""
-
-    def __iter__(self) -> Any:
-        images = Images()
-        return (images[index] for index in range(len(images)))
 
 
 def noisy(batch: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,7 +37,7 @@ def fails_for_some(batch: Any) -> Any:
 
 def epoch_of(num_epochs: int = 1, **arguments: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(3)
-    arguments = {"dataset": Images(), "batch_size": 4, "generator": generator, **arguments}
+    arguments = {"dataset": IMAGES, "batch_size": 4, "generator": generator, **arguments}
     with DataLoader(**arguments) as loader:
         return [batch for _ in range(num_epochs) for batch in loader]
 
@@ -64,6 +48,13 @@ def equal(one: list[Any], other: list[Any]) -> bool:
         for a, b in zip(one, other, strict=True)
         for left, right in zip(a, b, strict=True)
     )
+
+
+class Stream(IterableDataset):
+    """The same images, one after another."""
+
+    def __iter__(self) -> Any:
+        return map(datasets.image, range(22))
 
 
 @pytest.fixture(params=["processes", "forkserver", "threads", "torch"])
@@ -84,7 +75,6 @@ def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any
     # With in_order=False, draws with rng="sample" depend on the batch's number on both ways.
     alike = workers if "in_order" in workers else {}
     expected = epoch_of(2, rng=rng, shuffle=True, device="cpu", device_transform=AUGMENT, **alike)
-
     assert alike or equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT), expected)
     assert equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT, **workers), expected)
     assert not equal(epoch_of(2, rng=rng, shuffle=True), expected)
@@ -93,8 +83,7 @@ def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any
 @pytest.mark.parametrize("cache", [None, "ram"])
 def test_samples_of_a_cache_and_of_its_source_are_transformed_alike(cache: str | None) -> None:
     """Whether a batch is gathered from a cache makes no difference."""
-    dataset = CachedDataset(Images(), cache=cache)
-
+    dataset = CachedDataset(IMAGES, cache=cache)
     for _ in range(2):
         assert equal(epoch_of(dataset=dataset, batch_transform=AUGMENT), epoch_of(batch_transform=AUGMENT))
 
@@ -105,17 +94,20 @@ def test_batches_of_a_stream_are_transformed(num_workers: int) -> None:
     batches = epoch_of(
         dataset=Stream(), num_workers=num_workers, batch_transform=transforms.Cutout(8, fill=9)
     )
-
     num_copies = max(1, num_workers)
     assert sorted(len(images) for images, _ in batches) == [2] * num_copies + [4] * 5 * num_copies
     assert all((images == 9).any() for images, _ in batches)
 
 
-def test_whole_batches_without_collation_are_transformed() -> None:
-    """With batch_size=None the dataset makes the batch."""
+def test_it_gets_what_the_caller_would() -> None:
+    """`(B, C, H, W)` images, or the dataset's batch with batch_size=None; what is no transform is refused."""
+    shape = lambda batch: [torch.tensor(batch[0].shape)]  # noqa: E731
+    shapes = epoch_of(memory_format=torch.channels_last, batch_transform=shape)
+    assert shapes[0][0].tolist() == [4, 3, 8, 8]
     batches = epoch_of(batch_size=None, batch_transform=lambda sample: sample[1] * 2)
-
     assert batches == [2 * index for index in range(22)]
+    with pytest.raises(ValueError, match="batch_transform should be a callable, or a list of callables"):
+        DataLoader(IMAGES, batch_transform=[3])  # type: ignore[list-item]
 
 
 @pytest.mark.slow
@@ -125,7 +117,6 @@ def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> Non
     is_thread = "worker_type" in workers
     expected = epoch_of(rng="sample", batch_transform=noisy, num_workers=0)
     assert len({float(images.sum()) for images, _ in expected}) == len(expected)
-
     if not is_thread:  # they share the global generators
         assert equal(epoch_of(rng="sample", batch_transform=noisy, **workers), expected)
         assert equal(epoch_of(rng="sample", batch_transform=noisy, num_workers=1), expected)
@@ -136,17 +127,15 @@ def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> Non
 def test_a_resumed_epoch_draws_the_same(rng: str) -> None:
     """The rest of an epoch has the pixels that it would have had."""
     make = functools.partial(
-        DataLoader, Images(), batch_size=4, shuffle=True, rng=rng, batch_transform=AUGMENT, num_workers=2
+        DataLoader, IMAGES, batch_size=4, shuffle=True, rng=rng, batch_transform=AUGMENT, num_workers=2
     )
     loader = make(generator=torch.Generator().manual_seed(0))
     batches = iter(loader)
     for _ in range(2):
         next(batches)
     state, expected = loader.state_dict(), list(batches)
-
     other = make(generator=torch.Generator().manual_seed(1))
     other.load_state_dict(state)
-
     assert equal(list(other), expected)
 
 
@@ -155,13 +144,11 @@ def test_both_transforms_draw_numbers_of_their_own() -> None:
     flip = transforms.RandomHorizontalFlip()
     both = epoch_of(device="cpu", batch_transform=flip, device_transform=flip)
     plain = epoch_of()
-
     twice = [
         torch.equal(a, b)
         for (x, _), (y, _) in zip(both, plain, strict=True)
         for a, b in zip(x, y, strict=True)
     ]
-
     assert 0 < sum(twice) < len(twice)
 
 
@@ -171,7 +158,6 @@ def test_both_transforms_draw_numbers_of_their_own() -> None:
 def test_batches_that_the_caller_keeps_never_change(transform: Any, workers: dict[str, Any]) -> None:
     """Also if the transform returns its input: no memory is reused while a batch is alive."""
     expected = epoch_of(3)
-
     assert equal(epoch_of(3, batch_transform=transform, **workers), expected)
     assert equal(epoch_of(3, batch_transform=transform), expected)
 
@@ -180,13 +166,12 @@ def test_batches_that_the_caller_keeps_never_change(transform: Any, workers: dic
 def test_an_error_names_the_transform_and_costs_one_batch(workers: dict[str, Any]) -> None:
     """The error of a batch reaches the caller with a note, and the next call returns the next batch."""
     for arguments in ({}, workers):
-        with DataLoader(Images(), 4, batch_transform=fails_for_some, **arguments) as loader:
+        with DataLoader(IMAGES, 4, batch_transform=fails_for_some, **arguments) as loader:
             batches = iter(loader)
             labels = [next(batches)[1].tolist() for _ in range(2)]
             with pytest.raises(ValueError, match="no eight") as caught:
                 next(batches)
             labels += [batch[1].tolist() for batch in batches]
-
         assert any("batch_transform" in note for note in caught.value.__notes__)
         assert [label for batch in labels for label in batch] == [*range(8), *range(12, 22)]
 
@@ -195,7 +180,7 @@ def test_an_error_names_the_transform_and_costs_one_batch(workers: dict[str, Any
 def test_an_error_of_a_sample_leaves_the_other_batches_as_they_are(num_workers: int) -> None:
     """The batches after one that could not be read are transformed like all others."""
 
-    class Broken(Images):
+    class Broken(datasets.Made):
         def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
             if index == 6:
                 raise ValueError("six")
@@ -203,7 +188,7 @@ def test_an_error_of_a_sample_leaves_the_other_batches_as_they_are(num_workers: 
 
     expected = epoch_of(batch_transform=AUGMENT)
     with DataLoader(
-        Broken(),
+        Broken(datasets.image, 22),
         4,
         batch_transform=AUGMENT,
         num_workers=num_workers,
@@ -216,18 +201,3 @@ def test_an_error_of_a_sample_leaves_the_other_batches_as_they_are(num_workers: 
         found += batches
 
     assert equal(found, [expected[0], *expected[2:]])
-
-
-def test_it_gets_the_memory_format_of_the_loader() -> None:
-    """The transform gets `(B, C, H, W)` images if the caller would."""
-    shapes = epoch_of(
-        memory_format=torch.channels_last, batch_transform=lambda batch: [torch.tensor(batch[0].shape)]
-    )
-
-    assert shapes[0][0].tolist() == [4, 3, 8, 8]
-
-
-def test_what_is_no_transform_is_refused() -> None:
-    """The error comes from the constructor."""
-    with pytest.raises(ValueError, match="batch_transform should be a callable, or a list of callables"):
-        DataLoader(Images(), batch_transform=[3])  # type: ignore[list-item]

@@ -1,29 +1,35 @@
-"""Claims about the plan and the machine: samples, interleaved rounds, a busy machine."""
+"""Claims about the plan and the machine: contenders, their code, samples, rounds, a busy machine."""
 
 from __future__ import annotations
 
 import collections
 import subprocess
 import sys
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+import torch.utils.data
 from hypothesis import given
 from hypothesis import strategies as st
 
+import fastload
+from fastload.bench.contenders import CACHES, Contender, contenders_of
 from fastload.bench.measure import spread_indices
 from fastload.bench.run import default_workers, in_turn
 from fastload.system import cpu_times
 from fastload.system.cpu_times import CpuTimes, busy_share, others_share
 from tests.bench.made_up import PLAIN, row
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 
 @given(st.integers(1, 10**6), st.data())
 def test_spread_indices_are_distinct_and_in_order(length: int, data: st.DataObject) -> None:
     """As many as asked for, all of them indices of the dataset."""
     count = data.draw(st.integers(1, min(length, 1000)))
-
     found = spread_indices(length, count)
-
     assert len(found) == count
     assert found == sorted(set(found))
     assert 0 <= found[0] <= found[-1] < length
@@ -42,7 +48,6 @@ def test_each_round_runs_every_contender_once_from_another_start(rounds: int, co
     """The order rotates, so that no contender is always the first."""
     rows = [row(PLAIN) for _ in range(count)]
     orders = [[*map(id, in_turn(rows, number, rounds))] for number in range(rounds)]
-
     assert all(sorted(order) == sorted(map(id, rows)) for order in orders)
     assert len({order[0] for order in orders}) >= min(rounds, count)
 
@@ -56,7 +61,6 @@ class TestBusy:
     ) -> None:
         """Of two CPUs over ten seconds."""
         before, after = CpuTimes(100.0, 50.0, 7.0), CpuTimes(110.0, 50.0 + busy_s, 7.0 + own_s)
-
         assert others_share(before, after, num_cpus=2) == pytest.approx(share)
         assert busy_share(before, after, num_cpus=2) == pytest.approx(min(busy_s / 20, 1.0))
 
@@ -90,6 +94,64 @@ class TestBusy:
             child.stdout.readline()
             during = CpuTimes.now()
             child.communicate()
-
         assert during.own_s - before.own_s >= 0.15
         assert CpuTimes.now().own_s >= during.own_s - 1e-6  # they are sums of floats
+
+
+DATASET = [(np.full((4, 4, 3), number, np.uint8), number) for number in range(6)]
+SWEEPS = st.fixed_dictionaries(
+    {
+        "workers": st.lists(st.integers(0, 4), min_size=1, unique=True),
+        "batch_sizes": st.lists(st.integers(1, 512), min_size=1, max_size=3, unique=True),
+        "start_methods": st.lists(st.sampled_from(["fork", "spawn"]), min_size=1, unique=True),
+        "caches": st.lists(st.sampled_from(CACHES), min_size=1, unique=True),
+        "sizes": st.lists(st.sampled_from([None, "32x32", "64x64"]), min_size=1, unique=True),
+    }
+)
+
+
+def transform(sample: Any) -> Any:
+    return sample
+
+
+@given(SWEEPS)
+def test_every_setting_takes_part_once_with_both_loaders(sweep: dict[str, list[Any]]) -> None:
+    """A loader without workers has no start method, and torch's no cache: one contender for each."""
+    found = contenders_of(**sweep)
+    assert len(set(found)) == len(found)
+    assert all((one.start_method is None) == (one.num_workers == 0) for one in found)
+    for loader in ("torch", "fastload"):
+        some = [one for one in found if one.loader == loader]
+        assert {one.num_workers for one in some} == set(sweep["workers"])
+        assert {one.batch_size for one in some} == set(sweep["batch_sizes"])
+        assert {one.size for one in some} == set(sweep["sizes"])
+        assert {one.cache for one in some} == (set(sweep["caches"]) if loader == "fastload" else {"none"})
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("loader", "cache", "num_workers", "has_transform"),
+    [
+        *(("torch", "none", 2, False), ("torch", "none", 0, True), ("fastload", "none", 2, True)),
+        *(("fastload", "none", 0, False), ("fastload", "ram", 2, True), ("fastload", "ram", 0, False)),
+        *(("fastload", "lmdb", 2, False), ("fastload", "lmdb", 0, True)),
+    ],
+)
+def test_the_lines_make_the_loader_that_was_measured(
+    loader: str, cache: str, num_workers: int, has_transform: bool, method: str, tmp_path: Path
+) -> None:
+    """They run, and give a loader of that class with these settings; the default start method needs none."""
+    contender = Contender(loader, cache, num_workers, 3, method if num_workers else None)
+    lines = contender.code("fork", has_transform=has_transform, lmdb_path=str(tmp_path / "cache"))
+    names: dict[str, Any] = {"dataset": DATASET, "transform": transform}
+    exec("\n".join(lines), names)
+    made = names["loader"]
+    assert isinstance(made, fastload.DataLoader) == (loader == "fastload")
+    assert isinstance(made, torch.utils.data.DataLoader)
+    assert (made.num_workers, made.batch_size) == (num_workers, 3)
+    assert made.persistent_workers == (num_workers > 0)
+    assert ("multiprocessing_context" in lines[-1]) == (num_workers > 0 and method == "spawn")
+    assert isinstance(made.dataset, fastload.CachedDataset) == (cache != "none" or has_transform)
+    if isinstance(made.dataset, fastload.CachedDataset):
+        assert made.dataset.transform is (transform if has_transform else None)
+        assert made.dataset.cache.layout == {"none": "none", "ram": "uniform", "lmdb": "lmdb"}[cache]

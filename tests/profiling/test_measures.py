@@ -1,0 +1,214 @@
+"""Recordings, the stages of a thread, and predictions: what can be worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from fastload.profiling import recording, spans
+from fastload.profiling.prediction import Model, simulate
+from fastload.profiling.recording import Batch, Moment, Recording, read_recordings
+from fastload.profiling.spans import BatchWatch, Spans, probe, stride_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+
+def made(number: int) -> Batch:
+    """A batch that can be told from others."""
+    return Batch(3, 1, number, number + 1, 1, 2, 0, 4, [["decode", "imread", [2, 11, 6, 600, 200]]])
+
+
+@settings(max_examples=50)
+@given(name=st.text(max_size=400))
+def test_what_is_written_is_read(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of several processes, also while they go on; batches by their time."""
+    directory = str(tmp_path_factory.mktemp("recording"))
+    writers = [Recording(directory), Recording(directory)]
+    for number, writer in enumerate(writers):
+        writer.add(made(10 - number))
+    writers[0].add(Moment(-1, -1, "pin", name, 5, 4))
+    found = read_recordings(directory)
+    for writer in writers:
+        writer.close()
+    assert found == ([made(9), made(10)], [Moment(-1, -1, "pin", name, 5, 4)])
+
+
+def test_recordings_that_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit, in the middle of a line, or by an error of the file system: nothing fails."""
+    monkeypatch.setattr(recording, "MAX_LINES", 4)
+    writer = Recording(str(tmp_path))
+    for number in range(6):
+        writer.add(made(number))
+    writer.close()
+    writer.add(made(0))  # here the file is closed
+    assert read_recordings(str(tmp_path)) == ([made(number) for number in range(4)], [])
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_recordings(str(tmp_path)) == ([made(number) for number in range(3)], [])
+
+
+@pytest.fixture
+def here() -> Iterator[Spans]:
+    """A batch that is measured in this thread."""
+    found = spans.here.spans = Spans()
+    yield found
+    spans.here.spans = None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 50).map(lambda n: 2 * n)), max_size=40))
+def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tuple[bool, int]]) -> None:
+    """However stages nest, every nanosecond between the first and the last belongs to one of them."""
+    now = [0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans.time, "perf_counter_ns", lambda: now[0])
+        patch.setattr(spans.time, "thread_time_ns", lambda: now[0] // 2)
+        measured = Spans()
+        stages = [("dataset", "")]
+        measured.enter(stages[0])
+        expected: Counter[Any] = Counter()
+        for number, (is_entering, passed) in enumerate(moves):
+            now[0] += passed
+            expected[stages[-1]] += passed
+            if is_entering:
+                stages.append(("read", str(number % 3)))
+                measured.enter(stages[-1])
+            elif len(stages) > 1:
+                measured.leave()
+                stages.pop()
+        for _ in stages:
+            measured.leave()
+
+    assert all(sums[1:3] == [expected[name], expected[name] // 2] for name, sums in measured.sums.items())
+    assert sum(sums[1] for sums in measured.sums.values()) == now[0]
+
+
+def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
+    """And leaves its stage after an error; outside of a measured batch it does nothing else."""
+
+    def divide(a: int, b: int = 2) -> float:
+        return a / b
+
+    probed = probe(divide, ("read", "divide"))
+    assert probed(4, b=4) == 1.0
+    with pytest.raises(ZeroDivisionError):
+        probed(1, b=0)
+    spans.here.spans = None
+    assert probed(4) == 2.0
+    assert here.sums[("read", "divide")][0] == 2
+    assert probed.__name__ == "divide"
+
+
+@pytest.mark.parametrize(
+    ("result", "size"),
+    [
+        (np.zeros((4, 5, 3), np.uint8), (60, 20)),
+        (np.zeros((3, 40, 50), np.float32), (24_000, 2_000)),
+        (np.zeros((4, 5), np.uint8), (20, 20)),
+        (Image.new("RGB", (5, 4)), (60, 20)),
+        (b"bytes", (0, 0)),
+    ],
+)
+def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
+    """Arrays of both layouts, and Pillow's images; other results have no size."""
+    probe(lambda: result, ("decode", "it"), has_size=True)()
+    assert tuple(here.sums[("decode", "it")][3:]) == size
+
+
+@given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
+def test_measuring_costs_little(num_events: int, wall_ns: int) -> None:
+    """At most about MAX_SHARE of the time, as long as the largest stride allows it."""
+    stride = stride_of(num_events, wall_ns)
+    cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (stride * wall_ns)
+    assert cost <= 1.5 * spans.MAX_SHARE or stride == spans.MAX_STRIDE
+
+
+def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(tmp_path: Path) -> None:
+    """A batch that fails leaves no probe in place, and is not recorded."""
+    switched: list[bool] = []
+    recording = Recording(str(tmp_path))
+    watch = BatchWatch(recording, 3, 1, switched.append)
+
+    def fail() -> None:
+        raise OSError("unreadable")
+
+    assert [watch.measure(lambda: "a batch", 1) for _ in range(2)] == ["a batch"] * 2
+    assert switched == []
+    with pytest.raises(OSError, match="unreadable"):
+        watch.measure(fail, 1)
+    assert watch.measure(lambda: "a batch", 2) == "a batch"
+    recording.close()
+    batches, moments = read_recordings(str(tmp_path))
+
+    assert switched == [True, False] * 2
+    assert moments == []
+    assert [(made.loader, made.worker, made.num_samples) for made in batches] == [
+        (3, 1, 1),
+        (3, 1, 1),
+        (3, 1, 2),
+    ]
+    assert [len(made.stages) for made in batches] == [0, 0, 1]
+
+
+times = st.floats(1e-4, 1.0)
+
+
+@given(compute_s=times, make_s=times)
+def test_without_workers_times_add_up(compute_s: float, make_s: float) -> None:
+    """The consumer makes each batch itself."""
+    assert simulate([compute_s], [[make_s]], 0, 2) == pytest.approx(compute_s + make_s)
+
+
+@given(compute_s=times, make_s=times, num_workers=st.integers(1, 8), prefetch_factor=st.integers(1, 4))
+def test_equal_batches_take_the_slower_of_both_sides(
+    compute_s: float, make_s: float, num_workers: int, prefetch_factor: int
+) -> None:
+    """The consumer's time, or the workers' divided by their number."""
+    step_s = simulate([compute_s], [[make_s]], num_workers, prefetch_factor)
+    slower_s = max(compute_s, make_s / num_workers)
+    assert slower_s * 0.97 <= step_s
+    if prefetch_factor > 1:
+        assert step_s <= slower_s * 1.03
+
+
+@given(make_s=st.floats(0.01, 1.0))
+def test_one_slow_worker_stops_the_others(make_s: float) -> None:
+    """Batches come in turn: two workers are as fast as twice the slower one."""
+    step_s = simulate([1e-6], [[make_s], [5 * make_s]], 2, 2)
+    assert step_s == pytest.approx(2.5 * make_s, rel=0.05)
+
+
+# What is known, what changes, and by how many times that is faster.
+GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
+    ({}, lambda one: one.with_workers(4), 2.0),  # on 8 CPUs, twice the workers
+    ({"num_cpus": 2.0}, lambda one: one.with_workers(4), 1.0),  # the CPUs are used up
+    (
+        {"num_cpus": 2.0, "make_cpu_s": 0.004},
+        lambda one: one.with_workers(8),
+        4.0,
+    ),  # workers that wait need none
+    ({}, lambda one: one.scaled(0.5, 0.5), 2.0),  # half the work
+    ({"computes": [0.015]}, lambda one: one.scaled(0.01, 0.01), 20 / 15),  # the consumer limits every gain
+    (  # all processes wait for CPUs: sparing their time speeds the consumer up
+        {"computes": [0.03], "consumer_cpu_s": 0.02, "num_cpus": 2.0, "is_saturated": True},
+        lambda one: one.scaled(0.25, 0.25),
+        2.0,
+    ),
+]
+
+
+@pytest.mark.parametrize(("known", "change", "gain"), GAINS)
+def test_gains_that_can_be_worked_out_by_hand(
+    known: dict[str, Any], change: Callable[[Model], Model], gain: float
+) -> None:
+    """Of a loader bound by its two workers: 40 ms for a batch, 1 ms of computing."""
+    model = dataclasses.replace(Model([0.001], [[0.04], [0.04]], 2, 2, 0.04, 0.001, 8.0), **known)
+    assert model.gain_to(change(model)) == pytest.approx(gain, rel=0.05)
