@@ -307,7 +307,7 @@ def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
         change("plan.json", json.dumps(fields).encode())
 
     with pytest.raises(CacheError, match=r"plan.json was removed or replaced"):
-        build(Calling(20, 14, meanwhile))
+        build(Calling(20, 5, meanwhile))
     assert "cache.json" not in names()
     FaultyFileSystem.reset()
     build()
