@@ -184,7 +184,7 @@ def leak_guard() -> Iterator[None]:
 
 @pytest.fixture
 def needs_lmdb() -> None:
-    """Skip the test where lmdb is not installed; it has no wheels for free-threaded Python.
+    """Skip the test where lmdb is not installed; it has no wheels for free-threaded Python 3.13.
 
     Most tests of LMDB raise ModuleNotFoundError there, which tests/compatibility/run.py counts as not run.
     Tests of the command line or of other processes see another error in its place, and ask for this fixture.
