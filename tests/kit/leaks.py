@@ -59,14 +59,14 @@ def descendants(pid: int) -> list[int]:
 
 def names_in_shm() -> set[str]:
     """Names in /dev/shm, less those that other programs of this machine use meanwhile."""
-    # Semaphores of multiprocessing are named for a moment, and the name does not say by whom.
+    # Semaphores of multiprocessing have names for a moment, and only joblib's say in which process.
     names = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
     return {name for name in names if not _is_foreign(name)}
 
 
 def _is_foreign(name: str) -> bool:
     """Whether a file in /dev/shm belongs to a living process that does not descend from this one."""
-    owner = re.match(r"torch_(\d+)_", name)
+    owner = re.match(r"(?:torch_|sem\.loky-)(\d+)[_-]", name)
     if owner is None or int(owner[1]) == os.getpid():
         return False
     with contextlib.suppress(psutil.Error, OSError):  # it ended, or this process cannot see /proc
