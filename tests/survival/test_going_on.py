@@ -145,10 +145,9 @@ def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
 ) -> None:
     """The same batches before it, the same error at the same call, the same batches after it."""
 
-    def make(loader_class: Any) -> Any:
-        sampler = zoo.RaisingSampler(position)
+    def make(loader: Any) -> Any:
         options = {"num_workers": num_workers, "persistent_workers": persistent}
-        return loader_class(NUMBERED, batch_sampler=sampler, **options), None
+        return loader(NUMBERED, batch_sampler=zoo.RaisingSampler(position), **options), None
 
     epochs = compare_with_torch(make)
 
@@ -190,10 +189,8 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
     def read(index: int) -> Any:
         raise raised
 
-    method = "thread" if num_workers else "process"
-    with fastload.DataLoader(
-        datasets.Made(read, 6), 2, num_workers=num_workers, worker_type=method
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": num_workers, "worker_type": "thread"}
+    with fastload.DataLoader(datasets.Made(read, 6), 2, **options) as loader:
         iterator = iter(loader)
         for _ in range(3):
             with pytest.raises(ValueError, match="unreadable"):
@@ -204,24 +201,16 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
     assert place.startswith("fastload: batch 2, ")
 
 
-class _InterruptedOnce(torch.utils.data.Dataset[int]):
-    """Ctrl-C comes while sample 3 is read for the first time."""
-
-    is_interrupted = False
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3 and not self.is_interrupted:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        return index
-
-
 def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
     """The batch comes next, also from a state that was saved when the interrupt was handled."""
-    loader = fastload.DataLoader(_InterruptedOnce(), 2)
+    interrupts = [KeyboardInterrupt]
+
+    def read(index: int) -> int:
+        if index == 3 and interrupts:
+            raise interrupts.pop()
+        return index
+
+    loader = fastload.DataLoader(datasets.Made(read, 8), 2)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(KeyboardInterrupt):
@@ -300,17 +289,11 @@ def test_every_next_after_close_is_the_same_error(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
     """The loader starts anew afterwards, also with persistent workers that were ahead."""
-    with fastload.DataLoader(
-        NUMBERED, 4, num_workers=num_workers, persistent_workers=num_workers > 0
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         for _ in loader:
             break
         with pytest.raises(ZeroDivisionError):
-            _fail_in_the_loop(loader)
+            [1 // 0 for _ in loader]
 
         assert_rest(loader, 0)
-
-
-def _fail_in_the_loop(loader: Any) -> None:
-    for _ in loader:
-        raise ZeroDivisionError

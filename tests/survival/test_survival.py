@@ -22,14 +22,16 @@ import torch.utils.data as tud
 import fastload
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches
-from tests.kit.processes import still_running
 from tests.survival import zoo
 from tests.survival.zoo import assert_numbered, assert_rest, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.kit.processes import Interpreter
+
 NUMBERED = datasets.Made(numbered, 40)
+STARTED = {"multiprocessing_context": "forkserver"}
 
 # --- callers that hold on --------------------------------------------------------------------------------
 
@@ -55,9 +57,7 @@ def _aliases(batch: Any) -> list[Any]:
         (datasets.growing, {"num_workers": 2, "worker_type": "thread"}),
         (zoo.nest, {"num_workers": 2, "prefetch_memory": 1}),
         pytest.param(
-            zoo.nest,
-            {"num_workers": 2, "prefetch_memory": "20KB", "multiprocessing_context": "forkserver"},
-            marks=pytest.mark.slow,
+            zoo.nest, {"num_workers": 2, "prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow
         ),
         (zoo.large, {"num_workers": 1, "prefetch_memory": "64KB"}),  # smaller than a sample
         (numbered, {"num_workers": 3, "prefetch_memory": 1, "prefetch_factor": 9}),
@@ -293,100 +293,75 @@ def test_other_processes_between_batches_and_epochs_disturb_nothing() -> None:
 # --- parents that die ------------------------------------------------------------------------------------
 
 _PARENT = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+import functools
 import fastload
 from tests.kit import datasets
-from tests.survival.zoo import hangs, numbered
+from tests.survival import zoo
 
-if __name__ == "__main__":
-    iterators = []
-    for make in ({makes}):
-        options = dict(num_workers={num_workers}, multiprocessing_context={method!r})
-        iterators.append(iter(fastload.DataLoader(datasets.Made(make), 2, **options)))
-        if make is numbered:
-            next(iterators[-1])
-        print(*(one.pid for one in iterators[-1]._workers), end=" ")
-    print(flush=True)
-    {then}
+
+def start(make, *args):
+    dataset = datasets.Made(functools.partial(make, *args), 2)
+    return iter(fastload.DataLoader(dataset, num_workers=2, multiprocessing_context={method!r}))
+
+
+os.setpgrp()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+waits = start(zoo.numbered)
+next(waits)
+{then}
 """
-SPAWN = pytest.param("spawn", "kill", marks=pytest.mark.thorough)
+ENDS = {
+    "kill": ("next(start(zoo.signals_and_hangs, os.getpid(), signal.SIGKILL))", -9),
+    "interrupt": ("next(start(zoo.signals_and_hangs, 0, signal.SIGINT))", -2),  # as a terminal does
+    "exit": ("", 0),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("fork", "kill"), ("forkserver", "kill"), SPAWN, ("fork", "interrupt"),
-     pytest.param("spawn", "exit", marks=pytest.mark.thorough)],
-)  # fmt: skip
-def test_workers_leave_with_their_parent(tmp_path: Any, method: str, how: str) -> None:
-    """One that waits for work, and one stuck in user code, at SIGKILL; Ctrl-C gives one traceback.
+    [
+        *(("fork", "kill"), ("forkserver", "kill"), ("fork", "interrupt")),
+        *(pytest.param("spawn", how, marks=pytest.mark.thorough) for how in ("kill", "exit")),
+    ],
+)
+def test_workers_leave_with_their_parent(method: str, how: str, interpreter: Interpreter) -> None:
+    """Those that wait for work, and those in user code; Ctrl-C gives one traceback.
 
-    The whole group gets SIGINT, as from a terminal. test_exit.py has other exits.
+    The run ends when nobody holds its output. test_exit.py has other exits.
     """
-    makes, then = {
-        "kill": ("numbered, hangs", "signal.pause()"),
-        "interrupt": ("hangs,", "next(iterators[0])"),
-        "exit": ("numbered,", "pass"),
-    }[how]
-    script = tmp_path / "parent.py"
-    num_workers = 2 if method == "fork" else 1
-    script.write_text(
-        _PARENT.format(path=sys.path, makes=makes, method=method, num_workers=num_workers, then=then)
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as parent:
-        assert parent.stdout is not None
-        try:
-            pids = [int(pid) for pid in parent.stdout.readline().split()]
-            if how != "exit":
-                os.killpg(parent.pid, signal.SIGINT) if how == "interrupt" else parent.kill()
-            _, err = parent.communicate(timeout=100)
-        except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)
-            raise
+    then, code = ENDS[how]
+    done = interpreter.run(_PARENT.format(method=method, then=then))
 
-    assert len(pids) >= num_workers
-    assert still_running(pids, 60) == []
-    if how == "interrupt":
-        assert err.count("Traceback") == 1
-        assert err.rstrip().endswith("KeyboardInterrupt")
-    elif how == "exit":
-        assert (parent.returncode, err) == (0, "")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("Traceback") == (how == "interrupt")
+    assert how != "interrupt" or done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert how != "exit" or done.stderr == ""
 
 
 _TINY_SHM = """
-import os, sys
-sys.path[:0] = {path!r}
 import numpy as np, fastload
-from tests.kit import datasets
-size = os.statvfs("/dev/shm")
-assert size.f_blocks * size.f_frsize == 1 << 20, size
+from tests.kit import datasets, faults
+
+if not faults.mount_over("/dev/shm", "size=1m"):
+    sys.exit("this user may not mount")
+
+
 def large(index):
     return np.full((512, 512, 3), index, np.uint8)
+
+
 batches = list(fastload.DataLoader(datasets.Made(large, 32), 8, num_workers=2))
 assert [int(batch[0, 0, 0, 0]) for batch in batches] == [0, 8, 16, 24]
 dataset = datasets.Made(datasets.image, 4000)
 mixed = list(fastload.DataLoader(dataset, 2000, num_workers=2, collate_fn=datasets.mixed_up))
-assert len(mixed) == 2
-assert os.listdir("/dev/shm") == []
-print("fine")
+print(len(mixed), os.listdir("/dev/shm"))
 """
 
 
-@pytest.mark.slow
-def test_dev_shm_of_one_megabyte_is_enough(tmp_path: Any) -> None:
+def test_dev_shm_of_one_megabyte_is_enough(interpreter: Interpreter) -> None:
     """Nothing of ours is on /dev/shm, also when a custom collate function calls torch's."""
-    script = tmp_path / "tiny.py"
-    script.write_text(_TINY_SHM.format(path=sys.path))
-    command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {script}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
-    )
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+    done = interpreter.run(_TINY_SHM, exits=False)
+    if "may not mount" in done.stderr:
+        pytest.skip(done.stderr)
 
-    assert (done.stdout, done.stderr) == ("fine\n", "")
+    assert (done.stdout, done.stderr) == ("2 []\n", "")
