@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
-import logging
 import os
 import resource
 import signal
@@ -18,14 +17,12 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
-from fastload.files import attempts
-from fastload.system.logs import log
 from fastload.workers.channel import Channel
+from tests.kit import datasets
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SIZE = 40
 BATCH = 4
@@ -136,10 +133,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
 class Fault:
     """One fault at one stage; the parent, and other stages, have none.
 
-    Args:
-        name: Of the fault.
-        stage: Where it happens.
-
     Attributes:
         begins: An event of multiprocessing's that is set when the fault begins, if somebody waits for that.
         may_begin: The same, for a fault that waits until the event is set.
@@ -173,12 +166,7 @@ class Fault:
 
 
 class Samples:
-    """Sample i is full of i.
-
-    Args:
-        fault: What happens to one of them.
-        hangs_at: The sample that a worker never finishes.
-    """
+    """Sample i is full of i; one has the fault, and one may hang."""
 
     def __init__(self, fault: Fault, hangs_at: int | None = None) -> None:
         self.fault = fault
@@ -219,38 +207,28 @@ class Nested(Samples):
     """The same samples, each the batches of a loader of its own, one row after the other."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.cat(list(fastload.DataLoader(Rows(self.fault, index), 2)))
+        def row(number: int) -> Any:
+            if number == 3:
+                self.fault.at("inner loader", index)
+            return np.full(5, index)
+
+        return torch.cat(list(fastload.DataLoader(datasets.Made(row, 5), 2)))
 
 
-class Rows:
-    """The five rows of one sample."""
+class Part:
+    """What a loader calls, with the fault."""
 
-    def __init__(self, fault: Fault, index: int) -> None:
-        self.fault = fault
-        self.index = index
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, row: int) -> Any:
-        if row == 3:
-            self.fault.at("inner loader", self.index)
-        return np.full(5, self.index)
-
-
-class Transform:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
+
+class Transform(Part):
     def __call__(self, sample: Any) -> Any:
         self.fault.at("transform", int(sample[0, 0]))
         return sample.copy()
 
 
-class Init:
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
+class Init(Part):
     def __call__(self, worker_id: int) -> None:
         if worker_id == 0:
             self.fault.at("init")
@@ -258,21 +236,6 @@ class Init:
                 _have_at_reply(self.fault)
             if self.fault.stage == "idle":
                 threading.Thread(target=self.fault.at, args=("idle",), daemon=True).start()
-
-
-class Impatient:
-    """At init: a worker that finds each request slow at once, pauses never, and writes its log to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, worker_id: int) -> None:
-        attempts._SLOW_S = attempts._WARN_EVERY_S = 0.0
-        attempts._sleep = lambda _: None
-        handler = logging.FileHandler(self.path)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
 
 
 def _have_at_reply(fault: Fault) -> None:
@@ -291,27 +254,27 @@ def _have_at_reply(fault: Fault) -> None:
     Channel.send = send  # type: ignore[method-assign]
 
 
-class Collate:
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
+class Collate(Part):
+    padding = 0  # characters of a number that is sent with each batch
 
     def __call__(self, samples: Any) -> Any:
         for sample in samples:
             self.fault.at("collate", int(sample[0, 0]))
-        return default_collate(samples), Packed(self.fault, int(samples[0][0, 0]))
+        return default_collate(samples), Packed(self.fault, int(samples[0][0, 0]), self.padding)
 
 
-class Packed:
-    """Part of a batch; has the fault when it is pickled in the worker."""
+class Packed(Part):
+    """The first sample of a batch; has the fault when it is pickled in the worker."""
 
-    def __init__(self, fault: Fault, first: int) -> None:
-        self.fault = fault
+    def __init__(self, fault: Fault, first: int, padding: int) -> None:
+        super().__init__(fault)
         self.first = first
+        self.padding = padding
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.first <= FAULTY < self.first + BATCH and get_worker_info() is not None:
             self.fault.at("pack")
-        return int, (self.first,)
+        return int, (" " * self.padding + str(self.first),)
 
 
 def make_loader(

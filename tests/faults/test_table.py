@@ -31,46 +31,35 @@ from fastload.cache.ram import owners
 from fastload.cache.ram.generation import Generation
 from fastload.files import attempts
 from fastload.workers import pool
-from fastload.workers.process import wait_for_all
+from fastload.workers import process as starting
 from tests.faults import table_zoo as zoo
-from tests.kit import leaks
+from tests.kit import datasets, leaks
 from tests.kit.jobs import Job
 from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
     from tests.kit.processes import Gate
 
-FORKSERVER = pytest.param("forkserver", marks=pytest.mark.slow)
-METHODS = ["fork", FORKSERVER]
 READING = ("fetch", "transform", "inner loader", "collate", "pack")
 SPAWNED = ("exits at once", "SIGKILL", "raises")
 
 
 def rows(names: Iterable[str], stages: Iterable[str], *, spawned: Iterable[str] = ()) -> pytest.MarkDecorator:
-    """Each fault at each stage, under fork and the fork server, and some of them under spawn.
+    """Each fault at each stage, under fork and the fork server, and those of SPAWNED at some under spawn.
 
     Without --thorough, every second pair of fault and stage runs under fork and every fourth under the fork
     server and under spawn: each fault, each stage and each method keeps its cases.
-
-    Args:
-        names: Of the faults.
-        stages: Where they happen.
-        spawned: Stages at which the faults in SPAWNED also happen under spawn.
     """
     found = []
-    pairs = itertools.product(enumerate(names), enumerate(stages))
-    for (row, name), (column, stage) in pairs:
-        methods = ["fork", "forkserver", *(["spawn"] if name in SPAWNED and stage in spawned else [])]
-        for method in methods:
-            if (stage, method) == ("start", "fork"):
-                continue  # a forked worker unpickles nothing
-            marks = [pytest.mark.slow] if method != "fork" else []
-            if (row + column) % {"fork": 2, "forkserver": 4, "spawn": 4}[method]:
-                marks.append(pytest.mark.thorough)
-            found.append(pytest.param(name, stage, method, marks=marks, id=f"{name}-{stage}-{method}"))
+    for (row, name), (column, stage) in itertools.product(enumerate(names), enumerate(stages)):
+        is_spawned = name in SPAWNED and stage in spawned
+        for method, every in [("fork", 2), ("forkserver", 4), *([("spawn", 4)] if is_spawned else [])]:
+            marks = [pytest.mark.thorough] if (row + column) % every else []
+            if (stage, method) != ("start", "fork"):  # a forked worker unpickles nothing
+                found.append(pytest.param(name, stage, method, marks=marks))
     return pytest.mark.parametrize(("name", "stage", "method"), found)
 
 
@@ -246,8 +235,6 @@ def test_a_fault_at_init_or_while_the_dataset_is_unpickled_comes_before_the_firs
         assert error.__notes__[-1] == "fastload: worker 0, at its start"
 
 
-# --- a worker that waits for work ------------------------------------------------------------------------
-
 IDLE_DEATHS = [name for name in DEATHS if name not in ("exits", "raises a BaseException")]  # a thread's error
 
 
@@ -267,7 +254,7 @@ def test_a_death_between_two_epochs_is_an_error_of_the_second_alone(
     iterator = iter(loader)
     assert take(iterator) == (ALL, None)
     fault.may_begin.set()
-    assert wait_for_all([iterator._pool._workers[0].process], 60)
+    assert starting.wait_for_all([iterator._pool._workers[0].process], 60)
     fault.may_begin.clear()  # or a worker in its place dies as well
     if then == "is closed":
         loader.close()
@@ -310,21 +297,16 @@ LAUNCHERS: dict[str, Any] = {
     "spawn": popen_spawn_posix.Popen,
     "forkserver": popen_forkserver.Popen,
 }
-SPAWN = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize(
     ("method", "moment", "number"),
     [
-        ("fork", "before", 1),
-        *(("fork", "launched", number) for number in (1, 2)),
-        *(("fork", "closes", number) for number in (1, 2)),
-        pytest.param("forkserver", "launched", 2, marks=pytest.mark.slow),
-        *(
-            pytest.param("spawn", moment, number, marks=SPAWN)
-            for moment, number in [("launched", 2), ("closes", 1)]
-        ),
+        *(("fork", "before", 1), ("fork", "launched", 1), ("fork", "launched", 2)),
+        *(("fork", "closes", 1), ("fork", "closes", 2), ("forkserver", "launched", 2)),
+        pytest.param("spawn", "launched", 2, marks=pytest.mark.thorough),
+        pytest.param("spawn", "closes", 1, marks=pytest.mark.thorough),
     ],
 )
 def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
@@ -352,7 +334,7 @@ def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
         close(fd)
 
     loader = zoo.make_loader("raises", "nowhere", multiprocessing_context=method)
-    assert take(iter(loader)) == (ALL, None)  # now the fork server and the resource tracker run
+    starting.start_helpers(method)
     before = leaks.held()
     handler = signal.signal(signal.SIGALRM, raise_in_turn)
     if moment == "before":
@@ -402,7 +384,7 @@ def test_close_ends_a_worker_that_does_not_leave(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_close_is_not_disturbed_by_what_happens_to_workers_meanwhile(
     number: signal.Signals, method: str, monkeypatch: pytest.MonkeyPatch
@@ -428,75 +410,27 @@ def thread_of_fsspec() -> None:
     fsspec.asyn.get_loop()
 
 
-@pytest.fixture
-def store(tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stalling]:
-    """Images in one class, of which image i is full of i; clients wait for 0.3 s."""
-    monkeypatch.setenv(attempts.READ_VARIABLE, "0.3")
-    (tmp_path / "store" / "images").mkdir(parents=True)
-    for number in range(zoo.SIZE):
-        Image.new("RGB", (5, 5), (number,) * 3).save(tmp_path / "store" / "images" / f"{number:02}.png")
-    with Stalling(tmp_path / "store") as server:
-        server.faulty = f"{zoo.FAULTY}.png"
-        yield server
-
-
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_store_that_stalls_costs_a_worker_nothing(method: str, store: Stalling, tmp_path: Path) -> None:
-    """Each attempt has a connection of its own; a request that stalls is a warning before it is given up.
-
-    tests/files/test_servers.py has other faults of stores.
-    """
-    loader = fastload.DataLoader(
-        fastload.ImageFolder(store.url),
-        zoo.BATCH,
-        num_workers=2,
-        multiprocessing_context=method,
-        worker_init_fn=zoo.Impatient(tmp_path / "log"),
-    )
-    store.faults = ["never answers"] * 2
-    file = f"images/{zoo.FAULTY}.png"
-
-    for _ in range(2):  # the second epoch has no fault
+def test_a_store_that_stalls_costs_a_worker_nothing(
+    tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt has a connection of its own. tests/files/test_servers.py has other faults of stores."""
+    monkeypatch.setenv(attempts.READ_VARIABLE, "0.3")
+    monkeypatch.setattr(attempts, "_sleep", lambda _: None)
+    (tmp_path / "images").mkdir()
+    for number in range(zoo.SIZE):
+        Image.new("RGB", (5, 5), (number,) * 3).save(tmp_path / "images" / f"{number:02}.png")
+    with Stalling(tmp_path) as server:
+        server.faulty, server.faults = f"{zoo.FAULTY}.png", ["never answers"] * 2
+        loader = fastload.DataLoader(fastload.ImageFolder(server.url), zoo.BATCH, num_workers=2)
         batches = [images[:, 0, 0, 0].tolist() for images, _ in loader]
-        assert batches == [list(range(first, first + zoo.BATCH)) for first in ALL]
 
-    assert store.faults == []
-    ports = [port for path, port in store.requests if path.endswith(file)]
-    assert len(set(ports[:3])) == 3
-    lines = [line for line in (tmp_path / "log").read_text().splitlines() if file in line]
-    for attempt in range(2):
-        warning, retry = lines[2 * attempt : 2 * attempt + 2]
-        assert warning.startswith(f"WARNING {store.url}/{file}: no complete answer in 0 s")
-        assert attempts.READ_VARIABLE in warning
-        assert f"(attempt {attempt + 1} of 6" in retry
+    assert batches == [list(range(first, first + zoo.BATCH)) for first in ALL]
+    assert server.faults == []
+    assert len({port for path, port in server.requests if path.endswith(server.faulty)}) == 3
 
 
 # --- a rank ----------------------------------------------------------------------------------------------
-
-
-class Plain:
-    """Numbered samples of a class without a fingerprint."""
-
-    def __len__(self) -> int:
-        return zoo.SIZE
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full((4, 4), index)
-
-
-def end_self_at(stage: str, number: signal.Signals) -> None:
-    """Have this process get a signal while it fetches the faulty sample, or when it has half stored it."""
-    place: Any = Plain if stage == "fetch" else Generation
-    name = "__getitem__" if stage == "fetch" else "publish"
-    original = getattr(place, name)
-
-    def fault(self: Any, index: int, *args: Any) -> Any:
-        if index == zoo.FAULTY:
-            os.kill(os.getpid(), number)
-        return original(self, index, *args)
-
-    setattr(place, name, fault)
 
 
 def fill_together(
@@ -506,10 +440,18 @@ def fill_together(
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for turn in range(2):
         if turn == rank:
-            cached = fastload.CachedDataset(Plain())
+            cached = fastload.CachedDataset(datasets.Made(lambda index: np.full((4, 4), index), zoo.SIZE))
         dist.barrier()
+    place, name = (datasets.Made, "__getitem__") if stage == "fetch" else (Generation, "publish")
+    original = getattr(place, name)
+
+    def end_self(self: Any, index: int, *args: Any) -> Any:
+        if index == zoo.FAULTY:
+            os.kill(os.getpid(), number)
+        return original(self, index, *args)
+
     if rank == victim:
-        end_self_at(stage, number)
+        setattr(place, name, end_self)
     else:
         gate.wait()
     stored = [index for index in range(zoo.SIZE) if index in cached.cache]
@@ -522,19 +464,12 @@ def fill_together(
 @pytest.mark.parametrize(
     ("number", "stage", "victim"),
     [
-        (signal.SIGKILL, "half stored", 0),
-        (signal.SIGKILL, "fetch", 1),
-        (signal.SIGSTOP, "half stored", 1),
-        (signal.SIGSTOP, "fetch", 0),
+        *((signal.SIGKILL, "half stored", 0), (signal.SIGKILL, "fetch", 1)),
+        *((signal.SIGSTOP, "half stored", 1), (signal.SIGSTOP, "fetch", 0)),
     ],
 )
 def test_a_rank_that_ends_while_it_fills_the_cache_of_all_ranks_costs_the_others_nothing(
-    number: signal.Signals,
-    stage: str,
-    victim: int,
-    gate: Gate,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals, stage: str, victim: int, gate: Gate, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """What it has stored stays, the rest is stored by another rank, and no sample is wrong."""
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))

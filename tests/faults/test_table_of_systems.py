@@ -27,13 +27,12 @@ ALL = list(range(0, zoo.SIZE, zoo.BATCH))
 OF_WORKER_1 = ALL[1::2]
 
 _SHARED = """
-import contextlib, errno, multiprocessing, resource, select, threading, time
+import contextlib, errno, multiprocessing, resource, select, time
 import fastload
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
-from tests.kit.leaks import names_in_shm
+from tests.kit import leaks
 from tests.kit.faults import hide_proc, log_lines, refuse
-
 
 lines = log_lines()
 
@@ -60,73 +59,26 @@ def limit(name, allowed):
     resource.setrlimit(getattr(resource, name), (allowed, allowed))
 
 
-class AtInit(zoo.Init):
-    # Does something to worker 0 alone.
-    def __init__(self, fault, act):
-        super().__init__(fault)
-        self.act = act
-
-    def __call__(self, worker_id):
-        if worker_id == 0:
-            self.act()
-
-
-class Long(zoo.Collate):
-    # Batches whose messages do not fit into the pipe.
-    def __call__(self, samples):
-        batch, packed = super().__call__(samples)
-        return batch, Text(packed.first)
-
-
-class Text(zoo.Packed):
-    def __init__(self, first):
-        super().__init__(zoo.Fault("raises", "nowhere"), first)
-
-    def __reduce__(self):
-        return number_of, (f"{self.first} " + "x" * 5000,)
-
-
-def number_of(text):
-    return int(text.split()[0])
-
-
-def held():
-    # Without psutil, which needs the /proc that some programs hide.
-    fds = set()
-    for fd in range(200):
-        with contextlib.suppress(OSError):
-            os.fstat(fd)
-            fds.add(fd)
-    children = []
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
-        children.append("some")
-    return {"descriptors": fds, "threads": threading.active_count(), "processes": children,
-            "files in /dev/shm": names_in_shm()}
-
-
-def left_behind_for_long(before):
+def left_behind(before):
     deadline = time.monotonic() + 5
-    while True:
-        found = [name for name, now in held().items() if now != before[name]]
-        if found == left_by_others or time.monotonic() > deadline:
-            return found
+    while (grown := leaks.grown(before, leaks.snapshot())) and time.monotonic() < deadline:
         select.select([], [], [], 0.02)
+    return list(grown)
 
 
 def describe(error):
     return [[kind.__name__ for kind in type(error).__mro__], str(error)]
 
 
-def read_two_epochs(in_worker=None, is_long=False, **options):
-    before = held()
+def read_two_epochs(in_worker=None, padding=0, **options):
+    # Worker 0 alone does something first.
+    before = leaks.snapshot() if os.path.exists("/proc/self") else None
     if "worker_type" not in options:
         options.setdefault("multiprocessing_context", "fork")
     loader = zoo.make_loader("raises", "nowhere", **options)
+    loader.collate_fn.padding = padding
     if in_worker is not None:
-        loader.worker_init_fn = AtInit(loader.worker_init_fn.fault, in_worker)
-    if is_long:
-        loader.collate_fn = Long(loader.collate_fn.fault)
+        loader.worker_init_fn = lambda worker_id: worker_id or in_worker()
     report = []
     for _ in range(2):
         firsts, errors = [], []
@@ -147,7 +99,7 @@ def read_two_epochs(in_worker=None, is_long=False, **options):
         report.append([firsts, errors])
         loader.close()
     gc.collect()
-    print(json.dumps([report, lines, left_behind_for_long(before)]))
+    print(json.dumps([report, lines, before and left_behind(before)]))
 """
 
 
@@ -159,17 +111,17 @@ class Row(NamedTuple):
         firsts: Of the batches that come in each epoch.
         error: The type of every error, and part of its text; none where the refusal costs nothing.
         line: Part of a line of the log; none where the log is empty.
-        left: What others leave behind.
     """
 
     program: str
     firsts: list[int] = ALL
     error: tuple[str, str] | None = None
     line: str = ""
-    left: tuple[str, ...] = ()
 
 
 READ = "\nread_two_epochs()"
+NO_FORK = ("BlockingIOError", "temporarily unavailable")
+ENDED = (("WorkerDiedError", "exited with code 1"), "exited with code 1")
 TORCHS = "workers use torch's own transport"
 ROWS = {
     # Calls without which workers have torch's transport.
@@ -188,75 +140,60 @@ ROWS = {
     "no locked memory": Row("become_a_user()\nlimit('RLIMIT_MEMLOCK', 0)" + READ),
     "no /proc": Row("hide_proc() or (print('\"this user may not mount\"'), sys.exit(0))" + READ),
     # Processes and threads.
-    "no processes": Row(
-        "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable")
-    ),
-    "one process for this user": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], ("BlockingIOError", "temporarily unavailable")
-    ),
+    "no processes": Row("refuse('clone', errno.EAGAIN)" + READ, [], NO_FORK),
+    "one process for this user": Row("become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], NO_FORK),
     "no processes for the fork server": Row(
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
         "read_two_epochs(multiprocessing_context='forkserver')",
         [],
         ("WorkerStartError", "the usual cause is a limit on processes or memory"),
-        left=("descriptors", "processes"),  # the resource tracker, which lives as long as the interpreter
     ),
-    "no threads": Row(
-        "expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ,
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
+    "no threads": Row("expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ, [], *ENDED),
     "no threads for worker threads": Row(
         "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_type='thread')",
         [],
         ("RuntimeError", "can't start new thread"),
     ),
-    # The pipe.
     "no messages": Row(
         "refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "Operation not permitted")
     ),
     # In worker 0 alone, once it has started.
-    "a full disk in a worker": Row(
-        "read_two_epochs(lambda: refuse('ftruncate', errno.ENOSPC))",
-        OF_WORKER_1,
-        ("SegmentError", "No space left on device"),
-    ),
-    "no memory for pages in a worker": Row(
-        "read_two_epochs(lambda: refuse('madvise', errno.ENOMEM))",
-        OF_WORKER_1,
-        ("SegmentError", "bytes of memory: [Errno 12] Cannot allocate memory"),
-    ),
-    "no room in files in a worker": Row(
-        "read_two_epochs(lambda: limit('RLIMIT_FSIZE', 0))",
-        OF_WORKER_1,
-        ("SegmentError", "RLIMIT_FSIZE is 0"),
-    ),
-    "no room for a long message of a worker": Row(
-        "read_two_epochs(lambda: refuse('pwrite64', errno.ENOSPC), is_long=True)",
-        OF_WORKER_1,
-        ("RuntimeError", "the batch could not be sent: OSError(28"),
-    ),
-    "no replies of a worker": Row(
-        "read_two_epochs(lambda: refuse('sendmsg', errno.EPERM))",
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
-    "no tasks for a worker": Row(
-        "read_two_epochs(lambda: refuse('recvmsg', errno.EPERM))",
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
+    **{
+        name: Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
+        for name, call, error in [
+            (
+                "a full disk in a worker",
+                "refuse('ftruncate', errno.ENOSPC)",
+                ("SegmentError", "No space left on device"),
+            ),
+            (
+                "no memory for pages in a worker",
+                "refuse('madvise', errno.ENOMEM)",
+                ("SegmentError", "bytes of memory: [Errno 12] Cannot allocate memory"),
+            ),
+            (
+                "no room in files in a worker",
+                "limit('RLIMIT_FSIZE', 0)",
+                ("SegmentError", "RLIMIT_FSIZE is 0"),
+            ),
+            (
+                "no room for a long message of a worker",
+                "refuse('pwrite64', errno.ENOSPC), padding=5000",
+                ("RuntimeError", "the batch could not be sent: OSError(28"),
+            ),
+        ]
+    },
+    **{
+        f"no {call} in a worker": Row(f"read_two_epochs(lambda: refuse('{call}', errno.EPERM))", [], *ENDED)
+        for call in ("sendmsg", "recvmsg")
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, tuple[int, str, str]]:
     """What each program printed."""
-    programs = {name: f"left_by_others = {list(row.left)}\n{row.program}" for name, row in ROWS.items()}
-    return run_each(programs, shared=_SHARED, exits=False)
+    return run_each({name: row.program for name, row in ROWS.items()}, shared=_SHARED, exits=False)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -272,7 +209,7 @@ def test_what_a_system_refuses_costs_nothing_or_is_an_error_that_says_so(
     epochs, lines, left = report
     row = ROWS[name]
 
-    assert left == list(row.left)
+    assert not left
     for firsts, errors in epochs:
         assert firsts == row.firsts
         assert bool(errors) == (row.error is not None)

@@ -66,7 +66,7 @@ def names_in_shm() -> set[str]:
 
 def _is_foreign(name: str) -> bool:
     """Whether a file in /dev/shm belongs to a living process that does not descend from this one."""
-    owner = re.match(r"torch_(\d+)_", name)
+    owner = re.match(r"(?:torch_|sem\.loky-)(\d+)[_-]", name)
     if owner is None or int(owner[1]) == os.getpid():
         return False
     with contextlib.suppress(psutil.Error, OSError):  # it ended, or this process cannot see /proc

@@ -175,6 +175,7 @@ def options_of(generator: torch.Generator) -> dict[str, dict[str, Any]]:
         "objects without batches": photos | single,
         "ragged from collate": images | {"collate_fn": datasets.ragged},
         "batches of many sizes": {"dataset": datasets.Made(datasets.growing, 40)},
+        "worker info": {"dataset": datasets.Made(datasets.info_of_worker)},
         "init function": draws | {"worker_init_fn": datasets.init},
         "stream": {"dataset": datasets.Stream(22)},
         "sharded stream": {"dataset": datasets.Stream(22, sharded=True)},
@@ -199,6 +200,7 @@ def worker_options_of(generator: torch.Generator) -> dict[str, dict[str, Any]]:
     return {
         "persistent": shuffled | persistent,
         "persistent, generator": shuffled | persistent | {"generator": generator},
+        "persistent, worker info": persistent | {"dataset": datasets.Made(datasets.info_of_worker)},
         "persistent stream": persistent | {"dataset": datasets.Stream(22, uneven=True)},
         "prefetch 1": shuffled | {"prefetch_factor": 1},
         "prefetch 9": shuffled | {"prefetch_factor": 9},
@@ -220,7 +222,9 @@ def compare_option(table: Any, name: str, num_workers: int, epochs: int) -> None
 
 
 # Of the options whose epochs differ, one of each kind; workers know nothing of an earlier epoch.
-WITH_TWO_EPOCHS = {"shuffled", "shuffled by a generator", "distributed sampler", "no batches", "stream"}
+WITH_TWO_EPOCHS = {
+    *("shuffled", "shuffled by a generator", "distributed sampler", "no batches", "stream", "worker info")
+}
 # Of the options that work alike in each worker, some.
 IN_TWO_WORKERS = WITH_TWO_EPOCHS | {"init function", "sharded stream", "uneven stream", "stream, drop_last"}
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, default_collate
 
 import fastload
 from tests.kit import datasets
@@ -24,7 +24,7 @@ def array(index: int) -> Any:
 
 
 def missing_file(index: int) -> Any:
-    if index == 3:
+    if index == 5:
         raise FileNotFoundError(2, "No such file or directory", f"/nowhere/{index}.jpg")
     return index
 
@@ -42,12 +42,6 @@ def fails_at_one(sample: Any) -> Any:
     if sample[0] == 1:
         raise ValueError("one")
     return sample
-
-
-def worker_seed(index: int) -> int:
-    info = get_worker_info()
-    assert info is not None
-    return info.seed
 
 
 def picture(index: int) -> Any:
@@ -174,20 +168,7 @@ class OwnGetItems(fastload.CachedDataset):
         return [self[index] * 100 for index in indices]
 
 
-class OwnView(fastload.CachedDataset):
-    def _view(self, index: int) -> Any:
-        return super()._view(index) * 100
-
-
-def own_attribute(dataset: Any) -> Any:
-    """An instance whose `view` was replaced."""
-    cached = fastload.CachedDataset(dataset)
-    original = cached._view
-    cached._view = lambda index: original(index) * 100
-    return cached
-
-
-OWN_READERS = [OwnGetItem, OwnGetItems, OwnView, own_attribute]
+OWN_READERS = [OwnGetItem, OwnGetItems]
 
 
 class Silent:

@@ -6,16 +6,14 @@ import re
 from typing import Any
 
 import pytest
-import torch
 import torch.utils.data as tud
 
 import fastload
 from tests.kit import datasets
+from tests.kit.batches import assert_same_batches
 from tests.transport import fetch_zoo
 
-WORKERS: list[dict[str, Any]] = [
-    {}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}
-]  # fmt: skip
+WORKERS: list[Any] = [{}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}]
 
 # --- samples that the dataset makes with default_collate -------------------------------------------------
 
@@ -26,14 +24,11 @@ WORKERS: list[dict[str, Any]] = [
 )
 def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_workers: int) -> None:
     """The rows of a batch start anew when the shape changes, and no sample lies under them."""
-    expected = list(tud.DataLoader(datasets.Made(make, 16), 4))
+    dataset = datasets.Made(make, 16)
 
-    batches = list(fastload.DataLoader(datasets.Made(make, 16), 4, num_workers=num_workers))
+    batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
 
-    for batch, wanted in zip(batches, expected, strict=True):
-        assert {key: value.tolist() for key, value in batch.items()} == {
-            key: value.tolist() for key, value in wanted.items()
-        }
+    assert_same_batches(list(tud.DataLoader(dataset, 4)), batches)
 
 
 def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
@@ -60,46 +55,16 @@ def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> Non
 # --- datasets that read in their own way -----------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", fetch_zoo.OWN_READERS)
-@pytest.mark.parametrize(
-    ("wrap", "num_workers"),
-    [(lambda d: d, 0), (lambda d: tud.Subset(d, range(8)), 1)],
-    ids=["itself", "subset"],
-)
-def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, wrap: Any, num_workers: int) -> None:
+@pytest.mark.parametrize(("is_subset", "num_workers"), [(False, 0), (True, 1)])
+def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, is_subset: bool, num_workers: int) -> None:
     """The gather serves the original methods alone."""
-    dataset = wrap(kind(datasets.Made(fetch_zoo.array, 8)))
-
-    for _ in range(2):  # from the source, then from the cache
-        batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
-
-        assert [batch[:, 0].tolist() for batch in batches] == [[0, 100, 200, 300], [400, 500, 600, 700]]
-
-
-# --- what a dataset sees in a worker ---------------------------------------------------------------------
-
-
-def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    loader = loader_class(
-        datasets.Made(fetch_zoo.worker_seed, 6),
-        num_workers=2,
-        persistent_workers=persistent,
-        generator=generator,
+    dataset = kind(datasets.Made(fetch_zoo.array, 8))
+    loader = fastload.DataLoader(
+        tud.Subset(dataset, range(8)) if is_subset else dataset, 4, num_workers=num_workers
     )
-    return [[int(seed) for seed in loader] for _ in range(2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
-    """get_worker_info() has them: one for each worker, and for each epoch whose workers are new."""
-    found = _worker_seeds(fastload.DataLoader, persistent)
-
-    assert found == _worker_seeds(tud.DataLoader, persistent)
-    assert [len(set(epoch)) for epoch in found] == [2, 2]
-    assert (found[0] == found[1]) == persistent
+    for _ in range(2):  # from the source, then from the cache
+        assert [batch[:, 0].tolist() for batch in loader] == [[0, 100, 200, 300], [400, 500, 600, 700]]
 
 
 # --- errors name the sample ------------------------------------------------------------------------------
@@ -112,6 +77,7 @@ def _fails(loader: Any, error: Any) -> Any:
 
 
 RAISES = datasets.Made(datasets.raises, 8)
+MISSING = datasets.Made(fetch_zoo.missing_file, 8)
 CACHED = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
 
 
@@ -119,22 +85,24 @@ CACHED = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fet
     ("dataset", "options", "error", "note"),
     [
         *(
-            (RAISES, {"batch_size": 4} | options, ValueError, "batch 1, .*dataset index 5")
+            (RAISES, options, ValueError, "batch 1, .*dataset index 5")
             for options in (
-                {}, {"collate_fn": list}, {"num_workers": 2}, {"num_workers": 1, "collate_fn": list}
+                {},
+                {"collate_fn": list},
+                {"num_workers": 1},
+                {"num_workers": 1, "collate_fn": list},
             )
         ),
-        (datasets.Made(fetch_zoo.missing_file, 4), {"batch_size": 2, "num_workers": 2}, FileNotFoundError,
-         "batch 1, .*dataset index 3, /nowhere/3.jpg"),
+        (MISSING, {"num_workers": 1}, FileNotFoundError, "batch 1, .*dataset index 5, /nowhere/5.jpg"),
         # Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset.
-        (tud.Subset(CACHED, [1, 6, 2]), {"batch_size": 3}, ValueError, "batch 0, dataset index 0"),
+        (tud.Subset(CACHED, [1, 6, 2]), {}, ValueError, "batch 0, dataset index 0"),
     ],
-)  # fmt: skip
+)
 def test_an_error_names_batch_index_and_path_of_its_sample(
     dataset: Any, options: dict[str, Any], error: Any, note: str
 ) -> None:
     """And no other index of the batch."""
-    found = _fails(fastload.DataLoader(dataset, **options), error)
+    found = _fails(fastload.DataLoader(dataset, 4, **options), error)
 
     assert re.fullmatch(f"fastload: {note}", found.__notes__[-1])
 
@@ -154,37 +122,39 @@ def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-@pytest.mark.parametrize("collate_fn", [None, fetch_zoo.raises_frozen], ids=["dataset", "collate_fn"])
+@pytest.mark.parametrize("where", ["dataset", "collate_fn"])
 def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
-    options: dict[str, Any], collate_fn: Any
+    options: dict[str, Any], where: str
 ) -> None:
     """The error's class takes no notes, its path is no path, and the repr of the index raises."""
-    get = fetch_zoo.Silent if collate_fn is not None else fetch_zoo.raises_frozen
-    batches = [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
-    iterator = iter(
-        fastload.DataLoader(datasets.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options)
-    )
+    get, collate_fn = fetch_zoo.raises_frozen, None
+    if where == "collate_fn":
+        get, collate_fn = fetch_zoo.Silent, get
+    dataset, batches = datasets.Made(get, 4), [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
+    iterator = iter(fastload.DataLoader(dataset, batch_sampler=batches, collate_fn=collate_fn, **options))
     for _ in batches:
         with pytest.raises(fetch_zoo.FrozenError):
             next(iterator)
     assert list(iterator) == []
 
 
-@pytest.mark.parametrize(("num_workers", "collate_fn"), [(0, None), (1, fetch_zoo.collates_as_torch)])
-@pytest.mark.parametrize(("get", "told"), fetch_zoo.NOT_COLLATED.values(), ids=fetch_zoo.NOT_COLLATED)
-def test_an_error_of_default_collate_names_the_field(
-    get: Any, told: str, num_workers: int, collate_fn: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "collate_fn", "num_workers"),
+    [
+        *((name, fn, 0) for name in fetch_zoo.NOT_COLLATED for fn in (None, fetch_zoo.collates_as_torch)),
+        ("shapes", fetch_zoo.collates_as_torch, 1),
+    ],
+)
+def test_an_error_of_default_collate_names_the_field(name: str, collate_fn: Any, num_workers: int) -> None:
     """Its place in a sample, what is wrong there, and what to do; also within a collate_fn of the user's."""
-    size = 12 if get is datasets.images_of_two_sizes else 4
-    loader = fastload.DataLoader(
-        datasets.Made(get, size), size, num_workers=num_workers, collate_fn=collate_fn
-    )
+    get, told = fetch_zoo.NOT_COLLATED[name]
+    dataset = datasets.Made(get, 12)
+    loader = fastload.DataLoader(dataset, 12, num_workers=num_workers, collate_fn=collate_fn)
 
     note = _fails(loader, (TypeError, RuntimeError, KeyError, AttributeError)).__notes__[0]
     assert note.startswith(f"fastload: {told}")
-    assert get is fetch_zoo.undecoded or note.endswith(", or give the loader a collate_fn.")
-    assert size == 4 or "size=(256, 256)" in note
+    assert name == "undecoded" or note.endswith(", or give the loader a collate_fn.")
+    assert name != "two sizes" or "size=(256, 256)" in note
 
 
 def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> None:

@@ -70,28 +70,3 @@ def test_any_arrays_give_torchs_batch_or_torchs_error(
 def _tensors(batch: Any) -> list[torch.Tensor]:
     values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else [batch]
     return [value for value in values if isinstance(value, torch.Tensor)]
-
-
-def test_a_sample_that_the_dataset_collates_lies_outside_the_batch() -> None:
-    """default_collate within `__getitem__` of a worker gives memory that no later batch changes."""
-    kept: list[torch.Tensor] = []
-
-    def collated(index: int) -> torch.Tensor:
-        kept.append(default_collate([np.full(4, index), np.full(4, index)]))
-        assert all((tensor == number).all() for number, tensor in enumerate(kept))
-        return kept[-1]
-
-    batches = list(fastload.DataLoader(datasets.Made(collated, 12), 3, num_workers=1))
-
-    assert [batch[:, 0, 0].tolist() for batch in batches] == np.arange(12).reshape(4, 3).tolist()
-
-
-def test_channels_last_images_are_written_to_rows() -> None:
-    """A batch of small `(C, H, W)` arrays has channels-last strides without another copy."""
-    dataset = datasets.Made(lambda index: np.full((3, 8, 8), index, np.uint8), 4)
-    loader = fastload.DataLoader(dataset, 4, memory_format=torch.channels_last)
-
-    batch = next(iter(loader))
-
-    assert batch.is_contiguous(memory_format=torch.channels_last)
-    assert batch[:, 0, 0, 0].tolist() == [0, 1, 2, 3]
