@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
+from fastload.errors import ImageReadError
 from fastload.workers.channel import Channel
 from tests.kit import datasets
 from tests.kit.faults import limited
@@ -64,18 +65,9 @@ def _no_room_in_a_file() -> None:
         file.truncate(1 << 20)
 
 
-def _fork_and_forget() -> None:
-    if os.fork() == 0:
-        os._exit(0)
-
-
 def _start_threads() -> None:
     for _ in range(2):
         threading.Thread(target=threading.Event().wait, args=(0.01,)).start()
-
-
-def _leave_a_daemon_thread() -> None:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def _own_handlers() -> None:
@@ -89,26 +81,14 @@ def _close_stderr() -> None:
     sys.stderr = None
 
 
-def _hang() -> None:
+def _hang(*_: object) -> None:
     while True:
         signal.pause()
 
 
-def _ignore_sigterm_and_hang() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _hang()
-
-
-def _block_signals_and_hang() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    _hang()
-
-
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": lambda: _raise(OwnError("it is mine")),
-    "raises an error of fastload": lambda: _raise(
-        fastload.errors.ImageReadError("/nowhere/1.jpg", "it is cut")
-    ),
+    "raises an error of fastload": lambda: _raise(ImageReadError("/nowhere/1.jpg", "it is cut")),
     "raises a BaseException": lambda: _raise(OwnBaseError("it is mine")),
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(4),
@@ -118,25 +98,20 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no memory": _no_memory,
     "no files": _no_files,
     "no room in a file": _no_room_in_a_file,
-    "forks": _fork_and_forget,
+    "forks": lambda: os.fork() or os._exit(0),
     "starts threads": _start_threads,
-    "leaves a daemon thread": _leave_a_daemon_thread,
+    "leaves a daemon thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
     "own signal handlers": _own_handlers,
     "closes stderr": _close_stderr,
     "hangs": _hang,
-    "ignores SIGTERM": _ignore_sigterm_and_hang,
-    "blocks all signals": _block_signals_and_hang,
+    "ignores SIGTERM": lambda: _hang(signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+    "blocks all signals": lambda: _hang(signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())),
     "is stopped": lambda: _kill(signal.SIGSTOP),
 }
 
 
 class Fault:
-    """One fault at one stage; the parent, and other stages, have none.
-
-    Attributes:
-        begins: An event of multiprocessing's that is set when the fault begins, if somebody waits for that.
-        may_begin: The same, for a fault that waits until the event is set.
-    """
+    """One fault at one stage, in a worker; it waits for one event of multiprocessing's, and sets another."""
 
     def __init__(self, name: str, stage: str) -> None:
         self.name = name
@@ -278,7 +253,7 @@ class Packed(Part):
 
 
 def make_loader(
-    name: str, stage: str, *, hangs_at: int | None = None, counts: bool = False, **options: Any
+    name: str, stage: str, method: Any = None, *, hangs_at: Any = None, counts: bool = False, **options: Any
 ) -> fastload.DataLoader:
     """A loader with two workers that has one fault at one stage, and may hang at another sample."""
     fault = Fault(name, stage)
@@ -293,5 +268,6 @@ def make_loader(
         worker_init_fn=Init(fault),
         collate_fn=Collate(fault),
         prefetch_factor=1,
+        multiprocessing_context=method,
         **options,
     )

@@ -24,9 +24,7 @@ def assert_right(iterator: Any, numbers: range) -> None:
 @pytest.mark.parametrize(
     ("make", "collate_fn"), [(zoo.array, zoo.KeepsBatches()), (zoo.long_text, None)], ids=["slot", "message"]
 )
-def test_a_batch_whose_descriptor_cannot_be_received_is_an_error_that_names_the_limit(
-    make: Any, collate_fn: Any
-) -> None:
+def test_a_batch_whose_descriptor_cannot_be_received_names_the_limit(make: Any, collate_fn: Any) -> None:
     """New memory, or a long reply, finds no descriptor in the parent; the state before it is right."""
     loader = fastload.DataLoader(datasets.Made(make, 60), 2, num_workers=1, collate_fn=collate_fn, timeout=60)
     iterator = iter(loader)
@@ -55,9 +53,7 @@ def test_a_worker_without_descriptors_sends_its_error_all_the_same(depth: int) -
     assert ("\n[...]\n" in str(caught.value)) == (depth > 0)
 
 
-def test_memory_that_could_not_be_sent_is_not_used_for_the_next_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_memory_that_was_not_sent_is_not_used_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent still has the slot's old memory, so that the worker has to keep it too."""
     send, parent, refusals = Channel.send, os.getpid(), iter([False, True])
 

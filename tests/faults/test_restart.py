@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -28,12 +29,8 @@ if TYPE_CHECKING:
 
 EXPECTED = [list(range(start, start + 4)) for start in range(0, 40, 4)]
 
-# --- replaced --------------------------------------------------------------------------------------------
 
-
-def test_a_worker_that_died_is_replaced_and_the_log_says_what_is_left(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_worker_that_died_is_replaced_and_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     """At the last sample; batches that are held stay. test_table.py has other deaths."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 39)
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2)
@@ -71,9 +68,7 @@ def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("dies_at", "padding"), [((8, 18), 0), ((0, 14), 100_000)])
-def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
-    tmp_path: Any, dies_at: tuple[int, ...], padding: int
-) -> None:
+def test_a_copy_goes_on_where_its_dead_worker_had_answered(tmp_path: Any, dies_at: Any, padding: int) -> None:
     """No sample is numbered twice, and every saved state is that of the last batch, however long it is."""
     dataset = zoo.Counts(str(tmp_path), dies_at, padding=padding)
     loader = fastload.DataLoader(dataset, 2, num_workers=2, max_worker_restarts=2)
@@ -82,9 +77,7 @@ def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
-    tmp_path: Any, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_goes_on_behind_answers_that_nobody_took(tmp_path: Any, method: str, monkeypatch: Any) -> None:
     """Worker 0 is killed with an answer on its way, while the caller waits for worker 1."""
     held = multiprocessing.get_context(method).Event()
     replace = pool.Pool._replace
@@ -113,9 +106,7 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
 
 
 @pytest.mark.parametrize("index", [0, 4])
-def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
-    tmp_path: Any, index: int
-) -> None:
+def test_a_copy_goes_on_in_a_later_epoch_and_in_a_resumed_one(tmp_path: Any, index: int) -> None:
     """In those after it, too; a worker that dies before its first answer leaves the state of the resume."""
     dataset = zoo.Counts(str(tmp_path), (index,))
     path = dataset.deaths[index].path
@@ -138,9 +129,7 @@ def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
     assert_counts_on(resumed, enumerate(resumed, 4), before=4)
 
 
-def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(tmp_path: Any) -> None:
     """Persistent workers still answer tasks of an epoch that was left; a new worker does not go on there."""
     options: dict[str, Any] = {"num_workers": 1, "max_worker_restarts": 1, "persistent_workers": True}
     dataset = zoo.Counts(str(tmp_path), (4,))
@@ -168,9 +157,7 @@ def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp
     assert got == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_fails_ends_the_iterator(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error comes first, and every later call says that the iterator is closed."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 2)
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, max_worker_restarts=1)
@@ -204,9 +191,6 @@ def test_after_a_death_the_state_lies_within_the_epoch(tmp_path: Any) -> None:
     assert [[zoo.value_of(sample) for sample in batch] for batch in got] == EXPECTED
 
 
-# --- seen ------------------------------------------------------------------------------------------------
-
-
 def _reap(*_: object) -> None:
     """A handler of SIGCHLD that waits for all children, as some servers have it."""
     with contextlib.suppress(ChildProcessError):
@@ -216,16 +200,11 @@ def _reap(*_: object) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hidden_by", ["a child", "a handler", "nothing"])
-def test_a_death_is_seen_whatever_hides_it(
-    hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A child holds the pipe by which multiprocessing would know; a handler takes the exit code.
-
-    SIGKILL is most often for want of memory: the cgroup's count of kills is named where it grew.
-    """
+def test_a_death_is_always_seen(hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a child holds the worker's pipe, or a handler takes the exit code. The cgroup's count is told."""
     counts = iter([3, 4])
     monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
-    make = zoo.KilledWithChild(13, gate) if hidden_by == "a child" else datasets.killed
+    make = functools.partial(zoo.killed_with_child, gate) if hidden_by == "a child" else datasets.killed
     cause = "was killed by SIGKILL .*memory.events of the cgroup counts 1 more"
     told = rf"worker 0 {'.*' if hidden_by == 'a handler' else cause}.* working on batch 6,"
     before = signal.signal(signal.SIGCHLD, _reap if hidden_by == "a handler" else signal.SIG_DFL)
@@ -257,9 +236,7 @@ def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() ->
         iterators.clear()
 
 
-@pytest.mark.parametrize(
-    "stream", [None, object(), zoo.closed_stream()], ids=["None", "no methods", "closed"]
-)
+@pytest.mark.parametrize("stream", [None, object(), zoo.closed_stream()])
 def test_any_object_may_stand_for_standard_error(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start, though it has no descriptor."""
     monkeypatch.setattr(sys, "stderr", stream)
@@ -268,9 +245,7 @@ def test_any_object_may_stand_for_standard_error(stream: Any, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["fastload-worker-2", "fastload-pin"])
-def test_threads_that_cannot_be_started_leave_none_behind(
-    name: str, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
-) -> None:
+def test_threads_that_cannot_be_started(name: str, monkeypatch: Any, pretend_accelerator: Any) -> None:
     """The system has no more threads: its error, and what was started before is ended."""
     pretend_accelerator()
     original = threading.Thread.start

@@ -1,9 +1,7 @@
 """Rows of the table of faults that need a process of their own: systems that refuse, and limits.
 
-Each row is a program that makes its system refuse, reads two epochs with two workers, and prints what came.
-Where fastload has another way (torch's transport, pages one at a time), the refusal costs nothing; elsewhere
-it is an error that gives the system's own reason, and every batch that arrived is right. After each program
-no process, thread, descriptor or file in /dev/shm is left.
+Each row is a program that makes its system refuse, reads two epochs with two workers, and prints what came:
+all, where fastload has another way, or an error with the system's own reason. Nothing is left after it.
 """
 
 from __future__ import annotations
@@ -70,12 +68,10 @@ def describe(error):
     return [[kind.__name__ for kind in type(error).__mro__], str(error)]
 
 
-def read_two_epochs(in_worker=None, padding=0, **options):
+def read_two_epochs(in_worker=None, method="fork", padding=0, **options):
     # Worker 0 alone does something first.
     before = leaks.snapshot() if os.path.exists("/proc/self") else None
-    if "worker_type" not in options:
-        options.setdefault("multiprocessing_context", "fork")
-    loader = zoo.make_loader("raises", "nowhere", **options)
+    loader = zoo.make_loader("raises", "nowhere", method, **options)
     loader.collate_fn.padding = padding
     if in_worker is not None:
         loader.worker_init_fn = lambda worker_id: worker_id or in_worker()
@@ -104,19 +100,12 @@ def read_two_epochs(in_worker=None, padding=0, **options):
 
 
 class Row(NamedTuple):
-    """What one system refuses, and what the caller gets.
-
-    Attributes:
-        program: Ends with `read_two_epochs`.
-        firsts: Of the batches that come in each epoch.
-        error: The type of every error, and part of its text; none where the refusal costs nothing.
-        line: Part of a line of the log; none where the log is empty.
-    """
+    """What one system refuses, and what the caller gets."""
 
     program: str
-    firsts: list[int] = ALL
-    error: tuple[str, str] | None = None
-    line: str = ""
+    firsts: list[int] = ALL  # samples of the batches that come in each epoch
+    error: tuple[str, str] | None = None  # its type and a part of its text
+    line: str = ""  # a part of each line of the log
 
 
 READ = "\nread_two_epochs()"
@@ -144,13 +133,13 @@ ROWS = {
     "one process for this user": Row("become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], NO_FORK),
     "no processes for the fork server": Row(
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
-        "read_two_epochs(multiprocessing_context='forkserver')",
+        "read_two_epochs(method='forkserver')",
         [],
         ("WorkerStartError", "the usual cause is a limit on processes or memory"),
     ),
     "no threads": Row("expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ, [], *ENDED),
     "no threads for worker threads": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_type='thread')",
+        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(method=None, worker_type='thread')",
         [],
         ("RuntimeError", "can't start new thread"),
     ),
@@ -197,7 +186,7 @@ def reports() -> dict[str, tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_system_refuses_costs_nothing_or_is_an_error_that_says_so(
+def test_what_a_system_refuses_is_told_or_costs_nothing(
     name: str, reports: dict[str, tuple[int, str, str]]
 ) -> None:
     """Two epochs in a row, with the same batches, the same errors, and nothing left behind."""

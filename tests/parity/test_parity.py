@@ -84,9 +84,7 @@ def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("num_workers", [0, ONE_WORKER])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
-    name: str, num_workers: int, one_way: None
-) -> None:
+def test_samples_collate_as_in_torch_in_any_way(name: str, num_workers: int, one_way: None) -> None:
     """The kinds above are small: here they go the ways of large ones, too."""
     compare(datasets.Made(SAMPLES[name]), num_workers=num_workers)
 
@@ -103,9 +101,7 @@ GIVEN: dict[str, Any] = {
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("collate_fn", [None, list, datasets.count_samples])
 @pytest.mark.parametrize("given", GIVEN)
-def test_what_a_dataset_gives_for_a_list_of_indices_goes_to_the_collate_function_as_it_is(
-    given: str, collate_fn: Any, num_workers: int
-) -> None:
+def test_whatever_a_dataset_gives_is_collated(given: str, collate_fn: Any, num_workers: int) -> None:
     """`__getitems__` may give no list: an iterator, a tuple, an array, None. Errors are torch's, too."""
     compare(datasets.InBulk(GIVEN[given]), num_workers=num_workers, collate_fn=collate_fn)
 

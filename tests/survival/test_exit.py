@@ -42,7 +42,7 @@ def exit_with_a_fault(name, stage, method):
     global held, iterator, batches
     pool._GRACE_S = pool._TERMINATE_S = 0.1
     is_idle = stage == "idle"
-    held = table_zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=is_idle)
+    held = table_zoo.make_loader(name, stage, method, persistent_workers=is_idle)
     fault, context = held.worker_init_fn.fault, multiprocessing.get_context(method)
     fault.begins, fault.may_begin = context.Event(), context.Event()
     iterator = iter(held)

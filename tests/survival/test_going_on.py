@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import signal
@@ -24,8 +25,15 @@ if TYPE_CHECKING:
 
     from tests.kit.processes import Gate
 
-PINNED = pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
 NUMBERED = datasets.Made(zoo.numbered, 24)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "pinned"])
+def pinned(request: pytest.FixtureRequest, pretend_accelerator: Any) -> bool:
+    """Whether a thread pins the batches."""
+    if request.param:
+        pretend_accelerator()
+    return bool(request.param)
 
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
@@ -42,17 +50,11 @@ def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, "wait", call_and_wait)
 
 
-# --- waits -----------------------------------------------------------------------------------------------
-
-
-@PINNED
 @pytest.mark.parametrize("how", ["interrupt", "timeout"])
 def test_a_wait_that_was_ended_may_be_taken_up_again(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool, how: str
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pinned: bool, how: str
 ) -> None:
     """By Ctrl-C, as in a notebook, or twice by a time-out: the batch that was waited for is the next one."""
-    if pinned:
-        pretend_accelerator()
     dataset = zoo.Held(gate, 9, interrupts=how == "interrupt")
     iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=1, timeout=60))
     held = [next(iterator), next(iterator)]
@@ -72,9 +74,7 @@ def test_a_wait_that_was_ended_may_be_taken_up_again(
     assert_rest(held, 0, stop=8)
 
 
-def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_timeout_a_new_epoch_has_nothing_old(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The late batch of the old epoch is dropped when it comes."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
     dataset = zoo.Held(gate, 9)
@@ -93,33 +93,21 @@ def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_ol
     loader.close()
 
 
-@PINNED
 def test_close_in_another_thread_ends_a_wait(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
     """The waiting thread gets LoaderClosedError, whatever it was at."""
-    if pinned:
-        pretend_accelerator()
     loader = fastload.DataLoader(zoo.Held(gate, 1), 4, num_workers=2)
     iterator = iter(loader)
     is_waiting = threading.Event()
     _call_when_waited_for(is_waiting.set, monkeypatch, pinned)
-    errors: list[Exception] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(next, iterator)
+        is_waiting.wait()
+        gate.open()  # or its worker would be given its five seconds
+        loader.close()
 
-    def consume() -> None:
-        try:
-            next(iterator)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is what the test is about
-            errors.append(error)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    is_waiting.wait()
-    gate.open()  # or its worker would be given its five seconds
-    loader.close()
-    thread.join()
-
-    assert [type(error) for error in errors] in ([fastload.errors.LoaderClosedError], [])
+    assert isinstance(waiting.exception(), (fastload.errors.LoaderClosedError, type(None)))
 
 
 @pytest.mark.timeout(60)
@@ -134,15 +122,10 @@ def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.Monkey
         assert_rest(iter(loader), 0)
 
 
-# --- errors ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("num_workers", "persistent", "position"), [(0, False, 0), (0, False, 3), (1, True, 0), (2, False, 4)]
 )
-def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
-    num_workers: int, persistent: bool, position: int
-) -> None:
+def test_a_sampler_that_raises_is_as_in_torch(num_workers: int, persistent: bool, position: int) -> None:
     """The same batches before it, the same error at the same call, the same batches after it."""
 
     def make(loader: Any) -> Any:
@@ -222,9 +205,6 @@ def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
         assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
 
 
-# --- deaths and closing ----------------------------------------------------------------------------------
-
-
 def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
     """A terminal and a notebook interrupt persistent workers too; the next epoch is whole."""
     loader = fastload.DataLoader(torch.arange(40), 4, num_workers=2, persistent_workers=True)
@@ -268,9 +248,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
 
 
 @pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
-def test_every_next_after_close_is_the_same_error(
-    pretend_accelerator: Any, num_workers: int, pinned: bool
-) -> None:
+def test_each_next_after_close_is_one_error(pretend_accelerator: Any, num_workers: int, pinned: bool) -> None:
     """However many batches were under way: never a wait. The loader lives on."""
     if pinned:
         pretend_accelerator()

@@ -29,10 +29,8 @@ def settings_of_worker(index: int) -> Any:
 
 
 @pytest.mark.parametrize(("method", "users"), [("fork", None), ("fork", "3"), ("forkserver", None)])
-def test_a_worker_has_one_thread_and_asks_no_network(
-    method: str, users: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Torch and OpenCV run on the worker's own core, unless the user says more to a later OpenCV."""
+def test_a_worker_has_one_thread(method: str, users: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and OpenCV have one, unless the user says more to a later OpenCV; nobody asks the network."""
     monkeypatch.delenv("NO_ALBUMENTATIONS_UPDATE")
     monkeypatch.delenv("OPENCV_FOR_THREADS_NUM", raising=False)
     if users is not None:
@@ -72,8 +70,8 @@ print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessi
     ],
     ids=["notebook", "standard input"],
 )
-def test_a_dataset_that_no_worker_can_import_is_refused_under_spawn_with_the_way_out(
-    before: str, told: list[str], interpreter: Interpreter
+def test_a_dataset_that_no_worker_can_import_is_refused(
+    before: str, told: Any, interpreter: Interpreter
 ) -> None:
     """One that was typed, or a script that a worker could not run again; under fork it works."""
     out = interpreter.run(before + _INTERACTIVE, exits=False).stdout
@@ -116,7 +114,7 @@ print(server._forkserver._preload_modules)
     ],
     ids=["ours", "the user's", "caches"],
 )
-def test_a_fork_server_that_is_not_running_yet_is_to_import_torch_once(
+def test_what_a_new_fork_server_is_to_import(
     interpreter: Interpreter, before: str, preloaded: list[str]
 ) -> None:
     """And the caches, if this process has them; one that the user has set up is left as it is."""
@@ -125,11 +123,10 @@ def test_a_fork_server_that_is_not_running_yet_is_to_import_torch_once(
 
 def test_workers_start_from_a_fork_server_that_was_not_running(interpreter: Interpreter) -> None:
     """It is started, with what it is to import."""
-    program = (
-        "print([*fastload.DataLoader([1, 2], None, num_workers=1, multiprocessing_context='forkserver')])"
-    )
+    options = "num_workers=1, multiprocessing_context='forkserver'"
+    program = f"import fastload\nprint([*fastload.DataLoader([1, 2], None, {options})])"
 
-    assert interpreter.run(f"import fastload\n{program}", exits=False).stdout == "[1, 2]\n"
+    assert interpreter.run(program, exits=False).stdout == "[1, 2]\n"
 
 
 def _made_here() -> type:
@@ -200,9 +197,7 @@ class Counted(datasets.Made):
 
 
 @pytest.mark.parametrize(("method", "times"), [("fork", 0), ("forkserver", 1)])
-def test_the_dataset_is_pickled_once_for_all_workers_and_not_at_all_under_fork(
-    tmp_path: Path, method: str, times: int
-) -> None:
+def test_the_dataset_is_pickled_once_for_all_workers(tmp_path: Path, method: str, times: int) -> None:
     """Two workers, one pickle."""
     dataset = Counted(int, 4)
     dataset.path = tmp_path / "count"

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 NUMBERED = datasets.Made(numbered, 40)
-STARTED = {"multiprocessing_context": "forkserver"}
-
-# --- callers that hold on --------------------------------------------------------------------------------
+STARTED = {"num_workers": 2, "multiprocessing_context": "forkserver"}
 
 
 @functools.cache
@@ -56,21 +54,14 @@ def _aliases(batch: Any) -> list[Any]:
         (datasets.growing, {"num_workers": 1, "prefetch_memory": "200KB"}),
         (datasets.growing, {"num_workers": 2, "worker_type": "thread"}),
         (zoo.nest, {"num_workers": 2, "prefetch_memory": 1}),
-        pytest.param(
-            zoo.nest, {"num_workers": 2, "prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow
-        ),
+        pytest.param(zoo.nest, {"prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow),
         (zoo.large, {"num_workers": 1, "prefetch_memory": "64KB"}),  # smaller than a sample
         (numbered, {"num_workers": 3, "prefetch_memory": 1, "prefetch_factor": 9}),
     ],
 )
 @pytest.mark.parametrize("drops", [0.0, 0.4])
-def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
-    make: Any, options: dict[str, Any], drops: float
-) -> None:
-    """A caller that holds, drops, aliases and overwrites batches, or keeps all, sees only its own doing.
-
-    Batches are torch's, in a ring that has room for next to nothing.
-    """
+def test_a_held_batch_never_changes(make: Any, options: dict[str, Any], drops: float) -> None:
+    """A caller that holds, drops, aliases and overwrites torch's batches in a tiny ring sees only that."""
     size = 24 if make is zoo.large else 120
     expected, rng = _batches_of(make, size), random.Random(1)
     held: list[tuple[Any, Any]] = []
@@ -155,9 +146,6 @@ def test_messages_beyond_a_pipe_and_more_than_a_socket_holds_block_nobody() -> N
     assert [int(labels) for _, labels in many] == list(range(2000))
 
 
-# --- the last reference ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     gc.collect()
@@ -174,7 +162,7 @@ def no_gc() -> Iterator[None]:
         ("after an error", "thread"),
     ],
 )
-def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
+def test_an_iterator_goes_with_its_last_name(
     no_gc: None, how: str, kind: str, pretend_accelerator: Any
 ) -> None:
     """No cycle keeps it and its workers, also not one through an error's traceback into the dataset."""
@@ -201,20 +189,24 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
 
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_without_a_garbage_collector_batches_are_returned(no_gc: None, method: Any) -> None:
-    """An epoch of many batches takes no more slots, and no more addresses, than a few."""
-    dataset = datasets.Made(numbered, 400)
-    iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=1, worker_type=method))
-    addresses = {images.data_ptr() for images, _ in iterator}
+    """An epoch of many batches takes no more slots, memories and addresses than a few."""
+    options: Any = {"num_workers": 1, "worker_type": method}
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(numbered, 400), 4, **options))
+    addresses, memories = set(), {}  # held, so that no other gets its id
+    for images, _ in iterator:
+        addresses.add(images.data_ptr())
+        slots = iterator._pool.ring.slots if method == "process" else []
+        memories |= {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
 
     assert len(addresses) <= 6
+    assert len(memories) <= 6
 
 
 @pytest.mark.parametrize("method", ["process", "thread"])
-def test_a_loader_in_a_cycle_is_collected_with_its_workers(method: Any) -> None:
+def test_a_loader_in_a_cycle_is_collected(method: Any) -> None:
     """Nobody needs to call close(); what is left is found by the leak guard."""
-    loader: Any = fastload.DataLoader(
-        NUMBERED, 10, num_workers=2, persistent_workers=True, worker_type=method
-    )
+    options: Any = {"num_workers": 2, "persistent_workers": True, "worker_type": method}
+    loader = fastload.DataLoader(NUMBERED, 10, **options)
     next(iter(loader))
     cycle, alive = [loader], weakref.ref(loader)
     cycle.append(cycle)
@@ -223,9 +215,6 @@ def test_a_loader_in_a_cycle_is_collected_with_its_workers(method: Any) -> None:
     gc.collect()
 
     assert alive() is None
-
-
-# --- forks of the parent ---------------------------------------------------------------------------------
 
 
 def _in_child(work: Any) -> int:
@@ -290,8 +279,6 @@ def test_other_processes_between_batches_and_epochs_disturb_nothing() -> None:
             assert_rest(held, 0, stop=40, step=10)
 
 
-# --- parents that die ------------------------------------------------------------------------------------
-
 _PARENT = """
 import functools
 import fastload
@@ -325,10 +312,7 @@ ENDS = {
     ],
 )
 def test_workers_leave_with_their_parent(method: str, how: str, interpreter: Interpreter) -> None:
-    """Those that wait for work, and those in user code; Ctrl-C gives one traceback.
-
-    The run ends when nobody holds its output. test_exit.py has other exits.
-    """
+    """From waits and from user code, after which nobody holds the run's output; Ctrl-C is one traceback."""
     then, code = ENDS[how]
     done = interpreter.run(_PARENT.format(method=method, then=then))
 

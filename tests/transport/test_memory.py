@@ -243,17 +243,6 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
     assert _slot_bytes("self") == 0
 
 
-def test_a_worker_writes_its_batches_into_the_memory_that_its_slots_have() -> None:
-    """A hundred batches that the caller drops need no more memories than there are slots."""
-    iterator: Any = iter(DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=1))
-    seen: dict[int, Any] = {}  # held, so that no other gets its id
-    for _ in iterator:
-        memories = [slot.memory for slot in iterator._pool.ring.slots]
-        seen |= {id(memory): memory for memory in memories if memory is not None}
-
-    assert 0 < len(seen) <= len(memories)
-
-
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)

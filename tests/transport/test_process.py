@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.utils.data as tud
 
 import fastload
 from fastload.workers import process as starting
@@ -29,9 +30,6 @@ def worker() -> Iterator[WorkerProcess]:
     """The one worker of a loader, which is closed after the test."""
     with fastload.DataLoader(IMAGES, 2, num_workers=1, persistent_workers=True) as loader:
         yield iter(loader)._pool._workers[0].process  # type: ignore[attr-defined]
-
-
-# --- waiting ---------------------------------------------------------------------------------------------
 
 
 def test_a_wait_is_for_all_processes_and_its_limit_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +57,6 @@ def test_a_wait_is_for_all_processes_and_its_limit_is_one_for_all(monkeypatch: p
     assert found == [(False, 100.0), (False, 100.75), (False, 102.0), (True, 103.0), (True, 103.0)]
 
 
-# --- ends ------------------------------------------------------------------------------------------------
-
-
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
     """It has ended for all who ask, and before that too; signals and further clean-ups do nothing."""
     assert not worker.has_ended
@@ -79,9 +74,7 @@ def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> N
     assert wait_for_all([worker], 0.0)
 
 
-def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
-    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_exit_code_is_waited_for(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork server tells it a moment after the pidfd has told the end."""
 
     class Late:
@@ -97,9 +90,7 @@ def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
     assert code == 7
 
 
-def test_a_process_whose_exit_code_others_took_is_cleaned_up_after_all_the_same(
-    worker: WorkerProcess,
-) -> None:
+def test_a_process_whose_exit_code_others_took_is_cleaned_up(worker: WorkerProcess) -> None:
     """Its code is not known, and no process is left for multiprocessing to wait for."""
     os.kill(worker.process.pid, signal.SIGKILL)
     os.waitpid(worker.process.pid, 0)
@@ -167,9 +158,6 @@ def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(batches) == 4
 
 
-# --- what a forked worker inherits -----------------------------------------------------------------------
-
-
 def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no longer: the handler runs in this process afterwards."""
     fork = os.fork
@@ -219,3 +207,84 @@ def test_workers_end_with_their_last_batch() -> None:
     batches += iterator
 
     assert str(batches) == str(list(fastload.DataLoader(IMAGES, 2)))
+
+
+# --- `_workers` of an iterator, as tools and frameworks read it from torch's ------------------------------
+
+
+def iterator_of(**options: Any) -> Any:
+    return iter(fastload.DataLoader(IMAGES, 2, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu", "device_transform": list}], ids=["host", "device"])
+def test_it_lists_the_living_processes(options: dict[str, Any]) -> None:
+    """One for each worker, with a pid, a name, no exit code, and alive."""
+    iterator = iterator_of(num_workers=2, **options)
+    next(iterator)
+    workers = iterator._workers
+
+    assert len({worker.pid for worker in workers} - {os.getpid()}) == 2
+    assert [worker.ident for worker in workers] == [worker.pid for worker in workers]
+    assert len({worker.name for worker in workers}) == 2
+    assert {(worker.is_alive(), worker.exitcode, worker.daemon) for worker in workers} == {(True, None, True)}
+    assert str(workers[0].pid) in repr(workers[0])
+    iterator.close()
+
+
+def test_the_list_outlives_the_iterator() -> None:
+    """Torch's own tests join the processes after the iterator is gone: they ended with exit code 0."""
+    iterator = iterator_of(num_workers=2, multiprocessing_context="fork")
+    next(iterator)
+    workers = iterator._workers
+    del iterator
+
+    for worker in workers:
+        worker.join(60)
+        worker.terminate()  # has no effect any more
+        worker.kill()
+        assert not worker.is_alive()
+        assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
+def test_a_process_can_be_stopped_and_one_in_its_place_is_listed(method: str, number: int) -> None:
+    """`join` without a limit waits for its end, and `exitcode` is minus the signal, also after close()."""
+    iterator = iterator_of(num_workers=1, max_worker_restarts=1)
+    (worker,) = iterator._workers
+    worker.join(0.0)
+    assert worker.is_alive()
+    getattr(worker, method)()
+    worker.join()
+    before = worker.exitcode
+    assert len(list(iterator)) == 4
+    assert iterator._workers[0].pid != worker.pid
+    iterator.close()
+
+    assert before == worker.exitcode == -number
+    assert not worker.is_alive()
+
+
+def test_a_forked_process_has_no_such_children() -> None:
+    """As with multiprocessing, is_alive() and join() are for the parent; pid and name can be read."""
+    iterator = iterator_of(num_workers=1)
+    next(iterator)
+    (worker,) = iterator._workers
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.is_alive()
+        except AssertionError as error:
+            os._exit(0 if str(error) == "can only test a child process" and worker.exitcode is None else 1)
+        os._exit(2)
+
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    iterator.close()
+
+
+def test_threads_and_no_workers() -> None:
+    """Threads are no processes: the list is empty. Without workers there is no attribute, as in torch."""
+    iterator = iterator_of(num_workers=2, worker_type="thread")
+    assert iterator._workers == []
+    iterator.close()
+    for local in (iterator_of(), iterator_of(device="cpu", device_transform=list), iter(tud.DataLoader([1]))):
+        assert not hasattr(local, "_workers")

@@ -51,6 +51,12 @@ def _fill(ring: Ring, worker: int = 0, pages: int = 1) -> Any:
     return slot
 
 
+def _fill_all(ring: Ring, slots: list[Slot]) -> None:
+    for slot in slots:
+        ring.fill(slot, private_memory(PAGE))
+        ring.release(slot)
+
+
 def _acquire_all(ring: Ring, worker: int = 0) -> list[Slot]:
     found = []
     while (slot := ring.acquire(worker)) is not None:
@@ -106,9 +112,7 @@ def test_a_slot_is_lent_where_its_worker_may_have_another(limit_pages: int) -> N
     assert [other.number for other in ring.slots] == list(range(limit_pages))
 
 
-def test_a_slot_that_a_forked_child_may_see_comes_back_without_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_a_forked_child_may_see_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker makes new memory for it."""
     ring = Ring(1, 2, 1 << 30)
     slot = _fill(ring)
@@ -123,9 +127,7 @@ def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
     """The newest is with the caller: it stays, and so do those before it, whose numbers are their places."""
     ring = Ring(1, 2, 3 * PAGE)
     ring.release(_fill(ring))
-    for slot in _acquire_all(ring):
-        ring.fill(slot, private_memory(PAGE))
-        ring.release(slot)
+    _fill_all(ring, _acquire_all(ring))
     newest = _fill(ring, pages=4)
     lease = newest.memory.lease()
     assert ring.lend(newest)
@@ -145,9 +147,7 @@ def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_
     ring = Ring(1, 4, num_slots * PAGE)
     ring.release(_fill(ring))
     oldest, *others = _acquire_all(ring)
-    for slot in others:
-        ring.fill(slot, private_memory(PAGE))
-        ring.release(slot)
+    _fill_all(ring, others)
     ring.fill(oldest, private_memory(2 * PAGE))
     ring.release(oldest)
     before = ring.slots
@@ -190,11 +190,7 @@ def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
 
 
 class Transport(RuleBasedStateMachine):
-    """Workers that answer in order, a caller that holds and drops as it likes, and a tight ring.
-
-    Batches have sizes of their own, some none at all. With `shares` the dataset is iterable: a worker
-    that has given so many batches answers "ended" to all that it is still asked for.
-    """
+    """Workers answer in order with batches of any size, a caller holds and drops some; the ring is tight."""
 
     @initialize(
         num_workers=st.integers(1, 3),
@@ -206,7 +202,7 @@ class Transport(RuleBasedStateMachine):
         self.num_workers = num_workers
         self.in_flight = in_flight
         self.limit_bytes = pages * PAGE
-        self.shares = shares
+        self.shares = shares  # of an iterable dataset: how many batches each worker has
         self.ring = Ring(num_workers, in_flight, self.limit_bytes)
         self.schedule = Schedule(num_workers)
         self.waiting: list[tuple[int, int]] = []

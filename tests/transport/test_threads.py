@@ -1,7 +1,4 @@
-"""worker_type="thread": what differs from worker processes, and what each thread has a copy of.
-
-tests/parity has the batches of threads, tests/survival what callers hold, and test_exit.py how they end.
-"""
+"""worker_type="thread": what differs from worker processes, and what each thread has a copy of."""
 
 from __future__ import annotations
 
@@ -58,12 +55,6 @@ class CroppedSquares(Squares):
         self.transform = crop()
 
 
-def crop_image(sample: Any) -> Any:
-    image, label = sample
-    top = fastload.sample_rng().integers(32)
-    return image[top : top + 8, :8], label
-
-
 @pytest.mark.parametrize("kind", [Squares, CroppedSquares])
 def test_batches_go_round_persistent_threads_that_hear_of_the_epoch(kind: Any) -> None:
     """Batch k comes from thread k mod W, in which our worker info knows what torch's does not."""
@@ -82,15 +73,6 @@ def test_batches_go_round_persistent_threads_that_hear_of_the_epoch(kind: Any) -
     assert len(seen[0] - {threading.get_ident()}) == 3
     assert process["told"] == ["[0, 1, 'process', 0]"]
     assert fastload.get_worker_info() is None
-
-
-def test_a_cache_is_filled_and_read() -> None:
-    """Many threads fill one cache, each sample once, and read it."""
-    dataset = CachedDataset(Pictures(64), transform=crop_image)
-    first, second = (list(threads(dataset, num_workers=4, rng="sample")) for _ in range(2))
-
-    assert dataset.cache_info().num_cached == 64
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(first, second, strict=True))
 
 
 def test_generators_and_torchs_number_of_threads_stay() -> None:
@@ -177,9 +159,6 @@ def test_what_does_not_go_together_is_named(options: dict[str, Any], named: str)
     """An iterable-style dataset has one iterator, and torch's own iterator knows no threads."""
     with pytest.raises(ValueError, match=named):
         iter(threads(**{"dataset": range(4)} | options))
-
-
-# --- copies of datasets for threads ----------------------------------------------------------------------
 
 
 def copy_for_thread(dataset: Any) -> Any:
