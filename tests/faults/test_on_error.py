@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import numpy as np
@@ -195,26 +194,6 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
 
     for batch, indices in zip(rows(loader), batches, strict=True):
         assert set(batch) <= set(indices) - zoo.BAD
-
-
-@pytest.mark.parametrize("side", ["worker", "consumer"])
-def test_a_report_that_cannot_be_sent_or_received_is_an_error_in_its_place(side: str) -> None:
-    """Of an index whose class travels to the worker alone: it costs its batch, or closes the iterator."""
-    indices = [[zoo.OneWay(number, os.getpid(), side)] for number in range(5)]
-    options: dict[str, Any] = {"batch_sampler": indices, "on_error": zoo.black, "num_workers": 1}
-    iterator = iter(make_loader(datasets.Made(zoo.some_bad), batch_size=1, **options))
-    got = [zoo.value_of(next(iterator)) for _ in range(3)]
-    with pytest.raises(RuntimeError if side == "worker" else TypeError, match="one way") as caught:
-        next(iterator)
-
-    assert got == [0, 1, 2]
-    if side == "worker":
-        assert zoo.value_of(next(iterator)) == 4
-    else:
-        (note,) = caught.value.__notes__
-        assert note == "fastload: raised while the answer to batch 3 of worker 0 was unpickled"
-        with pytest.raises(fastload.errors.LoaderClosedError):
-            next(iterator)
 
 
 STREAM, TORCHS = datasets.Stream(), {"num_workers": 1, "in_order": False}

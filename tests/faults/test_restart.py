@@ -201,7 +201,7 @@ def _reap(*_: object) -> None:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hidden_by", ["a child", "a handler", "nothing"])
 def test_a_death_is_always_seen(hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though a child holds the worker's pipe, or a handler takes the exit code. The cgroup's count is told."""
+    """Though a child holds the worker's pipe, or a handler takes the exit code; the cgroup's count told."""
     counts = iter([3, 4])
     monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
     make = functools.partial(zoo.killed_with_child, gate) if hidden_by == "a child" else datasets.killed

@@ -148,29 +148,19 @@ ROWS = {
     ),
     # In worker 0 alone, once it has started.
     **{
-        name: Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
-        for name, call, error in [
-            (
-                "a full disk in a worker",
-                "refuse('ftruncate', errno.ENOSPC)",
-                ("SegmentError", "No space left on device"),
+        f"{call} in a worker": Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
+        for call, error in {
+            "refuse('ftruncate', errno.ENOSPC)": ("SegmentError", "No space left on device"),
+            "refuse('madvise', errno.ENOMEM)": (
+                "SegmentError",
+                "bytes of memory: [Errno 12] Cannot allocate",
             ),
-            (
-                "no memory for pages in a worker",
-                "refuse('madvise', errno.ENOMEM)",
-                ("SegmentError", "bytes of memory: [Errno 12] Cannot allocate memory"),
+            "limit('RLIMIT_FSIZE', 0)": ("SegmentError", "RLIMIT_FSIZE is 0"),
+            "refuse('pwrite64', errno.ENOSPC), padding=5000": (
+                "RuntimeError",
+                "could not be sent: OSError(28",
             ),
-            (
-                "no room in files in a worker",
-                "limit('RLIMIT_FSIZE', 0)",
-                ("SegmentError", "RLIMIT_FSIZE is 0"),
-            ),
-            (
-                "no room for a long message of a worker",
-                "refuse('pwrite64', errno.ENOSPC), padding=5000",
-                ("RuntimeError", "the batch could not be sent: OSError(28"),
-            ),
-        ]
+        }.items()
     },
     **{
         f"no {call} in a worker": Row(f"read_two_epochs(lambda: refuse('{call}', errno.EPERM))", [], *ENDED)

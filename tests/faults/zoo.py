@@ -226,29 +226,3 @@ def exits_at_14(index: int) -> Any:
     if index == 14:
         os._exit(7)
     return array(index)
-
-
-class OneWay:
-    """An index that can be pickled, or unpickled, on its way to a worker but not on its way back."""
-
-    def __init__(self, number: int, consumer_pid: int, fails_in: str) -> None:
-        self.number = number
-        self.consumer_pid = consumer_pid
-        self.fails_in = fails_in
-
-    def __int__(self) -> int:
-        return self.number
-
-    def __neg__(self) -> int:
-        return -self.number
-
-    def __reduce__(self) -> Any:
-        if self.fails_in == "worker" and os.getpid() != self.consumer_pid:
-            raise TypeError("this goes one way")
-        return _rebuild, (self.number, self.consumer_pid, self.fails_in)
-
-
-def _rebuild(number: int, consumer_pid: int, fails_in: str) -> OneWay:
-    if fails_in == "consumer" and os.getpid() == consumer_pid:
-        raise TypeError("this goes one way")
-    return OneWay(number, consumer_pid, fails_in)

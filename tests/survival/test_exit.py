@@ -101,13 +101,6 @@ def consume(end):
         end()
 begin(consume)
 """,
-    "a daemon thread that holds an iterator": """
-def consume(end):
-    held = started()
-    end()
-    threading.Event().wait()
-begin(consume)
-""",
     "a thread that goes on and closes its loader after the main thread's end": """
 def consume():
     loader, iterator, _ = started()

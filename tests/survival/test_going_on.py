@@ -247,14 +247,18 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     loader.close()
 
 
-@pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
-def test_each_next_after_close_is_one_error(pretend_accelerator: Any, num_workers: int, pinned: bool) -> None:
-    """However many batches were under way: never a wait. The loader lives on."""
-    if pinned:
+@pytest.mark.parametrize("kind", ["without_workers", "process", "thread", "pinned"])
+def test_each_next_after_close_is_one_error(pretend_accelerator: Any, kind: str) -> None:
+    """However many batches were under way: never a wait, and no thread is left. The loader lives on."""
+    if kind == "pinned":
         pretend_accelerator()
-    with fastload.DataLoader(NUMBERED, 4, num_workers=num_workers) as loader:
+    options: Any = {"num_workers": 2 * (kind != "without_workers")}
+    options["worker_type"] = "thread" if kind == "thread" else "process"
+    num_threads = threading.active_count()
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         iterator = iter(loader)
         held = next(iterator)
+    assert threading.active_count() == num_threads
     loader.close()
 
     for _ in range(8):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -129,20 +127,6 @@ def test_workers_start_from_a_fork_server_that_was_not_running(interpreter: Inte
     assert interpreter.run(program, exits=False).stdout == "[1, 2]\n"
 
 
-def _made_here() -> type:
-    """A class that pickle finds in this module, but only in this process."""
-    kind = type("MadeHere", (), {"__module__": __name__})
-    globals()["MadeHere"] = kind
-    return kind
-
-
-def _in_a_module_made_here() -> type:
-    """A class in a module that exists in this process alone."""
-    module = sys.modules["made_here"] = types.ModuleType("made_here")
-    module.Kind = kind = type("Kind", (), {"__module__": "made_here"})  # type: ignore[attr-defined]
-    return kind
-
-
 class Refusing:
     """An object that cannot be unpickled."""
 
@@ -154,26 +138,18 @@ class Refusing:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "cause", "advice"),
-    [
-        (_made_here, "AttributeError: .*MadeHere", "top level of a module"),
-        (_in_a_module_made_here, "ModuleNotFoundError: .*'made_here'", "top level of a module"),
-        (lambda: Refusing, "FileNotFoundError: .*/data/index.bin", "__setstate__"),
-    ],
-    ids=["class", "module", "state"],
-)
-def test_what_a_worker_cannot_unpickle_is_told_with_the_way_out(make: Any, cause: str, advice: str) -> None:
+def test_what_a_worker_cannot_unpickle_is_told_with_the_ways_out() -> None:
     """The error is that of a worker that cannot start, not of a batch."""
     dataset: Any = datasets.Made(settings_of_worker, 4)
-    dataset.held = make()()
+    dataset.held = Refusing()
     loader = fastload.DataLoader(dataset, num_workers=1, multiprocessing_context="forkserver")
 
-    with pytest.raises(fastload.errors.WorkerStartError, match=cause) as caught:
+    with pytest.raises(fastload.errors.WorkerStartError) as caught:
         list(loader)
 
-    assert advice in str(caught.value)
-    assert 'multiprocessing_context="fork"' in str(caught.value)
+    ways_out = ("top level of a module", "__setstate__", 'multiprocessing_context="fork"')
+    for told in ("FileNotFoundError: ", "/data/index.bin", *ways_out):
+        assert told in str(caught.value)
     assert caught.value.__notes__[-1] == "fastload: worker 0, at its start"
 
 

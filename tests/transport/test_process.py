@@ -264,23 +264,6 @@ def test_a_process_can_be_stopped_and_one_in_its_place_is_listed(method: str, nu
     assert not worker.is_alive()
 
 
-def test_a_forked_process_has_no_such_children() -> None:
-    """As with multiprocessing, is_alive() and join() are for the parent; pid and name can be read."""
-    iterator = iterator_of(num_workers=1)
-    next(iterator)
-    (worker,) = iterator._workers
-    child = os.fork()
-    if child == 0:
-        try:
-            worker.is_alive()
-        except AssertionError as error:
-            os._exit(0 if str(error) == "can only test a child process" and worker.exitcode is None else 1)
-        os._exit(2)
-
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    iterator.close()
-
-
 def test_threads_and_no_workers() -> None:
     """Threads are no processes: the list is empty. Without workers there is no attribute, as in torch."""
     iterator = iterator_of(num_workers=2, worker_type="thread")

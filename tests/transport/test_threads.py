@@ -17,7 +17,6 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.errors import LoaderClosedError
 from fastload.rng.pipelines import find_pipelines
 from fastload.workers.threads import copies_for_threads
 from tests.kit import datasets
@@ -131,20 +130,6 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
 
     for _ in iterator:
         assert worker.wakes._wakes.qsize() <= 2
-
-
-def test_closing_ends_the_threads_and_keeps_batches() -> None:
-    """After close() no thread is left, batches stay valid, and next() says why there is none."""
-    before = threading.active_count()
-    with threads(datasets.Made(int)) as loader:
-        iterator = iter(loader)
-        batch = next(iterator)
-        num_threads = threading.active_count() - before
-
-    assert (num_threads, threading.active_count()) == (2, before)
-    assert batch.tolist() == [0, 1, 2, 3]
-    with pytest.raises(LoaderClosedError):
-        next(iterator)
 
 
 @pytest.mark.parametrize(
