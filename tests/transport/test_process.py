@@ -213,7 +213,7 @@ def test_workers_end_with_their_last_batch() -> None:
 
 
 def iterator_of(**options: Any) -> Any:
-    return iter(fastload.DataLoader(IMAGES, 2, **options))
+    return iter(fastload.DataLoader(datasets.Made(datasets.image, 12), 2, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu", "device_transform": list}], ids=["host", "device"])
@@ -256,7 +256,7 @@ def test_a_process_can_be_stopped_and_one_in_its_place_is_listed(method: str, nu
     getattr(worker, method)()
     worker.join()
     before = worker.exitcode
-    assert len(list(iterator)) == 4
+    assert len(list(iterator)) == 6
     assert iterator._workers[0].pid != worker.pid
     iterator.close()
 
