@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import os
@@ -9,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -106,18 +106,17 @@ def test_iterators_interleaved_at_random_do_not_disturb_each_other(num_workers: 
 def test_an_iterator_may_be_abandoned_by_a_thread_or_be_handed_on(persistent: bool) -> None:
     """Workers live as long as the process, not as the thread that started them; its batch stays."""
     loader = fastload.DataLoader(NUMBERED, 4, num_workers=2, persistent_workers=persistent)
-    held: list[Any] = []
-    handed: list[Any] = []
+    held = []
 
-    def consume() -> None:
-        handed[:] = [iter(loader)]
-        held.append(next(handed[0]))
+    def consume() -> Any:
+        iterator = iter(loader)
+        held.append(next(iterator))
+        return iterator
 
     for _ in range(2):
-        thread = threading.Thread(target=consume)
-        thread.start()
-        thread.join()
-    assert_rest(handed.pop(), 4, stop=40)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            handed = thread.submit(consume).result()
+    assert_rest(handed, 4, stop=40)
     assert_rest(loader, 0, stop=40)
     loader.close()
 
@@ -199,7 +198,7 @@ def test_without_a_garbage_collector_batches_are_returned(no_gc: None, method: A
         memories |= {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
 
     assert len(addresses) <= 6
-    assert len(memories) <= 6
+    assert len(memories) in (range(1, 7) if method == "process" else [0])
 
 
 @pytest.mark.parametrize("method", ["process", "thread"])

@@ -54,11 +54,6 @@ def picture(index: int) -> Any:
     return Image.new("RGB", (4, 4)), index
 
 
-def paints(sample: Any) -> Any:
-    """A transform that returns what default_collate cannot batch."""
-    return picture(int(sample[0]))
-
-
 def collates_as_torch(samples: Any) -> Any:
     return default_collate([sample for sample in samples if sample is not missing_file])
 
@@ -67,25 +62,16 @@ def fails_to_collate(samples: Any) -> Any:
     raise TypeError("of the user")
 
 
-def _boxes(index: int) -> Any:
-    return np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(index + 1, 4), "label": index}
-
-
-def _of_two_types(index: int) -> Any:
-    return np.zeros(3) if index == 1 else torch.zeros(3)
-
-
-def undecoded(index: int) -> Any:
-    return {"label": index, "image": fastload.EncodedImage(b"a file")}
-
-
 _CANNOT = "which default_collate cannot batch: return"
 _DIFFERS = "in the first sample of the batch and"
 # A function of the index, and how the note on default_collate's error begins.
 NOT_COLLATED: dict[str, tuple[Any, str]] = {
-    "undecoded": (undecoded, "$['image'] is an EncodedImage, which a CachedDataset decodes"),
+    "undecoded": (
+        lambda i: {"label": i, "image": fastload.EncodedImage(b"a file")},
+        "$['image'] is an EncodedImage, which a CachedDataset decodes",
+    ),
     "shapes": (
-        _boxes,
+        lambda i: (np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(i + 1, 4), "label": i}),
         f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
     ),
     "image": (picture, f"$[0] is of type PIL.Image.Image, {_CANNOT} numpy."),
@@ -100,7 +86,10 @@ NOT_COLLATED: dict[str, tuple[Any, str]] = {
         datasets.images_of_two_sizes,
         f"$ is an array (4, 4) uint8 {_DIFFERS} an array (4, 5) uint8 in sample 10",
     ),
-    "types": (_of_two_types, f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1"),
+    "types": (
+        lambda i: np.zeros(3) if i == 1 else torch.zeros(3),
+        f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1",
+    ),
     "keys": (
         lambda i: {"a": 1} if i == 2 else {"a": 1, "b": 2},
         f"$ is a dict of {{'a': int, 'b': int}} {_DIFFERS} a dict of {{'a': int}} in sample 2",
@@ -326,7 +315,7 @@ def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> N
     pictures = datasets.Made(picture, 4)
     with pytest.raises(fastload.errors.UnsupportedSampleError) as refused:
         fastload.CachedDataset(pictures)
-    cached = fastload.CachedDataset(datasets.Made(array, 4), transform=paints)
+    cached = fastload.CachedDataset(datasets.Made(array, 4), transform=lambda one: picture(int(one[0])))
     with pytest.raises(TypeError, match="default_collate") as caught:
         list(fastload.DataLoader(cached, 4))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
 import random
 import threading
@@ -82,10 +83,8 @@ def test_generators_and_torchs_number_of_threads_stay() -> None:
         torch.manual_seed(5), random.seed(5)
         state, called = random.getstate(), []
         list(threads(Crops(), worker_init_fn=fastload.seed_worker.then(called.append)))
-        seen = [torch.get_num_threads()]
-        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        other.start()
-        other.join()
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            seen = [torch.get_num_threads(), other.submit(torch.get_num_threads).result()]
     finally:
         torch.set_num_threads(before)
 
