@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 import platform
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from tests.faults import table_zoo as zoo
-from tests.kit.processes import run_each
+from tests.kit.processes import Interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,23 +146,15 @@ ROWS = {
         [],
         ("RuntimeError", "can't start new thread"),
     ),
-    "no messages": Row(
-        "refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "Operation not permitted")
-    ),
+    "no messages": Row("refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "not permitted")),
     # In worker 0 alone, once it has started.
     **{
         f"{call} in a worker": Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
         for call, error in {
             "refuse('ftruncate', errno.ENOSPC)": ("SegmentError", "No space left on device"),
-            "refuse('madvise', errno.ENOMEM)": (
-                "SegmentError",
-                "bytes of memory: [Errno 12] Cannot allocate",
-            ),
+            "refuse('madvise', errno.ENOMEM)": ("SegmentError", "of memory: [Errno 12] Cannot allocate"),
             "limit('RLIMIT_FSIZE', 0)": ("SegmentError", "RLIMIT_FSIZE is 0"),
-            "refuse('pwrite64', errno.ENOSPC), padding=5000": (
-                "RuntimeError",
-                "could not be sent: OSError(28",
-            ),
+            "refuse('pwrite64', errno.ENOSPC), padding=5000": ("RuntimeError", "not be sent: OSError(28"),
         }.items()
     },
     **{
@@ -170,23 +165,22 @@ ROWS = {
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, tuple[int, str, str]]:
-    """What each program printed."""
-    return run_each({name: row.program for name, row in ROWS.items()}, shared=_SHARED, exits=False)
+def systems() -> Iterator[Interpreter]:
+    """Runs each program in a process of its own."""
+    with Interpreter(_SHARED) as interpreter:
+        yield interpreter
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_system_refuses_is_told_or_costs_nothing(
-    name: str, reports: dict[str, tuple[int, str, str]]
-) -> None:
+def test_what_a_system_refuses_is_told_or_costs_nothing(name: str, systems: Interpreter) -> None:
     """Two epochs in a row, with the same batches, the same errors, and nothing left behind."""
-    code, out, err = reports[name]
-    assert code == 0, err
-    report = json.loads(out)
+    row = ROWS[name]
+    done = systems.run(row.program, exits=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     if isinstance(report, str):
         pytest.skip(report)
     epochs, lines, left = report
-    row = ROWS[name]
 
     assert not left
     for firsts, errors in epochs:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import psutil
 import pytest
 
-from tests.kit.processes import run_each
+from tests.kit.processes import Interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SHARED = """
 import multiprocessing, threading
@@ -126,18 +131,19 @@ threading.Thread(target=consume).start()
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each program."""
-    return run_each(PROGRAMS, shared=_SHARED)
+def scripts() -> Iterator[Interpreter]:
+    """Runs each program in a process of its own."""
+    with Interpreter(_SHARED) as interpreter:
+        yield interpreter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_interpreter_exits_in_silence(results: dict[str, tuple[int, str, str]], name: str) -> None:
+def test_an_interpreter_exits_in_silence(scripts: Interpreter, name: str) -> None:
     """Exit code 0, nothing on stderr, no worker left: one that does not leave is killed."""
-    code, out, err = results[name]
+    done = scripts.run(PROGRAMS[name])
 
-    assert (code, err) == (0, "")
-    pids = [int(pid) for pid in out.split()]
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) >= 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
