@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import io
 import itertools
 import logging
 import multiprocessing
@@ -236,7 +237,7 @@ def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() ->
         iterators.clear()
 
 
-@pytest.mark.parametrize("stream", [None, object(), zoo.closed_stream()])
+@pytest.mark.parametrize("stream", [None, object(), io.StringIO()])
 def test_any_object_may_stand_for_standard_error(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start, though it has no descriptor."""
     monkeypatch.setattr(sys, "stderr", stream)

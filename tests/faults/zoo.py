@@ -119,11 +119,6 @@ def _name_of(handler: Any) -> str:
     return {signal.SIG_DFL: "default", signal.SIG_IGN: "ignore"}.get(handler, "handler")
 
 
-def closed_stream() -> Any:
-    with open(os.devnull, "w") as stream:
-        return stream
-
-
 def killed_with_child(gate: Gate, index: int) -> Any:
     """At sample 13 the worker dies; a child of its own lives on, and holds what it inherited."""
     if index == 0 and os.fork() == 0:
