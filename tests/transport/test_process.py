@@ -209,15 +209,12 @@ def test_workers_end_with_their_last_batch() -> None:
     assert str(batches) == str(list(fastload.DataLoader(IMAGES, 2)))
 
 
-# --- `_workers` of an iterator, as tools and frameworks read it from torch's ------------------------------
-
-
 def iterator_of(**options: Any) -> Any:
     return iter(fastload.DataLoader(datasets.Made(datasets.image, 12), 2, **options))
 
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu", "device_transform": list}], ids=["host", "device"])
-def test_it_lists_the_living_processes(options: dict[str, Any]) -> None:
+def test_workers_of_an_iterator_lists_the_living_processes(options: dict[str, Any]) -> None:
     """One for each worker, with a pid, a name, no exit code, and alive."""
     iterator = iterator_of(num_workers=2, **options)
     next(iterator)
@@ -231,7 +228,7 @@ def test_it_lists_the_living_processes(options: dict[str, Any]) -> None:
     iterator.close()
 
 
-def test_the_list_outlives_the_iterator() -> None:
+def test_the_list_of_workers_outlives_the_iterator() -> None:
     """Torch's own tests join the processes after the iterator is gone: they ended with exit code 0."""
     iterator = iterator_of(num_workers=2, multiprocessing_context="fork")
     next(iterator)
