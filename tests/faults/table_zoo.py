@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import itertools
-import logging
 import os
 import resource
 import signal
@@ -18,14 +17,13 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 import fastload
-from fastload.files import attempts
-from fastload.system.logs import log
+from fastload.errors import ImageReadError
 from fastload.workers.channel import Channel
+from tests.kit import datasets
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SIZE = 40
 BATCH = 4
@@ -67,18 +65,9 @@ def _no_room_in_a_file() -> None:
         file.truncate(1 << 20)
 
 
-def _fork_and_forget() -> None:
-    if os.fork() == 0:
-        os._exit(0)
-
-
 def _start_threads() -> None:
     for _ in range(2):
         threading.Thread(target=threading.Event().wait, args=(0.01,)).start()
-
-
-def _leave_a_daemon_thread() -> None:
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
 
 
 def _own_handlers() -> None:
@@ -92,26 +81,14 @@ def _close_stderr() -> None:
     sys.stderr = None
 
 
-def _hang() -> None:
+def _hang(*_: object) -> None:
     while True:
         signal.pause()
 
 
-def _ignore_sigterm_and_hang() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _hang()
-
-
-def _block_signals_and_hang() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    _hang()
-
-
 FAULTS: dict[str, Callable[[], Any]] = {
     "raises": lambda: _raise(OwnError("it is mine")),
-    "raises an error of fastload": lambda: _raise(
-        fastload.errors.ImageReadError("/nowhere/1.jpg", "it is cut")
-    ),
+    "raises an error of fastload": lambda: _raise(ImageReadError("/nowhere/1.jpg", "it is cut")),
     "raises a BaseException": lambda: _raise(OwnBaseError("it is mine")),
     "exits": lambda: sys.exit(3),
     "exits at once": lambda: os._exit(4),
@@ -121,29 +98,20 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "no memory": _no_memory,
     "no files": _no_files,
     "no room in a file": _no_room_in_a_file,
-    "forks": _fork_and_forget,
+    "forks": lambda: os.fork() or os._exit(0),
     "starts threads": _start_threads,
-    "leaves a daemon thread": _leave_a_daemon_thread,
+    "leaves a daemon thread": lambda: threading.Thread(target=threading.Event().wait, daemon=True).start(),
     "own signal handlers": _own_handlers,
     "closes stderr": _close_stderr,
     "hangs": _hang,
-    "ignores SIGTERM": _ignore_sigterm_and_hang,
-    "blocks all signals": _block_signals_and_hang,
+    "ignores SIGTERM": lambda: _hang(signal.signal(signal.SIGTERM, signal.SIG_IGN)),
+    "blocks all signals": lambda: _hang(signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())),
     "is stopped": lambda: _kill(signal.SIGSTOP),
 }
 
 
 class Fault:
-    """One fault at one stage; the parent, and other stages, have none.
-
-    Args:
-        name: Of the fault.
-        stage: Where it happens.
-
-    Attributes:
-        begins: An event of multiprocessing's that is set when the fault begins, if somebody waits for that.
-        may_begin: The same, for a fault that waits until the event is set.
-    """
+    """One fault at one stage, in a worker; it waits for one event of multiprocessing's, and sets another."""
 
     def __init__(self, name: str, stage: str) -> None:
         self.name = name
@@ -173,12 +141,7 @@ class Fault:
 
 
 class Samples:
-    """Sample i is full of i.
-
-    Args:
-        fault: What happens to one of them.
-        hangs_at: The sample that a worker never finishes.
-    """
+    """Sample i is full of i; one has the fault, and one may hang."""
 
     def __init__(self, fault: Fault, hangs_at: int | None = None) -> None:
         self.fault = fault
@@ -219,38 +182,28 @@ class Nested(Samples):
     """The same samples, each the batches of a loader of its own, one row after the other."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.cat(list(fastload.DataLoader(Rows(self.fault, index), 2)))
+        def row(number: int) -> Any:
+            if number == 3:
+                self.fault.at("inner loader", index)
+            return np.full(5, index)
+
+        return torch.cat(list(fastload.DataLoader(datasets.Made(row, 5), 2)))
 
 
-class Rows:
-    """The five rows of one sample."""
+class Part:
+    """What a loader calls, with the fault."""
 
-    def __init__(self, fault: Fault, index: int) -> None:
-        self.fault = fault
-        self.index = index
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, row: int) -> Any:
-        if row == 3:
-            self.fault.at("inner loader", self.index)
-        return np.full(5, self.index)
-
-
-class Transform:
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
 
+
+class Transform(Part):
     def __call__(self, sample: Any) -> Any:
         self.fault.at("transform", int(sample[0, 0]))
         return sample.copy()
 
 
-class Init:
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-
+class Init(Part):
     def __call__(self, worker_id: int) -> None:
         if worker_id == 0:
             self.fault.at("init")
@@ -258,21 +211,6 @@ class Init:
                 _have_at_reply(self.fault)
             if self.fault.stage == "idle":
                 threading.Thread(target=self.fault.at, args=("idle",), daemon=True).start()
-
-
-class Impatient:
-    """At init: a worker that finds each request slow at once, pauses never, and writes its log to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __call__(self, worker_id: int) -> None:
-        attempts._SLOW_S = attempts._WARN_EVERY_S = 0.0
-        attempts._sleep = lambda _: None
-        handler = logging.FileHandler(self.path)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
 
 
 def _have_at_reply(fault: Fault) -> None:
@@ -291,31 +229,31 @@ def _have_at_reply(fault: Fault) -> None:
     Channel.send = send  # type: ignore[method-assign]
 
 
-class Collate:
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
+class Collate(Part):
+    padding = 0  # characters of a number that is sent with each batch
 
     def __call__(self, samples: Any) -> Any:
         for sample in samples:
             self.fault.at("collate", int(sample[0, 0]))
-        return default_collate(samples), Packed(self.fault, int(samples[0][0, 0]))
+        return default_collate(samples), Packed(self.fault, int(samples[0][0, 0]), self.padding)
 
 
-class Packed:
-    """Part of a batch; has the fault when it is pickled in the worker."""
+class Packed(Part):
+    """The first sample of a batch; has the fault when it is pickled in the worker."""
 
-    def __init__(self, fault: Fault, first: int) -> None:
-        self.fault = fault
+    def __init__(self, fault: Fault, first: int, padding: int) -> None:
+        super().__init__(fault)
         self.first = first
+        self.padding = padding
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.first <= FAULTY < self.first + BATCH and get_worker_info() is not None:
             self.fault.at("pack")
-        return int, (self.first,)
+        return int, (" " * self.padding + str(self.first),)
 
 
 def make_loader(
-    name: str, stage: str, *, hangs_at: int | None = None, counts: bool = False, **options: Any
+    name: str, stage: str, method: Any = None, *, hangs_at: Any = None, counts: bool = False, **options: Any
 ) -> fastload.DataLoader:
     """A loader with two workers that has one fault at one stage, and may hang at another sample."""
     fault = Fault(name, stage)
@@ -330,5 +268,6 @@ def make_loader(
         worker_init_fn=Init(fault),
         collate_fn=Collate(fault),
         prefetch_factor=1,
+        multiprocessing_context=method,
         **options,
     )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import functools
+import io
+import itertools
 import logging
 import multiprocessing
 import os
@@ -17,7 +21,6 @@ import torch
 
 import fastload
 from fastload.workers import pool
-from fastload.workers import process as starting
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
@@ -25,18 +28,12 @@ from tests.kit import datasets
 if TYPE_CHECKING:
     from tests.kit.processes import Gate
 
-METHODS = ["fork", pytest.param("forkserver", marks=pytest.mark.slow)]
 EXPECTED = [list(range(start, start + 4)) for start in range(0, 40, 4)]
 
-# --- replaced --------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("index", [0, 39])
-def test_a_worker_that_died_is_replaced_and_the_log_says_what_is_left(
-    tmp_path: Any, index: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """At the first and at the last sample; batches that are held stay. test_table.py has other deaths."""
-    make = zoo.DiesOnce(str(tmp_path / "died"), index)
+def test_a_worker_that_died_is_replaced_and_logged(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """At the last sample; batches that are held stay. test_table.py has other deaths."""
+    make = zoo.DiesOnce(str(tmp_path / "died"), 39)
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2)
     with caplog.at_level(logging.WARNING, "fastload"):
         held = list(loader)
@@ -49,33 +46,15 @@ def test_a_worker_that_died_is_replaced_and_the_log_says_what_is_left(
 
 def test_a_worker_that_dies_each_time_ends_the_epoch_after_the_last_restart() -> None:
     """The error is that of the last death."""
-    loader = fastload.DataLoader(
-        datasets.Made(zoo.DiesAlways(14), 40), 4, num_workers=2, max_worker_restarts=2, prefetch_factor=1
-    )
-    iterator = iter(loader)
-    got = [[zoo.value_of(sample) for sample in next(iterator)] for _ in range(3)]
+    options: dict[str, Any] = {"num_workers": 2, "max_worker_restarts": 2, "prefetch_factor": 1}
+    iterator = iter(fastload.DataLoader(datasets.Made(zoo.exits_at_14, 40), 4, **options))
+    got = rows(itertools.islice(iterator, 3))
+    told = r"worker 1 exited with code 7 .*It was working on batch 3"
 
-    with pytest.raises(
-        fastload.errors.WorkerDiedError, match=r"worker 1 exited with code 7 .*It was working on batch 3"
-    ):
+    with pytest.raises(fastload.errors.WorkerDiedError, match=told):
         next(iterator)
 
     assert got == EXPECTED[:3]
-
-
-def test_persistent_workers_are_replaced_in_a_later_epoch_too(tmp_path: Any) -> None:
-    """The new worker serves the epochs after it, and hears of their numbers."""
-    make = zoo.DiesOnce(str(tmp_path / "died"), 22)
-    open(make.path, "w").close()
-    loader = fastload.DataLoader(
-        datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=1, persistent_workers=True
-    )
-    with loader:
-        for epoch in range(3):
-            loader.set_epoch(epoch)
-            if epoch == 1:
-                os.unlink(make.path)
-            assert rows(loader) == EXPECTED
 
 
 def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
@@ -89,14 +68,8 @@ def assert_counts_on(loader: Any, batches: Any, before: int = 0) -> None:
         assert [state.get("state", {"count": before})["count"] for state in states] == counts
 
 
-@pytest.mark.parametrize(
-    ("dies_at", "padding"),
-    [((0,), 0), ((8, 18), 0), ((14,), 100_000)],
-    ids=["before an answer", "twice", "after long ones"],
-)
-def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
-    tmp_path: Any, dies_at: tuple[int, ...], padding: int
-) -> None:
+@pytest.mark.parametrize(("dies_at", "padding"), [((8, 18), 0), ((0, 14), 100_000)])
+def test_a_copy_goes_on_where_its_dead_worker_had_answered(tmp_path: Any, dies_at: Any, padding: int) -> None:
     """No sample is numbered twice, and every saved state is that of the last batch, however long it is."""
     dataset = zoo.Counts(str(tmp_path), dies_at, padding=padding)
     loader = fastload.DataLoader(dataset, 2, num_workers=2, max_worker_restarts=2)
@@ -104,10 +77,8 @@ def test_the_copy_of_a_dataset_goes_on_where_its_dead_worker_had_answered(
     assert_counts_on(loader, enumerate(loader))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
-    tmp_path: Any, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_copy_goes_on_behind_answers_that_nobody_took(tmp_path: Any, method: str, monkeypatch: Any) -> None:
     """Worker 0 is killed with an answer on its way, while the caller waits for worker 1."""
     held = multiprocessing.get_context(method).Event()
     replace = pool.Pool._replace
@@ -117,13 +88,8 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
         held.set()
 
     monkeypatch.setattr(pool.Pool, "_replace", replace_and_let_go)
-    loader = fastload.DataLoader(
-        zoo.Counts(str(tmp_path), held=held),
-        2,
-        num_workers=2,
-        max_worker_restarts=1,
-        multiprocessing_context=method,
-    )
+    options: dict[str, Any] = {"max_worker_restarts": 1, "multiprocessing_context": method}
+    loader = fastload.DataLoader(zoo.Counts(str(tmp_path), held=held), 2, num_workers=2, **options)
     iterator = iter(loader)
     first = next(iterator)
     worker = iterator._pool._workers[0]
@@ -141,10 +107,8 @@ def test_the_copy_of_a_dataset_goes_on_behind_answers_that_nobody_took(
 
 
 @pytest.mark.parametrize("index", [0, 4])
-def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
-    tmp_path: Any, index: int
-) -> None:
-    """Also if the worker dies before its first answer: the new one loads the state that was resumed from."""
+def test_a_copy_goes_on_in_a_later_epoch_and_in_a_resumed_one(tmp_path: Any, index: int) -> None:
+    """In those after it, too; a worker that dies before its first answer leaves the state of the resume."""
     dataset = zoo.Counts(str(tmp_path), (index,))
     path = dataset.deaths[index].path
     open(path, "w").close()
@@ -152,7 +116,8 @@ def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
     with fastload.DataLoader(dataset, 2, persistent_workers=True, **options) as loader:
         assert_counts_on(loader, enumerate(loader))
         os.unlink(path)
-        assert_counts_on(loader, enumerate(loader), before=12)
+        for before in (12, 24):
+            assert_counts_on(loader, enumerate(loader), before)
     os.unlink(path)
     loader = fastload.DataLoader(zoo.Counts(str(tmp_path)), 2, **options)
     iterator = iter(loader)
@@ -165,9 +130,7 @@ def test_the_copy_of_a_dataset_goes_on_in_a_later_epoch_and_in_a_resumed_one(
     assert_counts_on(resumed, enumerate(resumed, 4), before=4)
 
 
-def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(tmp_path: Any) -> None:
     """Persistent workers still answer tasks of an epoch that was left; a new worker does not go on there."""
     options: dict[str, Any] = {"num_workers": 1, "max_worker_restarts": 1, "persistent_workers": True}
     dataset = zoo.Counts(str(tmp_path), (4,))
@@ -185,10 +148,8 @@ def test_a_state_that_was_loaded_outlives_answers_to_older_tasks(
 
 def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp_path: Any) -> None:
     """The batches of the new worker are the error of state_dict(), not samples of an older state."""
-    loader = fastload.DataLoader(
-        zoo.CountsWithoutSaving(str(tmp_path), (8,)), 2, num_workers=1, max_worker_restarts=1
-    )
-    iterator = iter(loader)
+    dataset = zoo.CountsWithoutSaving(str(tmp_path), (8,))
+    iterator = iter(fastload.DataLoader(dataset, 2, num_workers=1, max_worker_restarts=1))
     got = [next(iterator)[1].tolist() for _ in range(4)]
 
     with pytest.raises(OSError, match="no state today"):
@@ -197,9 +158,7 @@ def test_a_copy_whose_state_could_not_be_saved_is_an_error_and_no_other_copy(tmp
     assert got == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-def test_a_worker_that_cannot_be_started_again_ends_the_iterator(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_fails_ends_the_iterator(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's error comes first, and every later call says that the iterator is closed."""
     make = zoo.DiesOnce(str(tmp_path / "died"), 2)
     loader = fastload.DataLoader(datasets.Made(make, 40), 4, num_workers=1, max_worker_restarts=1)
@@ -233,9 +192,6 @@ def test_after_a_death_the_state_lies_within_the_epoch(tmp_path: Any) -> None:
     assert [[zoo.value_of(sample) for sample in batch] for batch in got] == EXPECTED
 
 
-# --- seen ------------------------------------------------------------------------------------------------
-
-
 def _reap(*_: object) -> None:
     """A handler of SIGCHLD that waits for all children, as some servers have it."""
     with contextlib.suppress(ChildProcessError):
@@ -245,25 +201,17 @@ def _reap(*_: object) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("hidden_by", ["a child", "a handler", "nothing"])
-def test_a_death_is_seen_whatever_hides_it(
-    hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A child holds the pipe by which multiprocessing would know; a handler takes the exit code.
-
-    SIGKILL is most often for want of memory: the cgroup's count of kills is named where it grew.
-    """
+def test_a_death_is_always_seen(hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a child holds the worker's pipe, or a handler takes the exit code; the cgroup's count told."""
     counts = iter([3, 4])
     monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
-    make = zoo.KilledWithChild(8, gate) if hidden_by == "a child" else zoo.DiesAlways(8, signal.SIGKILL)
+    make = functools.partial(zoo.killed_with_child, gate) if hidden_by == "a child" else datasets.killed
     cause = "was killed by SIGKILL .*memory.events of the cgroup counts 1 more"
+    told = rf"worker 0 {'.*' if hidden_by == 'a handler' else cause}.* working on batch 6,"
     before = signal.signal(signal.SIGCHLD, _reap if hidden_by == "a handler" else signal.SIG_DFL)
     try:
-        iterator = iter(fastload.DataLoader(datasets.Made(make, 40), 2, num_workers=1))
-        with pytest.raises(
-            fastload.errors.WorkerDiedError,
-            match=rf"worker 0 {'.*' if hidden_by == 'a handler' else cause}.* working on batch 4,",
-        ):
-            list(iterator)
+        with pytest.raises(fastload.errors.WorkerDiedError, match=told):
+            list(fastload.DataLoader(datasets.Made(make, 40), 2, num_workers=1))
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -280,11 +228,8 @@ def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() ->
         iterators[number] = iter(fastload.DataLoader(datasets.Made(make, 24), 4, num_workers=2))
 
     for _ in range(2):
-        threads = [threading.Thread(target=start, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(2) as threads:
+            list(threads.map(start, range(2)))
 
         with pytest.raises(fastload.errors.WorkerDiedError, match="SIGKILL"):
             list(iterators[0])
@@ -292,44 +237,16 @@ def test_a_death_is_seen_though_another_loader_was_started_at_the_same_time() ->
         iterators.clear()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_worker_that_ended_before_it_could_be_watched_is_a_death(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fork server may have waited for it, and its number then names no process."""
-    parent, original = os.getpid(), os.pidfd_open
-
-    def gone(pid: int) -> int:
-        if os.getpid() != parent:
-            return original(pid)  # a worker watches its parent
-        os.kill(pid, signal.SIGKILL)
-        raise ProcessLookupError(3, "No such process")
-
-    monkeypatch.setattr(os, "pidfd_open", gone)
-    monkeypatch.setattr(starting, "why_no_processes", lambda: None)
-    loader = fastload.DataLoader(
-        datasets.Made(zoo.array, 8), 2, num_workers=1, multiprocessing_context=method
-    )
-
-    with pytest.raises(fastload.errors.WorkerDiedError, match="worker 0 was killed by SIGKILL"):
-        list(loader)
-
-
-# --- started ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", zoo.STREAMS)
-def test_any_object_may_stand_for_standard_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stream", [None, object(), io.StringIO()])
+def test_any_object_may_stand_for_standard_error(stream: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers start, though it has no descriptor."""
-    monkeypatch.setattr(sys, "stderr", zoo.STREAMS[name]())
+    monkeypatch.setattr(sys, "stderr", stream)
 
     assert rows(fastload.DataLoader(datasets.Made(zoo.array, 4), 2, num_workers=1)) == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("name", ["fastload-worker-2", "fastload-pin"])
-def test_threads_that_cannot_be_started_leave_none_behind(
-    name: str, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any
-) -> None:
+def test_threads_that_cannot_be_started(name: str, monkeypatch: Any, pretend_accelerator: Any) -> None:
     """The system has no more threads: its error, and what was started before is ended."""
     pretend_accelerator()
     original = threading.Thread.start

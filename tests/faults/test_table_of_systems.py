@@ -1,21 +1,22 @@
 """Rows of the table of faults that need a process of their own: systems that refuse, and limits.
 
-Each row is a program that makes its system refuse, reads two epochs with two workers, and prints what came.
-Where fastload has another way (torch's transport, pages one at a time), the refusal costs nothing; elsewhere
-it is an error that gives the system's own reason, and every batch that arrived is right. After each program
-no process, thread, descriptor or file in /dev/shm is left.
+Each row is a program that makes its system refuse, reads two epochs with two workers, and prints what came:
+all, where fastload has another way, or an error with the system's own reason. Nothing is left after it.
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 from tests.faults import table_zoo as zoo
-from tests.kit.processes import run_each
+from tests.kit.processes import Interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,13 +28,12 @@ ALL = list(range(0, zoo.SIZE, zoo.BATCH))
 OF_WORKER_1 = ALL[1::2]
 
 _SHARED = """
-import contextlib, errno, multiprocessing, resource, select, threading, time
+import contextlib, errno, multiprocessing, resource, select, time
 import fastload
 from tests.faults import table_zoo as zoo
 from tests.faults.test_table import take
-from tests.kit.leaks import names_in_shm
+from tests.kit import leaks
 from tests.kit.faults import hide_proc, log_lines, refuse
-
 
 lines = log_lines()
 
@@ -60,73 +60,24 @@ def limit(name, allowed):
     resource.setrlimit(getattr(resource, name), (allowed, allowed))
 
 
-class AtInit(zoo.Init):
-    # Does something to worker 0 alone.
-    def __init__(self, fault, act):
-        super().__init__(fault)
-        self.act = act
-
-    def __call__(self, worker_id):
-        if worker_id == 0:
-            self.act()
-
-
-class Long(zoo.Collate):
-    # Batches whose messages do not fit into the pipe.
-    def __call__(self, samples):
-        batch, packed = super().__call__(samples)
-        return batch, Text(packed.first)
-
-
-class Text(zoo.Packed):
-    def __init__(self, first):
-        super().__init__(zoo.Fault("raises", "nowhere"), first)
-
-    def __reduce__(self):
-        return number_of, (f"{self.first} " + "x" * 5000,)
-
-
-def number_of(text):
-    return int(text.split()[0])
-
-
-def held():
-    # Without psutil, which needs the /proc that some programs hide.
-    fds = set()
-    for fd in range(200):
-        with contextlib.suppress(OSError):
-            os.fstat(fd)
-            fds.add(fd)
-    children = []
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
-        children.append("some")
-    return {"descriptors": fds, "threads": threading.active_count(), "processes": children,
-            "files in /dev/shm": names_in_shm()}
-
-
-def left_behind_for_long(before):
+def left_behind(before):
     deadline = time.monotonic() + 5
-    while True:
-        found = [name for name, now in held().items() if now != before[name]]
-        if found == left_by_others or time.monotonic() > deadline:
-            return found
+    while (grown := leaks.grown(before, leaks.snapshot())) and time.monotonic() < deadline:
         select.select([], [], [], 0.02)
+    return list(grown)
 
 
 def describe(error):
     return [[kind.__name__ for kind in type(error).__mro__], str(error)]
 
 
-def read_two_epochs(in_worker=None, is_long=False, **options):
-    before = held()
-    if "worker_type" not in options:
-        options.setdefault("multiprocessing_context", "fork")
-    loader = zoo.make_loader("raises", "nowhere", **options)
+def read_two_epochs(in_worker=None, method="fork", padding=0, **options):
+    # Worker 0 alone does something first.
+    before = leaks.snapshot() if os.path.exists("/proc/self") else None
+    loader = zoo.make_loader("raises", "nowhere", method, **options)
+    loader.collate_fn.padding = padding
     if in_worker is not None:
-        loader.worker_init_fn = AtInit(loader.worker_init_fn.fault, in_worker)
-    if is_long:
-        loader.collate_fn = Long(loader.collate_fn.fault)
+        loader.worker_init_fn = lambda worker_id: worker_id or in_worker()
     report = []
     for _ in range(2):
         firsts, errors = [], []
@@ -147,29 +98,22 @@ def read_two_epochs(in_worker=None, is_long=False, **options):
         report.append([firsts, errors])
         loader.close()
     gc.collect()
-    print(json.dumps([report, lines, left_behind_for_long(before)]))
+    print(json.dumps([report, lines, before and left_behind(before)]))
 """
 
 
 class Row(NamedTuple):
-    """What one system refuses, and what the caller gets.
-
-    Attributes:
-        program: Ends with `read_two_epochs`.
-        firsts: Of the batches that come in each epoch.
-        error: The type of every error, and part of its text; none where the refusal costs nothing.
-        line: Part of a line of the log; none where the log is empty.
-        left: What others leave behind.
-    """
+    """What one system refuses, and what the caller gets."""
 
     program: str
-    firsts: list[int] = ALL
-    error: tuple[str, str] | None = None
-    line: str = ""
-    left: tuple[str, ...] = ()
+    firsts: list[int] = ALL  # samples of the batches that come in each epoch
+    error: tuple[str, str] | None = None  # its type and a part of its text
+    line: str = ""  # a part of each line of the log
 
 
 READ = "\nread_two_epochs()"
+NO_FORK = ("BlockingIOError", "temporarily unavailable")
+ENDED = (("WorkerDiedError", "exited with code 1"), "exited with code 1")
 TORCHS = "workers use torch's own transport"
 ROWS = {
     # Calls without which workers have torch's transport.
@@ -188,91 +132,57 @@ ROWS = {
     "no locked memory": Row("become_a_user()\nlimit('RLIMIT_MEMLOCK', 0)" + READ),
     "no /proc": Row("hide_proc() or (print('\"this user may not mount\"'), sys.exit(0))" + READ),
     # Processes and threads.
-    "no processes": Row(
-        "refuse('clone', errno.EAGAIN)" + READ, [], ("BlockingIOError", "temporarily unavailable")
-    ),
-    "one process for this user": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], ("BlockingIOError", "temporarily unavailable")
-    ),
+    "no processes": Row("refuse('clone', errno.EAGAIN)" + READ, [], NO_FORK),
+    "one process for this user": Row("become_a_user()\nlimit('RLIMIT_NPROC', 2)" + READ, [], NO_FORK),
     "no processes for the fork server": Row(
         "multiprocessing.set_forkserver_preload(['tests.faults.cannot_fork'])\n"
-        "read_two_epochs(multiprocessing_context='forkserver')",
+        "read_two_epochs(method='forkserver')",
         [],
         ("WorkerStartError", "the usual cause is a limit on processes or memory"),
-        left=("descriptors", "processes"),  # the resource tracker, which lives as long as the interpreter
     ),
-    "no threads": Row(
-        "expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ,
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
+    "no threads": Row("expect_clone3()\nrefuse('clone3', errno.EAGAIN)" + READ, [], *ENDED),
     "no threads for worker threads": Row(
-        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(worker_type='thread')",
+        "become_a_user()\nlimit('RLIMIT_NPROC', 1)\nread_two_epochs(method=None, worker_type='thread')",
         [],
         ("RuntimeError", "can't start new thread"),
     ),
-    # The pipe.
-    "no messages": Row(
-        "refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "Operation not permitted")
-    ),
+    "no messages": Row("refuse('sendmsg', errno.EPERM)" + READ, [], ("PermissionError", "not permitted")),
     # In worker 0 alone, once it has started.
-    "a full disk in a worker": Row(
-        "read_two_epochs(lambda: refuse('ftruncate', errno.ENOSPC))",
-        OF_WORKER_1,
-        ("SegmentError", "No space left on device"),
-    ),
-    "no memory for pages in a worker": Row(
-        "read_two_epochs(lambda: refuse('madvise', errno.ENOMEM))",
-        OF_WORKER_1,
-        ("SegmentError", "bytes of memory: [Errno 12] Cannot allocate memory"),
-    ),
-    "no room in files in a worker": Row(
-        "read_two_epochs(lambda: limit('RLIMIT_FSIZE', 0))",
-        OF_WORKER_1,
-        ("SegmentError", "RLIMIT_FSIZE is 0"),
-    ),
-    "no room for a long message of a worker": Row(
-        "read_two_epochs(lambda: refuse('pwrite64', errno.ENOSPC), is_long=True)",
-        OF_WORKER_1,
-        ("RuntimeError", "the batch could not be sent: OSError(28"),
-    ),
-    "no replies of a worker": Row(
-        "read_two_epochs(lambda: refuse('sendmsg', errno.EPERM))",
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
-    "no tasks for a worker": Row(
-        "read_two_epochs(lambda: refuse('recvmsg', errno.EPERM))",
-        [],
-        ("WorkerDiedError", "exited with code 1"),
-        "exited with code 1",
-    ),
+    **{
+        f"{call} in a worker": Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
+        for call, error in {
+            "refuse('ftruncate', errno.ENOSPC)": ("SegmentError", "No space left on device"),
+            "refuse('madvise', errno.ENOMEM)": ("SegmentError", "of memory: [Errno 12] Cannot allocate"),
+            "limit('RLIMIT_FSIZE', 0)": ("SegmentError", "RLIMIT_FSIZE is 0"),
+            "refuse('pwrite64', errno.ENOSPC), padding=5000": ("RuntimeError", "not be sent: OSError(28"),
+        }.items()
+    },
+    **{
+        f"no {call} in a worker": Row(f"read_two_epochs(lambda: refuse('{call}', errno.EPERM))", [], *ENDED)
+        for call in ("sendmsg", "recvmsg")
+    },
 }
 
 
 @pytest.fixture(scope="module")
-def reports() -> dict[str, tuple[int, str, str]]:
-    """What each program printed."""
-    programs = {name: f"left_by_others = {list(row.left)}\n{row.program}" for name, row in ROWS.items()}
-    return run_each(programs, shared=_SHARED, exits=False)
+def systems() -> Iterator[Interpreter]:
+    """Runs each program in a process of its own."""
+    with Interpreter(_SHARED) as interpreter:
+        yield interpreter
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_a_system_refuses_costs_nothing_or_is_an_error_that_says_so(
-    name: str, reports: dict[str, tuple[int, str, str]]
-) -> None:
+def test_what_a_system_refuses_is_told_or_costs_nothing(name: str, systems: Interpreter) -> None:
     """Two epochs in a row, with the same batches, the same errors, and nothing left behind."""
-    code, out, err = reports[name]
-    assert code == 0, err
-    report = json.loads(out)
+    row = ROWS[name]
+    done = systems.run(row.program, exits=False)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     if isinstance(report, str):
         pytest.skip(report)
     epochs, lines, left = report
-    row = ROWS[name]
 
-    assert left == list(row.left)
+    assert not left
     for firsts, errors in epochs:
         assert firsts == row.firsts
         assert bool(errors) == (row.error is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import io
 import os
 import resource
 import signal
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from tests.kit import datasets
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
@@ -102,8 +102,6 @@ class EatsDescriptorsAndGoesOn(EatsDescriptors):
         return f"{index:04d}"
 
 
-# --- signals ---------------------------------------------------------------------------------------------
-
 WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
 
 
@@ -121,61 +119,22 @@ def _name_of(handler: Any) -> str:
     return {signal.SIG_DFL: "default", signal.SIG_IGN: "ignore"}.get(handler, "handler")
 
 
-# --- standard error --------------------------------------------------------------------------------------
+def killed_with_child(gate: Gate, index: int) -> Any:
+    """At sample 13 the worker dies; a child of its own lives on, and holds what it inherited."""
+    if index == 0 and os.fork() == 0:
+        gate.wait()
+        os._exit(0)
+    return datasets.killed(index)
 
 
-class RaisingStream(io.StringIO):
-    def fileno(self) -> int:
-        raise RuntimeError("no descriptor here")
-
-
-def closed_stream() -> Any:
-    with open(os.devnull, "w") as stream:
-        return stream
-
-
-STREAMS: dict[str, Any] = {
-    "closed": closed_stream,
-    "an object without methods": object,
-    "None": lambda: None,
-    "raising": RaisingStream,
-}
-
-
-# --- processes of the dataset's own ----------------------------------------------------------------------
-
-
-class KilledWithChild:
-    """At one sample the worker dies; a child of its own lives on, and holds what it inherited."""
-
-    def __init__(self, index: int, gate: Gate) -> None:
-        self.index = index
-        self.gate = gate
-
-    def __call__(self, index: int) -> Any:
-        if index == 0 and os.fork() == 0:
-            self.gate.wait()
-            os._exit(0)
-        if index == self.index:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return array(index)
-
-
-class Blocks:
+def blocks_at_4(index: int) -> Any:
     """One sample never ends; a signal that can be handled does not end it."""
+    if index == 4:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        while True:
+            signal.pause()
+    return array(index)
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __call__(self, index: int) -> Any:
-        if index == self.index:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
-            while True:
-                signal.pause()
-        return array(index)
-
-
-# --- samples that cannot be read, workers that die -------------------------------------------------------
 
 BAD = frozenset({3, 8, 9, 14})
 
@@ -223,20 +182,13 @@ class DiesOnce:
 
 
 class Counts:
-    """A sample is its index and its number among the samples of this copy, which is the copy's state.
-
-    Args:
-        folder: Where files remember the deaths.
-        dies_at: The first time that one of these samples is read, its worker is killed.
-        held: Sample 2 is not read before this event is set.
-        padding: Characters of the state beside the number.
-    """
+    """A sample is its index and its number among the samples of this copy, which is the copy's state."""
 
     def __init__(
         self, folder: str, dies_at: tuple[int, ...] = (), held: Any = None, padding: int = 0
     ) -> None:
         self.deaths = {index: DiesOnce(f"{folder}/{index}", index) for index in dies_at}
-        self.held = held
+        self.held = held  # an event without which sample 2 is not read
         self.padding = padding
         self.count = 0
 
@@ -265,40 +217,7 @@ class CountsWithoutSaving(Counts):
         raise OSError("no state today")
 
 
-class DiesAlways:
-    def __init__(self, index: int, number: int = 0) -> None:
-        self.index = index
-        self.number = number
-
-    def __call__(self, index: int) -> Any:
-        if index == self.index and self.number:
-            os.kill(os.getpid(), self.number)
-        elif index == self.index:
-            os._exit(7)
-        return array(index)
-
-
-class OneWay:
-    """An index that can be pickled, or unpickled, on its way to a worker but not on its way back."""
-
-    def __init__(self, number: int, consumer_pid: int, fails_in: str) -> None:
-        self.number = number
-        self.consumer_pid = consumer_pid
-        self.fails_in = fails_in
-
-    def __int__(self) -> int:
-        return self.number
-
-    def __neg__(self) -> int:
-        return -self.number
-
-    def __reduce__(self) -> Any:
-        if self.fails_in == "worker" and os.getpid() != self.consumer_pid:
-            raise TypeError("this goes one way")
-        return _rebuild, (self.number, self.consumer_pid, self.fails_in)
-
-
-def _rebuild(number: int, consumer_pid: int, fails_in: str) -> OneWay:
-    if fails_in == "consumer" and os.getpid() == consumer_pid:
-        raise TypeError("this goes one way")
-    return OneWay(number, consumer_pid, fails_in)
+def exits_at_14(index: int) -> Any:
+    if index == 14:
+        os._exit(7)
+    return array(index)

@@ -85,11 +85,16 @@ def refuse_numbers(numbers: Sequence[int], error: int) -> None:
 
 def hide_proc() -> bool:
     """Mount an empty directory over /proc for this process and its children; False if that is not allowed."""
+    return mount_over("/proc")
+
+
+def mount_over(path: str, options: str = "") -> bool:
+    """The same for another directory, with options of tmpfs, such as "size=1m"."""
     if _libc.unshare(_CLONE_NEWNS) and _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS):
         return False
     _check(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))
-    _check(_libc.mount(b"none", b"/proc", b"tmpfs", 0, None))
-    return not os.listdir("/proc")
+    _check(_libc.mount(b"none", path.encode(), b"tmpfs", 0, options.encode()))
+    return not os.listdir(path)
 
 
 def _check(result: int) -> None:

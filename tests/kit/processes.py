@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -182,19 +182,3 @@ def still_running(pids: Iterable[int], limit_s: float) -> list[int]:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     _, alive = psutil.wait_procs(processes, timeout=limit_s)
     return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def run_each(programs: dict[str, str], *, shared: str, exits: bool = True) -> dict[str, tuple[int, str, str]]:
-    """The exit code, standard output and standard error of each program, by its name.
-
-    Args:
-        programs: Their texts.
-        shared: What runs once, before all of them: imports and definitions.
-        exits: Whether each program's objects are freed at its end.
-    """
-    found: dict[str, Any] = {}
-    with Interpreter(shared) as interpreter:
-        for name, program in programs.items():
-            done = interpreter.run(program, limit_s=30, exits=exits)
-            found[name] = done.returncode, done.stdout, done.stderr
-    return found

@@ -7,7 +7,7 @@ generators afterwards. Not compared: is_shared(), and what docs/differences.md l
 
 from __future__ import annotations
 
-import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,15 +25,36 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOADERS = (tud.DataLoader, fastload.DataLoader)
+RULES = tud._utils.collate.default_collate_fn_map
+ONE_WORKER = pytest.param(1, marks=pytest.mark.thorough)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, pytest.param(2, marks=pytest.mark.thorough)])
+def compare(dataset: Any, batch_size: int = 4, *, epochs: int = 1, **options: Any) -> list[Any]:
+    """The epochs of our loader, which are those of torch's."""
+    return compare_with_torch(lambda loader: (loader(dataset, batch_size, **options), None), epochs)
+
+
+@pytest.mark.parametrize("num_workers", [0, ONE_WORKER, pytest.param(2, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_any_sample_collates_as_in_torch(name: str, num_workers: int) -> None:
     """Every kind of sample gives torch's batches, or torch's error, at torch's batch."""
-    compare_with_torch(
-        lambda loader: (loader(datasets.Made(SAMPLES[name]), batch_size=4, num_workers=num_workers), None), 1
-    )
+    compare(datasets.Made(SAMPLES[name]), num_workers=num_workers)
+
+
+def sample_of_kind(index: tuple[str, int]) -> Any:
+    name, number = index
+    return SAMPLES[name](number)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_any_samples_collate_as_in_torch_one_kind_after_another_in_a_worker(part: int) -> None:
+    """As above, in slots that had batches of another kind."""
+    names = sorted(SAMPLES, key="stops".__eq__)[part::6]  # that one ends an epoch
+    batches = [[(name, i) for i in range(n, min(n + 4, 23))] for name in names for n in range(0, 23, 4)]
+
+    (got,) = compare(datasets.Made(sample_of_kind), 1, batch_sampler=batches, num_workers=1)
+
+    assert len(got) > len(batches) - 6
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLES.keys() - {"draws", "worker info"}))
@@ -53,198 +74,177 @@ def test_batches_of_worker_threads_are_those_without_workers(name: str) -> None:
 @pytest.fixture(params=["rows", "warm memory"])
 def one_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Samples of every size are written to rows, or kept and stacked in warm memory."""
-    monkeypatch.setattr(collate, "ROW_TENSOR_BYTES", 1)
-    monkeypatch.setattr(collate, "THREADS_PAY_BYTES", 1)
-    monkeypatch.setattr(collate, "WARM_BYTES", 1)
+    for name in ("ROW_TENSOR_BYTES", "THREADS_PAY_BYTES", "WARM_BYTES"):
+        monkeypatch.setattr(collate, name, 1)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1 if request.param == "rows" else 2)
     yield
     torch.set_num_threads(num_threads)
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_workers", [0, ONE_WORKER])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_samples_collate_as_in_torch_whatever_way_their_size_chooses(
-    name: str, num_workers: int, one_way: None
-) -> None:
+def test_samples_collate_as_in_torch_in_any_way(name: str, num_workers: int, one_way: None) -> None:
     """The kinds above are small: here they go the ways of large ones, too."""
-    compare_with_torch(
-        lambda loader: (loader(datasets.Made(SAMPLES[name]), batch_size=4, num_workers=num_workers), None), 1
-    )
+    compare(datasets.Made(SAMPLES[name]), num_workers=num_workers)
+
+
+GIVEN: dict[str, Any] = {
+    "iterator": iter,
+    "tuple": tuple,
+    "dict": dict.fromkeys,
+    "array": datasets.as_array,
+    "None": datasets.first_in_full,
+}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize(
-    "collate_fn", [None, list, datasets.count_samples], ids=["default", "list", "counted"]
-)
-@pytest.mark.parametrize(
-    "given",
-    [iter, tuple, dict.fromkeys, datasets.as_array, datasets.first_in_full],
-    ids=["iterator", "tuple", "dict", "array", "None"],
-)
-def test_what_a_dataset_gives_for_a_list_of_indices_goes_to_the_collate_function_as_it_is(
-    given: Any, collate_fn: Any, num_workers: int
-) -> None:
+@pytest.mark.parametrize("collate_fn", [None, list, datasets.count_samples])
+@pytest.mark.parametrize("given", GIVEN)
+def test_whatever_a_dataset_gives_is_collated(given: str, collate_fn: Any, num_workers: int) -> None:
     """`__getitems__` may give no list: an iterator, a tuple, an array, None. Errors are torch's, too."""
-    dataset = datasets.InBulk(given)
-    compare_with_torch(lambda cls: (cls(dataset, 4, num_workers=num_workers, collate_fn=collate_fn), None), 1)
+    compare(datasets.InBulk(GIVEN[given]), num_workers=num_workers, collate_fn=collate_fn)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_rule_that_a_dataset_adds_at_its_first_sample_is_followed(num_workers: int) -> None:
     """As a module does that is imported late: torch's table of rules is looked at for each batch."""
-    rules = tud._utils.collate.default_collate_fn_map
 
-    def make(cls: Any) -> Any:
-        rules.pop(datasets.Tagged, None)
-        return cls(datasets.Made(datasets.tagged), 4, num_workers=num_workers), None
+    def make(loader: Any) -> Any:
+        RULES.pop(datasets.Tagged, None)
+        return loader(datasets.Made(datasets.tagged), 4, num_workers=num_workers), None
 
     try:
         batches = compare_with_torch(make, 1)
     finally:
-        rules.pop(datasets.Tagged, None)
+        RULES.pop(datasets.Tagged, None)
 
     assert "tagged" in str(batches)
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(7)
+def test_changed_collate_rules_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch documents that default_collate_fn_map may be changed in place; then rows are not written."""
+    monkeypatch.setitem(RULES, np.ndarray, lambda batch, collate_fn_map=None: len(batch))
 
-
-def _loader(loader: Any, num_workers: int, make: Any) -> tuple[Any, Any]:
-    generator = _generator()
-    return loader(num_workers=num_workers, **make(generator)), generator
+    assert [next(iter(loader(IMAGES, batch_size=23)))[0] for loader in LOADERS] == [23, 23]
 
 
 IMAGES = datasets.Made(datasets.image)
 DRAWS = datasets.Made(datasets.draws)
+NUMBERS = torch.arange(40).view(20, 2)
 
-OPTIONS: dict[str, Any] = {
-    "shuffled": lambda g: {"dataset": DRAWS, "batch_size": 4, "shuffle": True},
-    "shuffled by a generator": lambda g: {"dataset": DRAWS, "batch_size": 4, "shuffle": True, "generator": g},
-    "drop_last": lambda g: {"dataset": DRAWS, "batch_size": 4, "drop_last": True, "shuffle": True},
-    "with replacement": lambda g: {
-        "dataset": DRAWS,
-        "batch_size": 4,
-        "sampler": tud.RandomSampler(DRAWS, replacement=True, num_samples=50, generator=g),
-    },
-    "subset sampler": lambda g: {
-        "dataset": DRAWS,
-        "batch_size": 4,
-        "sampler": tud.SubsetRandomSampler([3, 1, 7, 8, 9]),
-    },
-    "weighted sampler": lambda g: {
-        "dataset": DRAWS,
-        "batch_size": 4,
-        "sampler": tud.WeightedRandomSampler([0.1, 0.9, 0.5], 17, generator=g),
-    },
-    "distributed sampler": lambda g: {
-        "dataset": DRAWS,
-        "batch_size": 4,
-        "sampler": tud.DistributedSampler(DRAWS, num_replicas=3, rank=1, seed=5),
-    },
-    "batch sampler of tuples and tensors": lambda g: {
-        "dataset": IMAGES,
-        "batch_sampler": datasets.TupleBatches(),
-    },
-    "sampler without a length": lambda g: {
-        "dataset": IMAGES,
-        "sampler": datasets.Endless(NotImplementedError()),
-    },
-    "sampler of a huge length": lambda g: {"dataset": IMAGES, "sampler": datasets.Endless(10**20)},
-    "dataset without a length": lambda g: {"dataset": datasets.Words(), "batch_sampler": [["b", "a"], ["c"]]},
-    "no batches": lambda g: {"dataset": datasets.Made(datasets.draws), "batch_size": None, "shuffle": True},
-    "bulk idiom": lambda g: {
-        "dataset": tud.TensorDataset(torch.arange(40).view(20, 2)),
-        "batch_size": None,
-        "sampler": tud.BatchSampler(tud.RandomSampler(range(20), generator=g), 6, False),
-    },
-    "getitems": lambda g: {"dataset": datasets.Bulk(datasets.image), "batch_size": 4},
-    "tensor dataset": lambda g: {
-        "dataset": tud.TensorDataset(torch.randn(9, 2), torch.arange(9)),
-        "batch_size": 4,
-    },
-    "concat of subsets": lambda g: {
-        "dataset": tud.ConcatDataset([tud.Subset(IMAGES, [4, 2]), IMAGES]),
-        "batch_size": 4,
-    },
-    "a list": lambda g: {"dataset": [1.5, 2.5, 3.5], "batch_size": 2},
-    "an empty list": lambda g: {"dataset": [], "batch_size": 2},
-    "an empty shuffled list": lambda g: {"dataset": [], "batch_size": 2, "shuffle": True},
-    "an empty batch": lambda g: {"dataset": IMAGES, "batch_sampler": [[1, 2], [], [3]]},
-    "out of range": lambda g: {"dataset": [1, 2, 3], "sampler": [0, 9, 1]},
-    "mixup": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.mixed_up},
-    "arrays from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.as_arrays},
-    "objects from collate": lambda g: {
-        "dataset": datasets.Made(datasets.photo),
-        "batch_size": 5,
-        "collate_fn": datasets.album,
-    },
-    "objects without batches": lambda g: {"dataset": datasets.Made(datasets.photo), "batch_size": None},
-    "ragged from collate": lambda g: {"dataset": IMAGES, "batch_size": 5, "collate_fn": datasets.ragged},
-    "batches of many sizes": lambda g: {"dataset": datasets.Made(datasets.growing, 40), "batch_size": 4},
-    "init function": lambda g: {"dataset": DRAWS, "batch_size": 4, "worker_init_fn": datasets.init},
-    "stream": lambda g: {"dataset": datasets.Stream(), "batch_size": 3},
-    "sharded stream": lambda g: {"dataset": datasets.Stream(sharded=True), "batch_size": 3},
-    "uneven stream": lambda g: {"dataset": datasets.Stream(uneven=True), "batch_size": 3},
-    "stream, drop_last": lambda g: {
-        "dataset": datasets.Stream(uneven=True),
-        "batch_size": 3,
-        "drop_last": True,
-    },
-    "stream without batches": lambda g: {"dataset": datasets.Stream(uneven=True), "batch_size": None},
-    "stream of wrong length": lambda g: {"dataset": datasets.Stream(claimed=2), "batch_size": 3},
-    "no batch size and drop_last": lambda g: {"dataset": IMAGES, "batch_size": None, "drop_last": True},
-    "batch size 0": lambda g: {"dataset": IMAGES, "batch_size": 0},
-    "sampler and shuffle": lambda g: {"dataset": IMAGES, "sampler": [1], "shuffle": True},
-    "shuffled stream": lambda g: {"dataset": datasets.Stream(), "shuffle": True},
-    "negative timeout": lambda g: {"dataset": IMAGES, "timeout": -1},
-    "bad context": lambda g: {"dataset": IMAGES, "multiprocessing_context": "bogus"},
-    "context of the wrong type": lambda g: {"dataset": IMAGES, "multiprocessing_context": 3},
-    "a timeout": lambda g: {"dataset": IMAGES, "timeout": 60},
-}
+
+def options_of(generator: torch.Generator) -> dict[str, dict[str, Any]]:
+    """Arguments beside a batch size of 4, some of which draw from a generator."""
+    draws, images = {"dataset": DRAWS}, {"dataset": IMAGES}
+    photos = {"dataset": datasets.Made(datasets.photo)}
+    shuffled, single = draws | {"shuffle": True}, {"batch_size": None}
+    uneven = {"dataset": datasets.Stream(22, uneven=True)}
+    drawn, bulk = tud.RandomSampler(range(20), generator=generator), tud.TensorDataset(NUMBERS)
+    replaced = tud.RandomSampler(DRAWS, replacement=True, num_samples=50, generator=generator)
+    weighted = tud.WeightedRandomSampler([0.1, 0.9, 0.5], 17, generator=generator)
+    return {
+        "shuffled": shuffled,
+        "shuffled by a generator": shuffled | {"generator": generator},
+        "drop_last": shuffled | {"drop_last": True},
+        "with replacement": draws | {"sampler": replaced},
+        "subset sampler": draws | {"sampler": tud.SubsetRandomSampler([3, 1, 7, 8, 9])},
+        "weighted sampler": draws | {"sampler": weighted},
+        "distributed sampler": draws | {"sampler": tud.DistributedSampler(DRAWS, 3, 1, seed=5)},
+        "batch sampler of tuples and tensors": images | {"batch_sampler": datasets.TupleBatches()},
+        "sampler without a length": images | {"sampler": datasets.Endless(NotImplementedError())},
+        "sampler of a huge length": images | {"sampler": datasets.Endless(10**20)},
+        "dataset without a length": {"dataset": datasets.Words(), "batch_sampler": [["b", "a"], ["c"]]},
+        "no batches": shuffled | single,
+        "bulk idiom": single | {"dataset": bulk, "sampler": tud.BatchSampler(drawn, 6, False)},
+        "getitems": {"dataset": datasets.Bulk(datasets.image)},
+        "tensor dataset": {"dataset": tud.TensorDataset(NUMBERS / 3, torch.arange(20))},
+        "concat of subsets": {"dataset": tud.ConcatDataset([tud.Subset(IMAGES, [4, 2]), IMAGES])},
+        "a list": {"dataset": [1.5, 2.5, 3.5, 4.5, 5.5]},
+        "an empty list": {"dataset": []},
+        "an empty shuffled list": {"dataset": [], "shuffle": True},
+        "an empty batch": images | {"batch_sampler": [[1, 2], [], [3]]},
+        "out of range": {"dataset": [1, 2, 3], "sampler": [0, 9, 1], "batch_size": 1},
+        "mixup": images | {"collate_fn": datasets.mixed_up},
+        "arrays from collate": images | {"collate_fn": datasets.as_arrays},
+        "objects from collate": photos | {"collate_fn": datasets.album},
+        "objects without batches": photos | single,
+        "ragged from collate": images | {"collate_fn": datasets.ragged},
+        "batches of many sizes": {"dataset": datasets.Made(datasets.growing, 40)},
+        "worker info": {"dataset": datasets.Made(datasets.info_of_worker)},
+        "init function": draws | {"worker_init_fn": datasets.init},
+        "stream": {"dataset": datasets.Stream(22)},
+        "sharded stream": {"dataset": datasets.Stream(22, sharded=True)},
+        "uneven stream": uneven,
+        "stream, drop_last": uneven | {"drop_last": True},
+        "stream without batches": uneven | single,
+        "stream of wrong length": {"dataset": datasets.Stream(claimed=2)},
+        "no batch size and drop_last": images | single | {"drop_last": True},
+        "batch size 0": images | {"batch_size": 0},
+        "sampler and shuffle": images | {"sampler": [1], "shuffle": True},
+        "shuffled stream": {"dataset": datasets.Stream(22), "shuffle": True},
+        "negative timeout": images | {"timeout": -1},
+        "bad context": images | {"multiprocessing_context": "bogus"},
+        "context of the wrong type": images | {"multiprocessing_context": 3},
+        "a timeout": images | {"timeout": 60},
+    }
+
+
+def worker_options_of(generator: torch.Generator) -> dict[str, dict[str, Any]]:
+    """Arguments that nobody gives without workers."""
+    shuffled, persistent = {"dataset": DRAWS, "shuffle": True}, {"persistent_workers": True}
+    return {
+        "persistent": shuffled | persistent,
+        "persistent, generator": shuffled | persistent | {"generator": generator},
+        "persistent, worker info": persistent | {"dataset": datasets.Made(datasets.info_of_worker)},
+        "persistent stream": persistent | {"dataset": datasets.Stream(22, uneven=True)},
+        "prefetch 1": shuffled | {"prefetch_factor": 1},
+        "prefetch 9": shuffled | {"prefetch_factor": 9},
+        "not in order": {"dataset": DRAWS, "in_order": False},
+    }
+
+
+def compare_option(table: Any, name: str, num_workers: int, epochs: int) -> None:
+    """The epochs and the generators are torch's."""
+
+    def make(loader: Any) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        options = {"batch_size": 4, "num_workers": num_workers} | table(generator)[name]
+        if "batch_sampler" in options:
+            del options["batch_size"]
+        return loader(**options), generator
+
+    compare_with_torch(make, epochs)
 
 
 # Of the options whose epochs differ, one of each kind; workers know nothing of an earlier epoch.
-WITH_TWO_EPOCHS = {"shuffled", "shuffled by a generator", "distributed sampler", "no batches", "stream"}
+WITH_TWO_EPOCHS = {
+    *("shuffled", "shuffled by a generator", "distributed sampler", "no batches", "stream", "worker info")
+}
+# Of the options that work alike in each worker, some.
+IN_TWO_WORKERS = WITH_TWO_EPOCHS | {"init function", "sharded stream", "uneven stream", "stream, drop_last"}
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.thorough), 2])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        pytest.param(name, num, marks=[pytest.mark.thorough] if num == 2 - (name in IN_TWO_WORKERS) else [])
+        for name, num in itertools.product(options_of(torch.Generator()), range(3))
+    ],
+)
 def test_any_option_draws_and_gives_what_torch_does(name: str, num_workers: int) -> None:
     """Two epochs, or one with workers: same batches and errors; every generator ends in the same state."""
     epochs = 2 if num_workers == 0 or name in WITH_TWO_EPOCHS else 1
-    compare_with_torch(lambda loader: _loader(loader, num_workers, OPTIONS[name]), epochs)
-
-
-WORKER_OPTIONS: dict[str, Any] = {
-    "persistent": lambda g: {"dataset": DRAWS, "batch_size": 4, "shuffle": True, "persistent_workers": True},
-    "persistent, generator": lambda g: {
-        "dataset": DRAWS,
-        "batch_size": 4,
-        "shuffle": True,
-        "persistent_workers": True,
-        "generator": g,
-    },
-    "persistent stream": lambda g: {
-        "dataset": datasets.Stream(uneven=True),
-        "batch_size": 3,
-        "persistent_workers": True,
-    },
-    "prefetch 1": lambda g: {"dataset": DRAWS, "batch_size": 4, "shuffle": True, "prefetch_factor": 1},
-    "prefetch 9": lambda g: {"dataset": DRAWS, "batch_size": 4, "shuffle": True, "prefetch_factor": 9},
-    "not in order": lambda g: {"dataset": DRAWS, "batch_size": 4, "in_order": False},
-}
+    compare_option(options_of, name, num_workers, epochs)
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("name", WORKER_OPTIONS)
+@pytest.mark.parametrize("name", worker_options_of(torch.Generator()))
 def test_any_worker_option_gives_what_torch_does(name: str, num_workers: int) -> None:
     """Three epochs with persistent workers; short and long prefetching."""
     if name == "not in order" and num_workers > 1:
         pytest.skip("torch's own order is not defined then")
-    epochs = 3 if name.startswith("persistent") else 1
-    compare_with_torch(lambda loader: _loader(loader, num_workers, WORKER_OPTIONS[name]), epochs)
+    compare_option(worker_options_of, name, num_workers, 3 if name.startswith("persistent") else 1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # __del__ of torch's iterator
@@ -279,36 +279,27 @@ def test_refused_arguments_are_refused_in_torchs_words(arguments: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_other_start_methods_give_what_torch_gives(method: str) -> None:
-    """A dataset that draws from all generators, with workers that are started without fork.
-
-    Under spawn one worker and one epoch: each worker of either loader imports torch.
-    """
-    options: dict[str, Any] = {"num_workers": 1 if method == "spawn" else 2, "shuffle": True}
-
-    def make(loader: Any) -> Any:
-        return loader(DRAWS, batch_size=4, multiprocessing_context=method, **options), None
-
-    compare_with_torch(make, options["num_workers"])
+@pytest.mark.parametrize(("method", "num_workers"), [("forkserver", 2), ("spawn", 1)])
+def test_other_start_methods_give_what_torch_gives(method: str, num_workers: int) -> None:
+    """A dataset that draws from all generators; under spawn each worker of either loader imports torch."""
+    options = {"num_workers": num_workers, "multiprocessing_context": method}
+    compare(DRAWS, shuffle=True, epochs=num_workers, **options)
 
 
 def test_a_worker_init_function_that_raises_gives_its_error_for_every_batch() -> None:
     """Torch raises UnboundLocalError from the second batch on; here it is the first one's error again."""
-    got = read_epoch(
-        fastload.DataLoader(IMAGES, batch_size=12, num_workers=1, worker_init_fn=datasets.bad_init)
-    )
+    got = read_epoch(fastload.DataLoader(IMAGES, 12, num_workers=1, worker_init_fn=datasets.bad_init))
 
     assert len(got) == 2
     assert all(type(error) is ValueError and "init of worker 0" in str(error) for error in got)
 
 
-def test_one_large_buffer_for_all_samples_gives_the_rows_that_were_meant() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_one_large_buffer_for_all_samples_gives_the_rows_that_were_meant(num_workers: int) -> None:
     """A documented difference: torch gives the last sample N times."""
-    for num_workers in (0, 1):
-        (batch,) = fastload.DataLoader(datasets.OneBuffer(), batch_size=8, num_workers=num_workers)
+    (batch,) = fastload.DataLoader(datasets.OneBuffer(), 8, num_workers=num_workers)
 
-        assert batch[:, 0, 0, 0].tolist() == list(range(8))
+    assert batch[:, 0, 0, 0].tolist() == list(range(8))
 
 
 def test_length_warning_of_an_iterable_dataset_is_torchs() -> None:
@@ -318,15 +309,3 @@ def test_length_warning_of_an_iterable_dataset_is_torchs() -> None:
 
     with pytest.warns(UserWarning, match="Length of IterableDataset"):
         list(loader)
-
-
-def test_changed_collate_rules_are_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch documents that default_collate_fn_map may be changed in place; then rows are not written."""
-    rules = torch.utils.data._utils.collate.default_collate_fn_map
-    monkeypatch.setitem(rules, np.ndarray, functools.partial(_count_arrays))
-
-    assert [next(iter(loader(IMAGES, batch_size=23)))[0] for loader in LOADERS] == [23, 23]
-
-
-def _count_arrays(batch: Any, *, collate_fn_map: Any = None) -> int:
-    return len(batch)

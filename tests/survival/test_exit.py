@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import psutil
 import pytest
 
-from tests.kit.processes import run_each
+from tests.kit.processes import Interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _SHARED = """
 import multiprocessing, threading
@@ -17,14 +22,24 @@ from tests.kit.accelerator import pretend_accelerator
 from tests.survival import zoo
 
 
-def loader(**options):
-    return fastload.DataLoader(
-        datasets.Made(zoo.numbered, 800), 4, num_workers=2, multiprocessing_context="fork", **options
-    )
+def started(**options):
+    # A loader, its iterator and the first batch.
+    options = {"num_workers": 2, "multiprocessing_context": "fork"} | options
+    loader = fastload.DataLoader(datasets.Made(zoo.numbered, 800), 4, **options)
+    iterator = iter(loader)
+    pids(iterator)
+    return loader, iterator, next(iterator)
 
 
-def pids(*iterators):
-    print(*(pid for iterator in iterators for pid in [one.pid for one in iterator._workers]), flush=True)
+def pids(iterator):
+    print(*(one.pid for one in iterator._workers), flush=True)
+
+
+def begin(consume):
+    # In a daemon thread, which says when the script may end.
+    may_end = threading.Event()
+    threading.Thread(target=consume, args=(may_end.set,), daemon=True).start()
+    may_end.wait()
 
 
 def exit_with_a_fault(name, stage, method):
@@ -32,7 +47,7 @@ def exit_with_a_fault(name, stage, method):
     global held, iterator, batches
     pool._GRACE_S = pool._TERMINATE_S = 0.1
     is_idle = stage == "idle"
-    held = table_zoo.make_loader(name, stage, multiprocessing_context=method, persistent_workers=is_idle)
+    held = table_zoo.make_loader(name, stage, method, persistent_workers=is_idle)
     fault, context = held.worker_init_fn.fault, multiprocessing.get_context(method)
     fault.begins, fault.may_begin = context.Event(), context.Event()
     iterator = iter(held)
@@ -43,94 +58,60 @@ def exit_with_a_fault(name, stage, method):
 """
 
 PROGRAMS = {
-    "the end of the script": """
-iterator = iter(loader())
-batch = next(iterator)
-pids(iterator)
-""",
+    "the end of the script": "held = started()",
     "worker threads": """
-held = fastload.DataLoader(datasets.Made(zoo.numbered, 800), 4, num_workers=2, worker_type="thread")
-iterator = iter(held)
-next(iterator)
+held = started(worker_type="thread", multiprocessing_context=None)
 print(os.getpid(), -1)
 """,
     "a handler of SIGTERM, as launchers and loggers have": """
 signal.signal(signal.SIGTERM, lambda *_: None)
-iterator = iter(loader())
-batch = next(iterator)
-pids(iterator)
+held = started()
 """,
     "a cycle": """
-iterator = iter(loader())
-pids(iterator)
-cycle = [iterator]
+cycle = list(started())
 cycle.append(cycle)
 """,
     "persistent workers between two epochs": """
-held = loader(persistent_workers=True)
-for batch in held:
+loader, iterator, _ = started(persistent_workers=True)
+for batch in iterator:
     pass
-pids(held._iterator)
 """,
     "two iterators over one loader": """
-held = loader()
-iterators = [iter(held), iter(held)]
-batches = [next(iterator) for iterator in iterators]
-pids(*iterators)
+loader, *held = started()
+other = iter(loader)
+batch = next(other)
+pids(other)
 """,
     "a pin thread and persistent workers": """
 pretend_accelerator(setattr)
-held = loader(persistent_workers=True)
-for epoch in range(2):
-    for batch in held:
-        break
-pids(held._iterator)
+loader, *_ = started(persistent_workers=True)
+for batch in loader:
+    break
 """,
     "a daemon thread that goes on iterating with persistent workers": """
-started = threading.Event()
-held = loader(persistent_workers=True)
-def consume():
+def consume(end):
+    loader, *_ = started(persistent_workers=True)
     while True:
-        iterator = iter(held)
-        for number, batch in enumerate(iterator):
-            if not started.is_set():
-                pids(iterator)
-                started.set()
+        for number, batch in enumerate(loader):
+            end()
             if number == 10:
                 break
-threading.Thread(target=consume, daemon=True).start()
-started.wait()
+begin(consume)
 """,
     "a daemon thread that goes on iterating behind a pin thread": """
 pretend_accelerator(setattr)
-started = threading.Event()
-def consume():
-    iterator = iter(loader())
-    pids(iterator)
+def consume(end):
+    _, iterator, _ = started()
     for batch in iterator:
-        started.set()
-threading.Thread(target=consume, daemon=True).start()
-started.wait()
-""",
-    "a daemon thread that holds an iterator": """
-started = threading.Event()
-def consume():
-    iterator = iter(loader())
-    pids(iterator)
-    batch = next(iterator)
-    started.set()
-    threading.Event().wait()
-threading.Thread(target=consume, daemon=True).start()
-started.wait()
+        end()
+begin(consume)
 """,
     "a thread that goes on and closes its loader after the main thread's end": """
 def consume():
-    held = loader()
-    iterator = iter(held)
-    pids(iterator)
+    loader, iterator, _ = started()
     threading.main_thread().join()
     batches = [next(iterator) for _ in range(20)]
-    held.close()
+    loader.close()
     try:
         next(iterator)
     except fastload.errors.LoaderClosedError:
@@ -141,12 +122,8 @@ threading.Thread(target=consume).start()
     **{
         f"a worker that {name}, {stage}, {method}": f"exit_with_a_fault({name!r}, {stage!r}, {method!r})"
         for name, stage, method in [
-            ("hangs", "fetch", "fork"),
-            ("blocks all signals", "fetch", "fork"),
-            ("is stopped", "fetch", "fork"),
-            ("SIGKILL", "fetch", "fork"),
-            ("is stopped", "idle", "fork"),
-            ("exits at once", "idle", "fork"),
+            *((name, "fetch", "fork") for name in ("hangs", "blocks all signals", "is stopped", "SIGKILL")),
+            *((name, "idle", "fork") for name in ("is stopped", "exits at once")),
             ("ignores SIGTERM", "fetch", "forkserver"),
         ]
     },
@@ -154,18 +131,19 @@ threading.Thread(target=consume).start()
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, tuple[int, str, str]]:
-    """Exit code, stdout and stderr of each program."""
-    return run_each(PROGRAMS, shared=_SHARED)
+def scripts() -> Iterator[Interpreter]:
+    """Runs each program in a process of its own."""
+    with Interpreter(_SHARED) as interpreter:
+        yield interpreter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_an_interpreter_exits_in_silence(results: dict[str, tuple[int, str, str]], name: str) -> None:
+def test_an_interpreter_exits_in_silence(scripts: Interpreter, name: str) -> None:
     """Exit code 0, nothing on stderr, no worker left: one that does not leave is killed."""
-    code, out, err = results[name]
+    done = scripts.run(PROGRAMS[name])
 
-    assert (code, err) == (0, "")
-    pids = [int(pid) for pid in out.split()]
+    assert (done.returncode, done.stderr) == (0, "")
+    pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) >= 2
     assert not any(psutil.pid_exists(pid) for pid in pids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import signal
@@ -24,8 +25,15 @@ if TYPE_CHECKING:
 
     from tests.kit.processes import Gate
 
-PINNED = pytest.mark.parametrize("pinned", [False, True], ids=["plain", "pinned"])
 NUMBERED = datasets.Made(zoo.numbered, 24)
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "pinned"])
+def pinned(request: pytest.FixtureRequest, pretend_accelerator: Any) -> bool:
+    """Whether a thread pins the batches."""
+    if request.param:
+        pretend_accelerator()
+    return bool(request.param)
 
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
@@ -42,17 +50,11 @@ def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(place, "wait", call_and_wait)
 
 
-# --- waits -----------------------------------------------------------------------------------------------
-
-
-@PINNED
 @pytest.mark.parametrize("how", ["interrupt", "timeout"])
 def test_a_wait_that_was_ended_may_be_taken_up_again(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool, how: str
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pinned: bool, how: str
 ) -> None:
     """By Ctrl-C, as in a notebook, or twice by a time-out: the batch that was waited for is the next one."""
-    if pinned:
-        pretend_accelerator()
     dataset = zoo.Held(gate, 9, interrupts=how == "interrupt")
     iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=1, timeout=60))
     held = [next(iterator), next(iterator)]
@@ -72,9 +74,7 @@ def test_a_wait_that_was_ended_may_be_taken_up_again(
     assert_rest(held, 0, stop=8)
 
 
-def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_old_one(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_timeout_a_new_epoch_has_nothing_old(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The late batch of the old epoch is dropped when it comes."""
     monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
     dataset = zoo.Held(gate, 9)
@@ -93,33 +93,21 @@ def test_after_a_timeout_a_new_epoch_of_persistent_workers_has_nothing_of_the_ol
     loader.close()
 
 
-@PINNED
 def test_close_in_another_thread_ends_a_wait(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, pretend_accelerator: Any, pinned: bool
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
     """The waiting thread gets LoaderClosedError, whatever it was at."""
-    if pinned:
-        pretend_accelerator()
     loader = fastload.DataLoader(zoo.Held(gate, 1), 4, num_workers=2)
     iterator = iter(loader)
     is_waiting = threading.Event()
     _call_when_waited_for(is_waiting.set, monkeypatch, pinned)
-    errors: list[Exception] = []
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(next, iterator)
+        is_waiting.wait()
+        gate.open()  # or its worker would be given its five seconds
+        loader.close()
 
-    def consume() -> None:
-        try:
-            next(iterator)
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is what the test is about
-            errors.append(error)
-
-    thread = threading.Thread(target=consume)
-    thread.start()
-    is_waiting.wait()
-    gate.open()  # or its worker would be given its five seconds
-    loader.close()
-    thread.join()
-
-    assert [type(error) for error in errors] in ([fastload.errors.LoaderClosedError], [])
+    assert isinstance(waiting.exception(), (fastload.errors.LoaderClosedError, type(None)))
 
 
 @pytest.mark.timeout(60)
@@ -134,21 +122,15 @@ def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.Monkey
         assert_rest(iter(loader), 0)
 
 
-# --- errors ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("num_workers", "persistent", "position"), [(0, False, 0), (0, False, 3), (1, True, 0), (2, False, 4)]
 )
-def test_a_sampler_that_raises_midway_does_what_it_does_in_torch(
-    num_workers: int, persistent: bool, position: int
-) -> None:
+def test_a_sampler_that_raises_is_as_in_torch(num_workers: int, persistent: bool, position: int) -> None:
     """The same batches before it, the same error at the same call, the same batches after it."""
 
-    def make(loader_class: Any) -> Any:
-        sampler = zoo.RaisingSampler(position)
+    def make(loader: Any) -> Any:
         options = {"num_workers": num_workers, "persistent_workers": persistent}
-        return loader_class(NUMBERED, batch_sampler=sampler, **options), None
+        return loader(NUMBERED, batch_sampler=zoo.RaisingSampler(position), **options), None
 
     epochs = compare_with_torch(make)
 
@@ -190,10 +172,8 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
     def read(index: int) -> Any:
         raise raised
 
-    method = "thread" if num_workers else "process"
-    with fastload.DataLoader(
-        datasets.Made(read, 6), 2, num_workers=num_workers, worker_type=method
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": num_workers, "worker_type": "thread"}
+    with fastload.DataLoader(datasets.Made(read, 6), 2, **options) as loader:
         iterator = iter(loader)
         for _ in range(3):
             with pytest.raises(ValueError, match="unreadable"):
@@ -204,24 +184,16 @@ def test_an_error_that_is_raised_again_names_its_last_batch_alone(num_workers: i
     assert place.startswith("fastload: batch 2, ")
 
 
-class _InterruptedOnce(torch.utils.data.Dataset[int]):
-    """Ctrl-C comes while sample 3 is read for the first time."""
-
-    is_interrupted = False
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3 and not self.is_interrupted:
-            self.is_interrupted = True
-            raise KeyboardInterrupt
-        return index
-
-
 def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
     """The batch comes next, also from a state that was saved when the interrupt was handled."""
-    loader = fastload.DataLoader(_InterruptedOnce(), 2)
+    interrupts = [KeyboardInterrupt]
+
+    def read(index: int) -> int:
+        if index == 3 and interrupts:
+            raise interrupts.pop()
+        return index
+
+    loader = fastload.DataLoader(datasets.Made(read, 8), 2)
     iterator = iter(loader)
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(KeyboardInterrupt):
@@ -231,9 +203,6 @@ def test_ctrl_c_in_a_dataset_without_workers_loses_no_batch() -> None:
 
     for rest in (iterator, resumed):
         assert [batch.tolist() for batch in rest] == [[2, 3], [4, 5], [6, 7]]
-
-
-# --- deaths and closing ----------------------------------------------------------------------------------
 
 
 def test_a_loader_whose_workers_ctrl_c_has_ended_starts_new_ones() -> None:
@@ -278,16 +247,18 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     loader.close()
 
 
-@pytest.mark.parametrize(("num_workers", "pinned"), [(0, False), (2, False), (2, True)])
-def test_every_next_after_close_is_the_same_error(
-    pretend_accelerator: Any, num_workers: int, pinned: bool
-) -> None:
-    """However many batches were under way: never a wait. The loader lives on."""
-    if pinned:
+@pytest.mark.parametrize("kind", ["without_workers", "process", "thread", "pinned"])
+def test_each_next_after_close_is_one_error(pretend_accelerator: Any, kind: str) -> None:
+    """However many batches were under way: never a wait, and no thread is left. The loader lives on."""
+    if kind == "pinned":
         pretend_accelerator()
-    with fastload.DataLoader(NUMBERED, 4, num_workers=num_workers) as loader:
+    options: Any = {"num_workers": 2 * (kind != "without_workers")}
+    options["worker_type"] = "thread" if kind == "thread" else "process"
+    num_threads = threading.active_count()
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         iterator = iter(loader)
         held = next(iterator)
+    assert threading.active_count() == num_threads
     loader.close()
 
     for _ in range(8):
@@ -300,17 +271,11 @@ def test_every_next_after_close_is_the_same_error(
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_epoch_may_be_left_by_break_or_by_an_error(num_workers: int) -> None:
     """The loader starts anew afterwards, also with persistent workers that were ahead."""
-    with fastload.DataLoader(
-        NUMBERED, 4, num_workers=num_workers, persistent_workers=num_workers > 0
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         for _ in loader:
             break
         with pytest.raises(ZeroDivisionError):
-            _fail_in_the_loop(loader)
+            [1 // 0 for _ in loader]
 
         assert_rest(loader, 0)
-
-
-def _fail_in_the_loop(loader: Any) -> None:
-    for _ in loader:
-        raise ZeroDivisionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import gc
 import os
@@ -9,7 +10,6 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,16 @@ import torch.utils.data as tud
 import fastload
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches
-from tests.kit.processes import still_running
 from tests.survival import zoo
 from tests.survival.zoo import assert_numbered, assert_rest, numbered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-NUMBERED = datasets.Made(numbered, 40)
+    from tests.kit.processes import Interpreter
 
-# --- callers that hold on --------------------------------------------------------------------------------
+NUMBERED = datasets.Made(numbered, 40)
+STARTED = {"num_workers": 2, "multiprocessing_context": "forkserver"}
 
 
 @functools.cache
@@ -54,23 +54,14 @@ def _aliases(batch: Any) -> list[Any]:
         (datasets.growing, {"num_workers": 1, "prefetch_memory": "200KB"}),
         (datasets.growing, {"num_workers": 2, "worker_type": "thread"}),
         (zoo.nest, {"num_workers": 2, "prefetch_memory": 1}),
-        pytest.param(
-            zoo.nest,
-            {"num_workers": 2, "prefetch_memory": "20KB", "multiprocessing_context": "forkserver"},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(zoo.nest, {"prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow),
         (zoo.large, {"num_workers": 1, "prefetch_memory": "64KB"}),  # smaller than a sample
         (numbered, {"num_workers": 3, "prefetch_memory": 1, "prefetch_factor": 9}),
     ],
 )
 @pytest.mark.parametrize("drops", [0.0, 0.4])
-def test_a_held_batch_never_changes_and_what_the_caller_writes_stays_with_it(
-    make: Any, options: dict[str, Any], drops: float
-) -> None:
-    """A caller that holds, drops, aliases and overwrites batches, or keeps all, sees only its own doing.
-
-    Batches are torch's, in a ring that has room for next to nothing.
-    """
+def test_a_held_batch_never_changes(make: Any, options: dict[str, Any], drops: float) -> None:
+    """A caller that holds, drops, aliases and overwrites torch's batches in a tiny ring sees only that."""
     size = 24 if make is zoo.large else 120
     expected, rng = _batches_of(make, size), random.Random(1)
     held: list[tuple[Any, Any]] = []
@@ -115,18 +106,17 @@ def test_iterators_interleaved_at_random_do_not_disturb_each_other(num_workers: 
 def test_an_iterator_may_be_abandoned_by_a_thread_or_be_handed_on(persistent: bool) -> None:
     """Workers live as long as the process, not as the thread that started them; its batch stays."""
     loader = fastload.DataLoader(NUMBERED, 4, num_workers=2, persistent_workers=persistent)
-    held: list[Any] = []
-    handed: list[Any] = []
+    held = []
 
-    def consume() -> None:
-        handed[:] = [iter(loader)]
-        held.append(next(handed[0]))
+    def consume() -> Any:
+        iterator = iter(loader)
+        held.append(next(iterator))
+        return iterator
 
     for _ in range(2):
-        thread = threading.Thread(target=consume)
-        thread.start()
-        thread.join()
-    assert_rest(handed.pop(), 4, stop=40)
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            handed = thread.submit(consume).result()
+    assert_rest(handed, 4, stop=40)
     assert_rest(loader, 0, stop=40)
     loader.close()
 
@@ -155,9 +145,6 @@ def test_messages_beyond_a_pipe_and_more_than_a_socket_holds_block_nobody() -> N
     assert [int(labels) for _, labels in many] == list(range(2000))
 
 
-# --- the last reference ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     gc.collect()
@@ -174,7 +161,7 @@ def no_gc() -> Iterator[None]:
         ("after an error", "thread"),
     ],
 )
-def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
+def test_an_iterator_goes_with_its_last_name(
     no_gc: None, how: str, kind: str, pretend_accelerator: Any
 ) -> None:
     """No cycle keeps it and its workers, also not one through an error's traceback into the dataset."""
@@ -201,20 +188,24 @@ def test_without_a_garbage_collector_an_iterator_goes_with_its_last_reference(
 
 @pytest.mark.parametrize("method", ["process", "thread"])
 def test_without_a_garbage_collector_batches_are_returned(no_gc: None, method: Any) -> None:
-    """An epoch of many batches takes no more slots, and no more addresses, than a few."""
-    dataset = datasets.Made(numbered, 400)
-    iterator: Any = iter(fastload.DataLoader(dataset, 4, num_workers=1, worker_type=method))
-    addresses = {images.data_ptr() for images, _ in iterator}
+    """An epoch of many batches takes no more slots, memories and addresses than a few."""
+    options: Any = {"num_workers": 1, "worker_type": method}
+    iterator: Any = iter(fastload.DataLoader(datasets.Made(numbered, 400), 4, **options))
+    addresses, memories = set(), {}  # held, so that no other gets its id
+    for images, _ in iterator:
+        addresses.add(images.data_ptr())
+        slots = iterator._pool.ring.slots if method == "process" else []
+        memories |= {id(slot.memory): slot.memory for slot in slots if slot.memory is not None}
 
     assert len(addresses) <= 6
+    assert len(memories) in (range(1, 7) if method == "process" else [0])
 
 
 @pytest.mark.parametrize("method", ["process", "thread"])
-def test_a_loader_in_a_cycle_is_collected_with_its_workers(method: Any) -> None:
+def test_a_loader_in_a_cycle_is_collected(method: Any) -> None:
     """Nobody needs to call close(); what is left is found by the leak guard."""
-    loader: Any = fastload.DataLoader(
-        NUMBERED, 10, num_workers=2, persistent_workers=True, worker_type=method
-    )
+    options: Any = {"num_workers": 2, "persistent_workers": True, "worker_type": method}
+    loader = fastload.DataLoader(NUMBERED, 10, **options)
     next(iter(loader))
     cycle, alive = [loader], weakref.ref(loader)
     cycle.append(cycle)
@@ -223,9 +214,6 @@ def test_a_loader_in_a_cycle_is_collected_with_its_workers(method: Any) -> None:
     gc.collect()
 
     assert alive() is None
-
-
-# --- forks of the parent ---------------------------------------------------------------------------------
 
 
 def _in_child(work: Any) -> int:
@@ -290,103 +278,73 @@ def test_other_processes_between_batches_and_epochs_disturb_nothing() -> None:
             assert_rest(held, 0, stop=40, step=10)
 
 
-# --- parents that die ------------------------------------------------------------------------------------
-
 _PARENT = """
-import os, signal, sys
-sys.path[:0] = {path!r}
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+import functools
 import fastload
 from tests.kit import datasets
-from tests.survival.zoo import hangs, numbered
+from tests.survival import zoo
 
-if __name__ == "__main__":
-    iterators = []
-    for make in ({makes}):
-        options = dict(num_workers={num_workers}, multiprocessing_context={method!r})
-        iterators.append(iter(fastload.DataLoader(datasets.Made(make), 2, **options)))
-        if make is numbered:
-            next(iterators[-1])
-        print(*(one.pid for one in iterators[-1]._workers), end=" ")
-    print(flush=True)
-    {then}
+
+def start(make, *args):
+    dataset = datasets.Made(functools.partial(make, *args), 2)
+    return iter(fastload.DataLoader(dataset, num_workers=2, multiprocessing_context={method!r}))
+
+
+os.setpgrp()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+waits = start(zoo.numbered)
+next(waits)
+{then}
 """
-SPAWN = pytest.param("spawn", "kill", marks=pytest.mark.thorough)
+ENDS = {
+    "kill": ("next(start(zoo.signals_and_hangs, os.getpid(), signal.SIGKILL))", -9),
+    "interrupt": ("next(start(zoo.signals_and_hangs, 0, signal.SIGINT))", -2),  # as a terminal does
+    "exit": ("", 0),
+}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "how"),
-    [("fork", "kill"), ("forkserver", "kill"), SPAWN, ("fork", "interrupt"),
-     pytest.param("spawn", "exit", marks=pytest.mark.thorough)],
-)  # fmt: skip
-def test_workers_leave_with_their_parent(tmp_path: Any, method: str, how: str) -> None:
-    """One that waits for work, and one stuck in user code, at SIGKILL; Ctrl-C gives one traceback.
+    [
+        *(("fork", "kill"), ("forkserver", "kill"), ("fork", "interrupt")),
+        *(pytest.param("spawn", how, marks=pytest.mark.thorough) for how in ("kill", "exit")),
+    ],
+)
+def test_workers_leave_with_their_parent(method: str, how: str, interpreter: Interpreter) -> None:
+    """From waits and from user code, after which nobody holds the run's output; Ctrl-C is one traceback."""
+    then, code = ENDS[how]
+    done = interpreter.run(_PARENT.format(method=method, then=then))
 
-    The whole group gets SIGINT, as from a terminal. test_exit.py has other exits.
-    """
-    makes, then = {
-        "kill": ("numbered, hangs", "signal.pause()"),
-        "interrupt": ("hangs,", "next(iterators[0])"),
-        "exit": ("numbered,", "pass"),
-    }[how]
-    script = tmp_path / "parent.py"
-    num_workers = 2 if method == "fork" else 1
-    script.write_text(
-        _PARENT.format(path=sys.path, makes=makes, method=method, num_workers=num_workers, then=then)
-    )
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, str(script)], stdout=pipe, stderr=pipe, text=True, start_new_session=True
-    ) as parent:
-        assert parent.stdout is not None
-        try:
-            pids = [int(pid) for pid in parent.stdout.readline().split()]
-            if how != "exit":
-                os.killpg(parent.pid, signal.SIGINT) if how == "interrupt" else parent.kill()
-            _, err = parent.communicate(timeout=100)
-        except BaseException:
-            os.killpg(parent.pid, signal.SIGKILL)
-            raise
-
-    assert len(pids) >= num_workers
-    assert still_running(pids, 60) == []
-    if how == "interrupt":
-        assert err.count("Traceback") == 1
-        assert err.rstrip().endswith("KeyboardInterrupt")
-    elif how == "exit":
-        assert (parent.returncode, err) == (0, "")
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.count("Traceback") == (how == "interrupt")
+    assert how != "interrupt" or done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert how != "exit" or done.stderr == ""
 
 
 _TINY_SHM = """
-import os, sys
-sys.path[:0] = {path!r}
 import numpy as np, fastload
-from tests.kit import datasets
-size = os.statvfs("/dev/shm")
-assert size.f_blocks * size.f_frsize == 1 << 20, size
+from tests.kit import datasets, faults
+
+if not faults.mount_over("/dev/shm", "size=1m"):
+    sys.exit("this user may not mount")
+
+
 def large(index):
     return np.full((512, 512, 3), index, np.uint8)
+
+
 batches = list(fastload.DataLoader(datasets.Made(large, 32), 8, num_workers=2))
 assert [int(batch[0, 0, 0, 0]) for batch in batches] == [0, 8, 16, 24]
 dataset = datasets.Made(datasets.image, 4000)
 mixed = list(fastload.DataLoader(dataset, 2000, num_workers=2, collate_fn=datasets.mixed_up))
-assert len(mixed) == 2
-assert os.listdir("/dev/shm") == []
-print("fine")
+print(len(mixed), os.listdir("/dev/shm"))
 """
 
 
-@pytest.mark.slow
-def test_dev_shm_of_one_megabyte_is_enough(tmp_path: Any) -> None:
+def test_dev_shm_of_one_megabyte_is_enough(interpreter: Interpreter) -> None:
     """Nothing of ours is on /dev/shm, also when a custom collate function calls torch's."""
-    script = tmp_path / "tiny.py"
-    script.write_text(_TINY_SHM.format(path=sys.path))
-    command = f"mount -t tmpfs -o size=1m tmpfs /dev/shm && exec {sys.executable} {script}"
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command], capture_output=True, text=True, timeout=100, check=False
-    )
-    if "unshare failed" in done.stderr or "mount:" in done.stderr:
-        pytest.skip(f"needs the right to mount: {done.stderr.strip()}")
+    done = interpreter.run(_TINY_SHM, exits=False)
+    if "may not mount" in done.stderr:
+        pytest.skip(done.stderr)
 
-    assert (done.stdout, done.stderr) == ("fine\n", "")
+    assert (done.stdout, done.stderr) == ("2 []\n", "")

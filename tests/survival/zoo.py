@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.kit.processes import Gate
 
 SIDES = (0, 1, 33, 2, 90)
@@ -44,7 +42,10 @@ def bad_seventh(index: int) -> Any:
     return numbered(index)
 
 
-def hangs(index: int) -> Any:
+def signals_and_hangs(pid: int, number: int, index: int) -> Any:
+    """Of two workers, the second sends a signal."""
+    if index:
+        os.kill(pid, number)
     signal.pause()
 
 
@@ -71,28 +72,18 @@ class Held:
 class RaisingSampler:
     """Raises once at a given batch, and goes on afterwards if it is asked again."""
 
-    def __init__(self, position: int, num_batches: int = 6) -> None:
+    def __init__(self, position: int) -> None:
         self.position = position
-        self.num_batches = num_batches
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return _Raising(self.position, self.num_batches)
-
-
-class _Raising:
-    def __init__(self, position: int, num_batches: int) -> None:
-        self.position = position
-        self.num_batches = num_batches
+    def __iter__(self) -> RaisingSampler:
         self.number = -1
-
-    def __iter__(self) -> _Raising:
         return self
 
     def __next__(self) -> list[int]:
         self.number += 1
         if self.number == self.position:
             raise ConnectionError(f"no indices at {self.number}")
-        if self.number >= self.num_batches:
+        if self.number >= 6:
             raise StopIteration
         return [2 * self.number, 2 * self.number + 1]
 

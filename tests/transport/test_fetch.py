@@ -2,44 +2,204 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.data as tud
+from PIL import Image
+from torch.utils.data import default_collate
 
 import fastload
 from tests.kit import datasets
-from tests.transport import fetch_zoo
+from tests.kit.batches import assert_same_batches
 
-WORKERS: list[dict[str, Any]] = [
-    {}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}
-]  # fmt: skip
+WORKERS: list[Any] = [{}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}]
 
-# --- samples that the dataset makes with default_collate -------------------------------------------------
+
+def plain(index: int) -> torch.Tensor:
+    return torch.full((1000,), index)
+
+
+def array(index: int) -> Any:
+    return np.full(3, index)
+
+
+def missing_file(index: int) -> Any:
+    if index == 5:
+        raise FileNotFoundError(2, "No such file or directory", f"/nowhere/{index}.jpg")
+    return index
+
+
+def raises_what_cannot_be_pickled(index: int) -> Any:
+    class LocalError(ValueError):
+        """No other process can find this class."""
+
+    if index == 2:
+        raise LocalError("no such sample")
+    return index
+
+
+def fails_at_one(sample: Any) -> Any:
+    if sample[0] == 1:
+        raise ValueError("one")
+    return sample
+
+
+def picture(index: int) -> Any:
+    return Image.new("RGB", (4, 4)), index
+
+
+def collates_as_torch(samples: Any) -> Any:
+    return default_collate([sample for sample in samples if sample is not missing_file])
+
+
+def fails_to_collate(samples: Any) -> Any:
+    raise TypeError("of the user")
+
+
+_CANNOT = "which default_collate cannot batch: return"
+_DIFFERS = "in the first sample of the batch and"
+# A function of the index, and how the note on default_collate's error begins.
+NOT_COLLATED: dict[str, tuple[Any, str]] = {
+    "undecoded": (
+        lambda i: {"label": i, "image": fastload.EncodedImage(b"a file")},
+        "$['image'] is an EncodedImage, which a CachedDataset decodes",
+    ),
+    "shapes": (
+        lambda i: (np.zeros((4, 4, 3), np.uint8), {"boxes": torch.zeros(i + 1, 4), "label": i}),
+        f"$[1]['boxes'] is a tensor (1, 4) float32 {_DIFFERS} a tensor (2, 4) float32 in sample 1",
+    ),
+    "image": (picture, f"$[0] is of type PIL.Image.Image, {_CANNOT} numpy."),
+    "object": (lambda i: [i, object()], f"$[1] is of type builtins.object, {_CANNOT} arrays"),
+    "array of objects": (lambda i: np.array([None]), f"$ is an array (1,) object, {_CANNOT} arrays"),
+    "nothing": (lambda i: {"a": None}, f"$['a'] is of type builtins.NoneType, {_CANNOT} arrays"),
+    "one is nothing": (
+        lambda i: (i, None if i == 2 else i),
+        f"$[1] is an int {_DIFFERS} a NoneType in sample 2",
+    ),
+    "two sizes": (
+        datasets.images_of_two_sizes,
+        f"$ is an array (4, 4) uint8 {_DIFFERS} an array (4, 5) uint8 in sample 10",
+    ),
+    "types": (
+        lambda i: np.zeros(3) if i == 1 else torch.zeros(3),
+        f"$ is a tensor (3,) float32 {_DIFFERS} an array (3,) float64 in sample 1",
+    ),
+    "keys": (
+        lambda i: {"a": 1} if i == 2 else {"a": 1, "b": 2},
+        f"$ is a dict of {{'a': int, 'b': int}} {_DIFFERS} a dict of {{'a': int}} in sample 2",
+    ),
+    "lengths": (
+        lambda i: {"a": [1] * (i + 2)},
+        f"$['a'] is a list of [int, int] {_DIFFERS} a list of [int, int, int] in sample 1",
+    ),
+    "containers": (lambda i: [1] if i == 0 else 1, f"$ is a list of [int] {_DIFFERS} an int in sample 1"),
+}
+
+
+def _parts(index: int) -> list[Any]:
+    size = 3 + index // 4  # each batch of 4 has a shape of its own
+    return [
+        {"b": torch.full((size,), 10 * index + view), "a": torch.full((size,), 1000 + 10 * index + view)}
+        for view in range(2)
+    ]
+
+
+def views(index: int) -> Any:
+    """Two views of one thing, stacked by the dataset."""
+    made = default_collate(_parts(index))
+    return {"a": made["a"], "b": made["b"]}
+
+
+def views_of_a_loader(index: int) -> Any:
+    """The same, by a loader within the dataset."""
+    made = next(iter(tud.DataLoader(_parts(index), 2)))
+    return {"a": made["a"], "b": made["b"]}
+
+
+def collate_in_two_threads(samples: Any) -> Any:
+    """The batch, and what another thread collates at the same time."""
+    others: list[Any] = []
+    begun = threading.Event()
+
+    def collate_others() -> None:
+        for _ in range(8):
+            others.append(default_collate([torch.full((1000,), -1)] * 4))
+            begun.set()
+
+    thread = threading.Thread(target=collate_others)
+    thread.start()
+    begun.wait()
+    batch = default_collate(samples)
+    thread.join()
+    return batch, others
+
+
+class KeepsBatches:
+    """Keeps every batch, and counts at each later one how many of them have changed."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Any, Any]] = []
+
+    def __call__(self, samples: Any) -> Any:
+        batch = default_collate(samples)
+        self.kept.append((batch, batch.tolist()))
+        return batch, sum(kept.tolist() != values for kept, values in self.kept)
+
+
+class OwnGetItem(fastload.CachedDataset):
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) * 100
+
+
+class OwnGetItems(fastload.CachedDataset):
+    def __getitems__(self, indices: Any) -> Any:
+        return [self[index] * 100 for index in indices]
+
+
+OWN_READERS = [OwnGetItem, OwnGetItems]
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """An error whose attributes cannot be set, with a path that is none."""
+
+    value: Any = None
+
+    @property
+    def path(self) -> Any:
+        return np.zeros(3)
+
+    @property
+    def filename(self) -> Any:
+        raise KeyError("filename")
+
+
+def raises_frozen(_: Any) -> Any:
+    raise FrozenError("the real error")
 
 
 @pytest.mark.parametrize(
-    ("make", "num_workers"),
-    [(fetch_zoo.views, 1), (fetch_zoo.views_of_a_loader, 0), (fetch_zoo.views_of_a_loader, 1)],
+    ("make", "num_workers"), [(views, 1), (views_of_a_loader, 0), (views_of_a_loader, 1)]
 )
 def test_a_sample_made_by_default_collate_keeps_its_values(make: Any, num_workers: int) -> None:
     """The rows of a batch start anew when the shape changes, and no sample lies under them."""
-    expected = list(tud.DataLoader(datasets.Made(make, 16), 4))
+    dataset = datasets.Made(make, 16)
 
-    batches = list(fastload.DataLoader(datasets.Made(make, 16), 4, num_workers=num_workers))
+    batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
 
-    for batch, wanted in zip(batches, expected, strict=True):
-        assert {key: value.tolist() for key, value in batch.items()} == {
-            key: value.tolist() for key, value in wanted.items()
-        }
+    assert_same_batches(list(tud.DataLoader(dataset, 4)), batches)
 
 
 def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
     """Only the thread that makes the batch stacks into the slot."""
-    dataset = datasets.Made(fetch_zoo.plain, 64)
-    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.collate_in_two_threads)
+    dataset = datasets.Made(plain, 64)
+    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=collate_in_two_threads)
 
     for number, (batch, others) in enumerate(loader):
         assert batch[:, 0].tolist() == list(range(number * 4, number * 4 + 4))
@@ -48,8 +208,8 @@ def test_a_thread_of_the_dataset_may_collate_while_the_worker_does() -> None:
 
 def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> None:
     """What user code in a worker holds is checked by it at every later batch."""
-    dataset = datasets.Made(fetch_zoo.plain, 80)
-    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=fetch_zoo.KeepsBatches())
+    dataset = datasets.Made(plain, 80)
+    loader = fastload.DataLoader(dataset, 4, num_workers=1, collate_fn=KeepsBatches())
 
     batches = list(loader)
 
@@ -57,52 +217,15 @@ def test_a_batch_that_the_collate_function_keeps_is_never_written_again() -> Non
     assert [batch[0, 0].item() for batch, _ in batches] == list(range(0, 80, 4))
 
 
-# --- datasets that read in their own way -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", fetch_zoo.OWN_READERS)
-@pytest.mark.parametrize(
-    ("wrap", "num_workers"),
-    [(lambda d: d, 0), (lambda d: tud.Subset(d, range(8)), 1)],
-    ids=["itself", "subset"],
-)
-def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, wrap: Any, num_workers: int) -> None:
+@pytest.mark.parametrize("kind", OWN_READERS)
+@pytest.mark.parametrize(("is_subset", "num_workers"), [(False, 0), (True, 1)])
+def test_a_subclass_of_cached_dataset_reads_as_it_says(kind: Any, is_subset: bool, num_workers: int) -> None:
     """The gather serves the original methods alone."""
-    dataset = wrap(kind(datasets.Made(fetch_zoo.array, 8)))
-
+    dataset = kind(datasets.Made(array, 8))
+    read = tud.Subset(dataset, range(8)) if is_subset else dataset
+    loader = fastload.DataLoader(read, 4, num_workers=num_workers)
     for _ in range(2):  # from the source, then from the cache
-        batches = list(fastload.DataLoader(dataset, 4, num_workers=num_workers))
-
-        assert [batch[:, 0].tolist() for batch in batches] == [[0, 100, 200, 300], [400, 500, 600, 700]]
-
-
-# --- what a dataset sees in a worker ---------------------------------------------------------------------
-
-
-def _worker_seeds(loader_class: Any, persistent: bool) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    loader = loader_class(
-        datasets.Made(fetch_zoo.worker_seed, 6),
-        num_workers=2,
-        persistent_workers=persistent,
-        generator=generator,
-    )
-    return [[int(seed) for seed in loader] for _ in range(2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_the_seeds_of_workers_are_torchs(persistent: bool) -> None:
-    """get_worker_info() has them: one for each worker, and for each epoch whose workers are new."""
-    found = _worker_seeds(fastload.DataLoader, persistent)
-
-    assert found == _worker_seeds(tud.DataLoader, persistent)
-    assert [len(set(epoch)) for epoch in found] == [2, 2]
-    assert (found[0] == found[1]) == persistent
-
-
-# --- errors name the sample ------------------------------------------------------------------------------
+        assert [batch[:, 0].tolist() for batch in loader] == [[0, 100, 200, 300], [400, 500, 600, 700]]
 
 
 def _fails(loader: Any, error: Any) -> Any:
@@ -112,36 +235,37 @@ def _fails(loader: Any, error: Any) -> Any:
 
 
 RAISES = datasets.Made(datasets.raises, 8)
-CACHED = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 8), transform=fetch_zoo.fails_at_one)
+MISSING = datasets.Made(missing_file, 8)
+CACHED = fastload.CachedDataset(datasets.Made(array, 8), transform=fails_at_one)
 
 
 @pytest.mark.parametrize(
     ("dataset", "options", "error", "note"),
     [
         *(
-            (RAISES, {"batch_size": 4} | options, ValueError, "batch 1, .*dataset index 5")
+            (RAISES, options, ValueError, "batch 1, .*dataset index 5")
             for options in (
-                {}, {"collate_fn": list}, {"num_workers": 2}, {"num_workers": 1, "collate_fn": list}
+                {},
+                {"collate_fn": list},
+                {"num_workers": 1},
+                {"num_workers": 1, "collate_fn": list},
             )
         ),
-        (datasets.Made(fetch_zoo.missing_file, 4), {"batch_size": 2, "num_workers": 2}, FileNotFoundError,
-         "batch 1, .*dataset index 3, /nowhere/3.jpg"),
+        (MISSING, {"num_workers": 1}, FileNotFoundError, "batch 1, .*dataset index 5, /nowhere/5.jpg"),
         # Under a Subset, sample 1 of the cache is number 0 of the loader's own dataset.
-        (tud.Subset(CACHED, [1, 6, 2]), {"batch_size": 3}, ValueError, "batch 0, dataset index 0"),
+        (tud.Subset(CACHED, [1, 6, 2]), {}, ValueError, "batch 0, dataset index 0"),
     ],
-)  # fmt: skip
-def test_an_error_names_batch_index_and_path_of_its_sample(
-    dataset: Any, options: dict[str, Any], error: Any, note: str
-) -> None:
+)
+def test_an_error_names_its_sample(dataset: Any, options: dict[str, Any], error: Any, note: str) -> None:
     """And no other index of the batch."""
-    found = _fails(fastload.DataLoader(dataset, **options), error)
+    found = _fails(fastload.DataLoader(dataset, 4, **options), error)
 
     assert re.fullmatch(f"fastload: {note}", found.__notes__[-1])
 
 
 def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch_alone() -> None:
     """Its class, its message and its traceback are in the text; the batch behind it comes."""
-    loader = fastload.DataLoader(datasets.Made(fetch_zoo.raises_what_cannot_be_pickled, 4), num_workers=1)
+    loader = fastload.DataLoader(datasets.Made(raises_what_cannot_be_pickled, 4), num_workers=1)
     iterator = iter(loader)
     before = [next(iterator).tolist(), next(iterator).tolist()]
 
@@ -154,45 +278,44 @@ def test_an_error_that_cannot_be_pickled_comes_with_its_text_and_costs_its_batch
 
 
 @pytest.mark.parametrize("options", WORKERS, ids=str)
-@pytest.mark.parametrize("collate_fn", [None, fetch_zoo.raises_frozen], ids=["dataset", "collate_fn"])
-def test_an_error_that_cannot_be_described_or_noted_is_still_the_error(
-    options: dict[str, Any], collate_fn: Any
-) -> None:
-    """The error's class takes no notes, its path is no path, and the repr of the index raises."""
-    get = fetch_zoo.Silent if collate_fn is not None else fetch_zoo.raises_frozen
-    batches = [[fetch_zoo.Silent(0)], [fetch_zoo.Silent(1)]]
-    iterator = iter(
-        fastload.DataLoader(datasets.Made(get, 4), batch_sampler=batches, collate_fn=collate_fn, **options)
-    )
-    for _ in batches:
-        with pytest.raises(fetch_zoo.FrozenError):
+@pytest.mark.parametrize(
+    "calls", [(raises_frozen, None), (int, raises_frozen)], ids=["dataset", "collate_fn"]
+)
+def test_an_error_that_cannot_be_noted_is_still_the_error(options: dict[str, Any], calls: Any) -> None:
+    """Its class takes no notes, and its path is no path."""
+    get, collate_fn = calls
+    iterator = iter(fastload.DataLoader(datasets.Made(get, 4), 2, collate_fn=collate_fn, **options))
+    for _ in range(2):
+        with pytest.raises(FrozenError):
             next(iterator)
     assert list(iterator) == []
 
 
-@pytest.mark.parametrize(("num_workers", "collate_fn"), [(0, None), (1, fetch_zoo.collates_as_torch)])
-@pytest.mark.parametrize(("get", "told"), fetch_zoo.NOT_COLLATED.values(), ids=fetch_zoo.NOT_COLLATED)
-def test_an_error_of_default_collate_names_the_field(
-    get: Any, told: str, num_workers: int, collate_fn: Any
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "collate_fn", "num_workers"),
+    [
+        *((name, fn, 0) for name in NOT_COLLATED for fn in (None, collates_as_torch)),
+        ("shapes", collates_as_torch, 1),
+    ],
+)
+def test_an_error_of_default_collate_names_the_field(name: str, collate_fn: Any, num_workers: int) -> None:
     """Its place in a sample, what is wrong there, and what to do; also within a collate_fn of the user's."""
-    size = 12 if get is datasets.images_of_two_sizes else 4
-    loader = fastload.DataLoader(
-        datasets.Made(get, size), size, num_workers=num_workers, collate_fn=collate_fn
-    )
+    get, told = NOT_COLLATED[name]
+    dataset = datasets.Made(get, 12)
+    loader = fastload.DataLoader(dataset, 12, num_workers=num_workers, collate_fn=collate_fn)
 
     note = _fails(loader, (TypeError, RuntimeError, KeyError, AttributeError)).__notes__[0]
     assert note.startswith(f"fastload: {told}")
-    assert get is fetch_zoo.undecoded or note.endswith(", or give the loader a collate_fn.")
-    assert size == 4 or "size=(256, 256)" in note
+    assert name == "undecoded" or note.endswith(", or give the loader a collate_fn.")
+    assert name != "two sizes" or "size=(256, 256)" in note
 
 
 def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> None:
     """The path of the image and what to return instead."""
-    pictures = datasets.Made(fetch_zoo.picture, 4)
+    pictures = datasets.Made(picture, 4)
     with pytest.raises(fastload.errors.UnsupportedSampleError) as refused:
         fastload.CachedDataset(pictures)
-    cached = fastload.CachedDataset(datasets.Made(fetch_zoo.array, 4), transform=fetch_zoo.paints)
+    cached = fastload.CachedDataset(datasets.Made(array, 4), transform=lambda one: picture(int(one[0])))
     with pytest.raises(TypeError, match="default_collate") as caught:
         list(fastload.DataLoader(cached, 4))
 
@@ -205,7 +328,7 @@ def test_a_transform_that_returns_an_image_is_told_what_a_dataset_is_told() -> N
 
 def test_an_error_of_the_users_collate_fn_has_no_note_about_the_samples() -> None:
     """Samples of several shapes are what it is for."""
-    get, _ = fetch_zoo.NOT_COLLATED["shapes"]
-    loader = fastload.DataLoader(datasets.Made(get, 4), 4, collate_fn=fetch_zoo.fails_to_collate)
+    get, _ = NOT_COLLATED["shapes"]
+    loader = fastload.DataLoader(datasets.Made(get, 4), 4, collate_fn=fails_to_collate)
 
     assert _fails(loader, TypeError).__notes__ == ["fastload: batch 0, dataset index [0, 1, 2, 3]"]

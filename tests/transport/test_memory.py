@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastload
 from fastload import DataLoader
 from fastload.epochs import without_workers
+from fastload.errors import SegmentError
 from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
@@ -71,35 +71,22 @@ def test_every_kind_of_alias_keeps_the_lease(name: str) -> None:
 
 
 def test_shared_memory_leased_at_a_fork_is_spent() -> None:
-    """The child may hold the same batch: the parent never writes there again."""
-    leased, idle = shared_memory(4096), shared_memory(4096)
-    lease = leased.lease()
+    """The child writes to the same memory, the parent never again; private memory is each one's own."""
+    shared, private, idle = shared_memory(4096), private_memory(64), shared_memory(4096)
+    views = [np.frombuffer(memory.lease(), np.uint8) for memory in (shared, private)]
     child = os.fork()
     if child == 0:
+        for view in views:
+            view[:] = 1
         os._exit(0)
     os.waitpid(child, 0)
-    del lease
-
-    assert (leased.is_leased, leased.is_spent) == (False, True)
-    assert not idle.is_spent
-    idle.lease()
-    assert not idle.is_spent  # that child has not seen this lease
-
-
-def test_what_a_forked_child_writes_to_private_memory_stays_its_own() -> None:
-    """Shared memory is the one that both see; private memory is not spent by the fork."""
-    seen = []
-    for memory in (shared_memory(4096), private_memory(64)):
-        view = np.frombuffer(memory.lease(), np.uint8)
-        child = os.fork()
-        if child == 0:
-            view[:] = 1
-            os._exit(0)
-        os.waitpid(child, 0)
-        seen.append(int(view.sum()))
+    seen = [int(view.sum()) for view in views]
+    del views
+    idle.lease()  # which that child has not seen
 
     assert seen == [4096, 0]
-    assert not memory.is_spent
+    assert [memory.is_spent for memory in (shared, private, idle)] == [True, False, False]
+    assert not shared.is_leased
 
 
 @pytest.mark.parametrize(("asked_bytes", "given_bytes"), [(0, 4096), (1, 4096), (4096, 4096), (4097, 8192)])
@@ -116,7 +103,7 @@ def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.Mon
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)
 
-    with pytest.raises(fastload.errors.SegmentError, match="cannot take so much memory"):
+    with pytest.raises(SegmentError, match="cannot take so much memory"):
         private_memory(4096)
 
 
@@ -167,18 +154,18 @@ def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begin
     assert (is_leased, new.is_leased) == (False, True)
 
 
+def batch_of(buffers: Buffers, nbytes: int) -> Any:
+    buffers.begin()
+    part = buffers.arena.allocate(nbytes)
+    buffers.arena.end()
+    return part
+
+
 def test_buffers_are_used_again_and_never_while_held() -> None:
     """As many warm buffers as are needed, up to MAX_BUFFERS; beyond that memory of its own."""
     buffers = Buffers(1 << 30)
-
-    def batch() -> Any:
-        buffers.begin()
-        part = buffers.arena.allocate(100)
-        buffers.arena.end()
-        return part
-
-    addresses = {batch().ctypes.data for _ in range(5)}
-    held = [batch() for _ in range(2 * MAX_BUFFERS)]
+    addresses = {batch_of(buffers, 100).ctypes.data for _ in range(5)}
+    held = [batch_of(buffers, 100) for _ in range(2 * MAX_BUFFERS)]
     for number, part in enumerate(held):
         part[:] = number
 
@@ -190,32 +177,22 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
 def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> None:
     """What the caller holds stays valid."""
     buffers = Buffers(1 << 30)
-    held = []
-    for nbytes in (1000, 200_000):
-        buffers.begin()
-        part = buffers.arena.allocate(nbytes)
-        part[:] = 5
-        if nbytes > 1000:
-            held.append(part)
-        del part
-        buffers.arena.end()
-    kept = [memory.nbytes for memory in buffers._memories]
+    batch_of(buffers, 1000)
+    held = batch_of(buffers, 200_000)
+    held[:] = 5
+    (kept,) = buffers._memories
     buffers.clear()
 
-    assert len(kept) == 1
-    assert kept[0] > 200_000
+    assert kept.nbytes > 200_000
     assert (buffers._memories, buffers.arena.memory) == ([], None)
-    assert held[0].sum() == 5 * 200_000
+    assert held.sum() == 5 * 200_000
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
     """More than once, and also after all memory was forgotten while the batch was made."""
     buffers = Buffers(1 << 30)
-    buffers.begin()
-    buffers.arena.allocate(1000)
-    buffers.arena.end()
-
+    batch_of(buffers, 1000)
     buffers.begin()
     for nbytes in (100_000, 300_000):
         if clears:
@@ -228,18 +205,15 @@ def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
     assert part.sum() == 5 * 300_000
 
 
-@pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2)])
 def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
     """A batch beyond it has memory that goes with the batch."""
     each_bytes = SLACK_BYTES + 4096
     buffers = Buffers(2 * each_bytes + spare_bytes)
-    held = []
-    for _ in range(3):
-        buffers.begin()
-        held.append(buffers.arena.allocate(4096))
-        buffers.arena.end()
+    held = [batch_of(buffers, 4096) for _ in range(3)]
 
     assert [memory.nbytes for memory in buffers._memories] == [each_bytes] * expected
+    del held
 
 
 def _slot_bytes(pid: int | str) -> int:
@@ -254,7 +228,7 @@ def _slot_bytes(pid: int | str) -> int:
 
 def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> None:
     """What is lent stays mapped until its last view is gone; nothing else does."""
-    loader = fastload.DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=2)
+    loader = DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=2)
     iterator = iter(loader)
     held = next(iterator)
     next(iterator)
@@ -269,27 +243,11 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
     assert _slot_bytes("self") == 0
 
 
-def test_a_worker_writes_its_batches_into_the_memory_that_its_slots_have() -> None:
-    """A hundred batches that the caller drops need no more memories than there are slots."""
-    iterator: Any = iter(DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=1))
-    seen: dict[int, Any] = {}  # held, so that no other gets its id
-    for _ in iterator:
-        memories = [slot.memory for slot in iterator._pool.ring.slots]
-        seen |= {id(memory): memory for memory in memories if memory is not None}
-
-    assert 0 < len(seen) <= len(memories)
-
-
-def _grows(index: int) -> Any:
-    return np.full(512 * 1024 if index >= 20 else 1024, index, np.uint8)
-
-
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
-    loader = fastload.DataLoader(
-        datasets.Made(_grows, 80), 1, num_workers=1, prefetch_factor=6, prefetch_memory="2MB"
-    )
-    iterator = iter(loader)
+    dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "prefetch_memory": "2MB"}
+    iterator = iter(DataLoader(dataset, 1, **options))
     pid = iterator._workers[0].pid
     for number, batch in enumerate(iterator):
         assert batch.flatten()[0] == number
@@ -315,23 +273,23 @@ def _outgrowing_or_count(index: int) -> Any:
 
 def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
     """What it has open is what it has mapped, for later batches."""
-    batches = list(fastload.DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
+    batches = list(DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     assert batches[1::2] == [0] * 4
     assert [int(large[0]) for _, large in batches[::2]] == [0, 2, 4, 6]
 
 
 def _no_memory(mapping: Any) -> None:
-    raise fastload.errors.SegmentError("cannot take so much memory")
+    raise SegmentError("cannot take so much memory")
 
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch that wants some fails on its own; the worker keeps none of the segments."""
     monkeypatch.setattr(segment_module, "populate", _no_memory)
-    iterator = iter(fastload.DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
+    iterator = iter(DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
-        with pytest.raises(fastload.errors.SegmentError, match="cannot take so much memory"):
+        with pytest.raises(SegmentError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
 

@@ -1,4 +1,4 @@
-"""Batches cross the border as bytes at offsets, and come back as they were; nested tensors as with torch."""
+"""Batches cross the border as bytes at offsets, and come back as they were: as torch makes them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch.utils.data as tud
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.batch.packing import pack, unpack
 from fastload.memory.lease import Arena, private_memory
 from tests.kit import datasets
-from tests.kit.batches import assert_same_samples, stop_workers
+from tests.kit.batches import assert_same_batches, assert_same_samples
 
 DTYPES = [
     torch.uint8, torch.int64, torch.float32, torch.float64, torch.bool, torch.bfloat16, torch.float16,
@@ -116,15 +117,61 @@ def test_what_is_no_plain_tensor_travels_as_itself() -> None:
     assert sparse.is_sparse
 
 
-# --- nested tensors --------------------------------------------------------------------------------------
+# --- small arrays ----------------------------------------------------------------------------------------
 
+ARRAY_DTYPES = ["uint8", "int64", "float32", "float64", "bool", "uint16", "complex64"]
+NO_TENSORS = [">i4", "U3", "M8[s]", "object"]  # torch refuses these
+
+
+def arrays_like(shape: tuple[int, ...], dtype: str, order: str, count: int) -> list[np.ndarray[Any, Any]]:
+    """Some arrays of different values."""
+    made = []
+    for number in range(count):
+        array = (np.arange(np.prod(shape, dtype=int)) % 7 + number).reshape(shape).astype(dtype)
+        if order == "F":
+            array = np.asfortranarray(array)
+        elif order == "reversed" and array.ndim and len(array) > 1:  # torch refuses negative strides
+            array = array[::-1]
+        elif order == "read-only":
+            array.flags.writeable = False
+        made.append(array)
+    return made
+
+
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+orders = st.sampled_from(["C", "C", "C", "F", "reversed", "read-only"])
+
+
+@pytest.mark.slow
+@given(
+    st.lists(st.tuples(shapes, st.sampled_from(ARRAY_DTYPES + NO_TENSORS), orders), min_size=1, max_size=2),
+    st.sampled_from(["whole", "tuple", "dict"]),
+)
+@settings(max_examples=150)
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_any_arrays_give_torchs_batch_or_torchs_error(
+    kinds: list[tuple[tuple[int, ...], str, str]], form: str
+) -> None:
+    """Small arrays, which one call stacks: values, dtypes, strides, and the type of an error."""
+    samples: list[Any] = [array for kind in kinds for array in arrays_like(*kind, count=3)]
+    if form != "whole":
+        samples = [(array, 3) if form == "tuple" else {"a": array} for array in samples]
+    loader = DataLoader(datasets.Made(samples.__getitem__, len(samples)), len(samples))
+    try:
+        expected = default_collate(samples)
+    except Exception as error:  # noqa: BLE001  # compared below
+        with pytest.raises(type(error)):
+            next(iter(loader))
+        return
+    assert_same_batches(expected, next(iter(loader)))
+
+
+# --- nested tensors --------------------------------------------------------------------------------------
 
 # torch warns at the first strided one in each process
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-
 JAGGED = pytest.param(torch.jagged, id="jagged", marks=pytest.mark.slow)  # it imports torch's compiler
-LAYOUTS = [pytest.param(torch.strided, id="strided"), JAGGED]
-REFUSAL = "not currently supported by the default collate_fn"
+LAYOUTS = pytest.mark.parametrize("layout", [pytest.param(torch.strided, id="strided"), JAGGED])
 
 
 class Nested:
@@ -149,10 +196,6 @@ def cloned(samples: Any) -> Any:
     return [sample.clone() for sample in samples]
 
 
-def ragged(index: int) -> Any:
-    return torch.arange(index + 1.0)
-
-
 def told(batch: Any) -> Any:
     """What a nested tensor is: its layout, dtype and parts."""
     if isinstance(batch, (list, tuple)):
@@ -162,58 +205,30 @@ def told(batch: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "start_method"),
-    [
-        (torch.strided, "fork"),
-        pytest.param(torch.jagged, "fork", marks=pytest.mark.slow),
-        (torch.jagged, "forkserver"),
-    ],
-)
-def test_they_travel_through_workers(layout: torch.layout, start_method: str) -> None:
-    """With a collate_fn that keeps them: type, layout, dtype and values are the samples'."""
-    dataset = Nested(layout)
-    # Before workers are forked, because the first tensor imports torch's compiler.
-    expected = [told([dataset[index]]) for index in range(4)]
-    num_workers = 2 if start_method == "fork" else 1  # others import torch and its compiler in each worker
-    options: Any = {"multiprocessing_context": start_method, "collate_fn": cloned}
+@pytest.mark.parametrize("method", [None, "fork", "forkserver"])
+@LAYOUTS
+def test_nested_tensors_are_those_of_torchs_loader(layout: torch.layout, method: Any) -> None:
+    """Samples, in a collate_fn that keeps them or alone, and batches of a collate_fn that makes them."""
+    options = {"num_workers": int(method is not None), "multiprocessing_context": method}
+    nested, ragged = Nested(layout), [torch.arange(length + 1.0) for length in range(4)]
+    for dataset, size, collate_fn in [(nested, 2, cloned), (nested, None, None), (ragged, 2, nested)]:
+        expected = list(map(told, tud.DataLoader(dataset, size, collate_fn=collate_fn)))
 
-    assert [told(batch) for batch in DataLoader(dataset, 1, num_workers=num_workers, **options)] == expected
+        assert list(map(told, DataLoader(dataset, size, collate_fn=collate_fn, **options))) == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_collate_fn_may_make_them(layout: torch.layout, num_workers: int) -> None:
-    """The batches are those of torch's loader, also without automatic batching."""
-    options: Any = {"num_workers": num_workers}
-    samples = datasets.Made(ragged, 4)
-    Nested(layout)([torch.ones(1)])  # the first tensor imports torch's compiler; workers inherit it
-    ours, theirs = (
-        kind(samples, 2, collate_fn=Nested(layout), **options) for kind in (DataLoader, tud.DataLoader)
-    )
-    single, their_single = (kind(Nested(layout), None, **options) for kind in (DataLoader, tud.DataLoader))
-
-    assert list(map(told, ours)) == list(map(told, theirs))
-    assert list(map(told, single)) == list(map(told, their_single))
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_default_collate_refuses_them(layout: torch.layout) -> None:
+@LAYOUTS
+def test_default_collate_refuses_nested_tensors(layout: torch.layout) -> None:
     """With torch's error, in a worker as in this process."""
     for kind, num_workers in ((tud.DataLoader, 0), (DataLoader, 0), (DataLoader, 1)):
-        iterator = iter(kind(Nested(layout), 2, num_workers=num_workers))
-        with pytest.raises(RuntimeError, match=REFUSAL):
-            next(iterator)
-        stop_workers(iterator)
+        with pytest.raises(RuntimeError, match="not currently supported by the default collate_fn"):
+            next(iter(kind(Nested(layout), 2, num_workers=num_workers)))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_memory_format_leaves_them(layout: torch.layout) -> None:
+@LAYOUTS
+def test_the_memory_format_leaves_nested_tensors(layout: torch.layout) -> None:
     """A nested tensor of three-dimensional parts counts four dimensions, and is no batch of images."""
-    dataset = Nested(layout, rank=3)
-    (batch,) = next(
-        iter(DataLoader(dataset, 1, collate_fn=cloned, memory_format=torch.channels_last))  # type: ignore[arg-type]
-    )
+    dataset: Any = Nested(layout, rank=3)
+    (batch,) = next(iter(DataLoader(dataset, 1, collate_fn=cloned, memory_format=torch.channels_last)))
 
     assert told(batch) == told(dataset[0])

@@ -2,125 +2,59 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.connection
 import os
 import signal
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch.utils.data as tud
 
 import fastload
-from fastload.workers import process as process_module
 from fastload.workers import process as starting
 from fastload.workers.process import WorkerProcess, wait_for_all
 from tests.kit import datasets
+from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-class Watched:
-    """Stands for a process: its descriptor is readable once it has ended."""
-
-    def __init__(self) -> None:
-        self._readable, self._writable = os.pipe()
-
-    def fileno(self) -> int:
-        return self._readable
-
-    def end(self) -> None:
-        os.close(self._writable)
-        self._writable = -1
-
-    def close(self) -> None:
-        for fd in (self._readable, self._writable):
-            if fd >= 0:
-                os.close(fd)
-
-
-@pytest.fixture
-def watched() -> Iterator[list[Any]]:
-    """Three processes that are waited for."""
-    processes = [Watched() for _ in range(3)]
-    yield processes
-    for process in processes:
-        process.close()
+IMAGES = datasets.Made(datasets.image, 8)
 
 
 @pytest.fixture
 def worker() -> Iterator[WorkerProcess]:
     """The one worker of a loader, which is closed after the test."""
-    loader = fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1, persistent_workers=True)
-    iterator: Any = iter(loader)
-    yield iterator._pool._workers[0].process
-    loader.close()
+    with fastload.DataLoader(IMAGES, 2, num_workers=1, persistent_workers=True) as loader:
+        yield iter(loader)._pool._workers[0].process  # type: ignore[attr-defined]
 
 
-# --- starting --------------------------------------------------------------------------------------------
-
-
-def test_where_no_signal_can_be_blocked_processes_start_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Windows: nothing was blocked before, and nothing is."""
-    monkeypatch.delattr(signal, "pthread_sigmask")
-    with starting.without_handlers() as mask:
-        pass
-
-    assert mask == set()
-
-
-# --- waiting ---------------------------------------------------------------------------------------------
-
-
-def test_a_wait_without_time_tells_what_has_ended_by_now(watched: list[Any]) -> None:
-    """All of them, and not some."""
-    found = []
-    for process in watched:
-        found.append(wait_for_all(watched, 0.0))
-        process.end()
-
-    assert [*found, wait_for_all(watched, 0.0)] == [False, False, False, True]
-
-
-def test_the_limit_of_a_wait_is_one_for_all(watched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it after each end is the limit of the next wait, and never below zero."""
-    times = iter([100.0, 100.5, 101.0, 104.0])
-    limits = []
-
-    def end_of_first(processes: list[Any], limit_s: float) -> list[Any]:
-        limits.append(limit_s)
-        return processes[:1]
-
-    monkeypatch.setattr(process_module.time, "monotonic", lambda: next(times))
-    monkeypatch.setattr(process_module, "_ended", end_of_first)
-    have_ended = wait_for_all(watched, 3.0)
-    monkeypatch.undo()
-
-    assert (have_ended, limits) == (True, [2.5, 2.0, 0.0])
-
-
-def test_a_wait_is_for_as_many_seconds_as_it_says(
-    watched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """poll(2) takes milliseconds."""
-    waits_ms = []
+def test_a_wait_is_for_all_processes_and_its_limit_is_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In seconds, of which poll(2) takes a thousand each; without time it tells what has ended by now."""
+    clock, ends_s = [100.0], {1001: 100.5, 1002: 101.0, 1003: 103.0}
 
     class Poller:
+        def __init__(self) -> None:
+            self.fds: list[int] = []
+
         def register(self, fd: int, events: int) -> None:
-            pass
+            self.fds.append(fd)
 
         def poll(self, wait_ms: float) -> list[Any]:
-            waits_ms.append(wait_ms)
-            return [(watched[1].fileno(), 1)]
+            first_s = min(ends_s[fd] for fd in self.fds)
+            clock[0] = max(clock[0], min(clock[0] + wait_ms / 1000, first_s))
+            return [(fd, 1) for fd in self.fds if ends_s[fd] <= clock[0]]
 
-    monkeypatch.setattr(process_module.select, "poll", Poller)
-    ended = process_module._ended(watched, 0.25)
+    monkeypatch.setattr(starting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(starting.select, "poll", Poller)
+    processes: list[Any] = [types.SimpleNamespace(fileno=functools.partial(int, fd)) for fd in ends_s]
+    found = [(wait_for_all(processes, limit_s), clock[0]) for limit_s in (0.0, 0.75, 1.25, 9.0, 0.0)]
     monkeypatch.undo()
 
-    assert (ended, waits_ms) == ([watched[1]], [250])
-
-
-# --- ends ------------------------------------------------------------------------------------------------
+    assert found == [(False, 100.0), (False, 100.75), (False, 102.0), (True, 103.0), (True, 103.0)]
 
 
 def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> None:
@@ -140,9 +74,7 @@ def test_a_process_that_was_cleaned_up_is_left_alone(worker: WorkerProcess) -> N
     assert wait_for_all([worker], 0.0)
 
 
-def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
-    worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_exit_code_is_waited_for(worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fork server tells it a moment after the pidfd has told the end."""
 
     class Late:
@@ -151,18 +83,14 @@ def test_an_exit_code_that_comes_later_than_the_end_is_waited_for(
         def join(self, limit_s: float) -> None:
             self.exitcode = 7
 
-    os.kill(worker.process.pid, signal.SIGKILL)
-    wait_for_all([worker], 30)
-    monkeypatch.setattr(worker, "process", Late())
-    code = worker.exitcode
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "process", Late())
+        code = worker.exitcode
 
     assert code == 7
 
 
-def test_a_process_whose_exit_code_others_took_is_cleaned_up_after_all_the_same(
-    worker: WorkerProcess,
-) -> None:
+def test_a_process_whose_exit_code_others_took_is_cleaned_up(worker: WorkerProcess) -> None:
     """Its code is not known, and no process is left for multiprocessing to wait for."""
     os.kill(worker.process.pid, signal.SIGKILL)
     os.waitpid(worker.process.pid, 0)
@@ -175,8 +103,20 @@ def test_a_process_whose_exit_code_others_took_is_cleaned_up_after_all_the_same(
     assert worker.process not in multiprocessing.active_children()
 
 
-def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No descriptor is left for its pidfd: the system's error, and no process stays behind."""
+@pytest.mark.parametrize(
+    ("method", "error", "told"),
+    [
+        ("fork", OSError(24, "Too many open files"), "Too many open files"),
+        *(
+            (method, ProcessLookupError(), "worker 0 was killed by SIGKILL")
+            for method in ("fork", "forkserver")
+        ),
+    ],
+)
+def test_a_worker_that_cannot_be_watched_is_ended_and_one_that_ended_before_is_a_death(
+    method: str, error: OSError, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No descriptor is left, or the fork server has waited for it, and its number names no process."""
     parent, original = os.getpid(), os.pidfd_open
     started: list[int] = []
 
@@ -184,23 +124,21 @@ def test_a_worker_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatc
         if os.getpid() != parent:
             return original(pid)  # a worker watches its parent
         started.append(pid)
-        raise OSError(24, "Too many open files")
+        if isinstance(error, ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise error
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
     monkeypatch.setattr(starting, "why_no_processes", lambda: None)
+    with pytest.raises((OSError, fastload.errors.WorkerDiedError), match=told):
+        list(fastload.DataLoader(IMAGES, 2, num_workers=1, multiprocessing_context=method))
 
-    with pytest.raises(OSError, match="Too many open files"):
-        iter(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
-
-    (pid,) = started
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert still_running(started, 60) == []
 
 
 def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has closed its standard input gets such ones."""
-    open_pidfd = process_module._pidfd_of
-    standard_input = os.dup(0)
+    open_pidfd, standard_input = starting._pidfd_of, os.dup(0)
 
     def open_as_0(pid: int) -> int:
         pidfd = open_pidfd(pid)
@@ -208,9 +146,9 @@ def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(pidfd)
         return 0
 
-    monkeypatch.setattr(process_module, "_pidfd_of", open_as_0)
+    monkeypatch.setattr(starting, "_pidfd_of", open_as_0)
     try:
-        batches = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
+        batches = list(fastload.DataLoader(IMAGES, 2, num_workers=1))
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(0)
     finally:
@@ -218,13 +156,6 @@ def test_a_pidfd_may_be_descriptor_0(monkeypatch: pytest.MonkeyPatch) -> None:
         os.close(standard_input)
 
     assert len(batches) == 4
-
-
-# --- what a forked worker inherits -----------------------------------------------------------------------
-
-
-def _blocked_signals(index: int) -> list[int]:
-    return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
 def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +170,12 @@ def test_signals_with_a_handler_wait_while_a_worker_is_forked(monkeypatch: pytes
     before = signal.signal(signal.SIGUSR2, lambda *_: None)
     try:
         monkeypatch.setattr(os, "fork", fork_and_look)
-        batches = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=1))
+        iter(fastload.DataLoader(IMAGES, 2, num_workers=1))
         masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     finally:
         signal.signal(signal.SIGUSR2, before)
 
     assert [signal.SIGUSR2 in mask for mask in masks] == [True, False]
-    assert len(batches) == 4
 
 
 def _num_sockets(index: int = 0) -> int:
@@ -263,23 +193,78 @@ def test_a_forked_worker_keeps_no_end_of_a_pipe_but_its_own() -> None:
     assert found == [before + 1] * 3
 
 
-# --- the end of an epoch ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_workers_end_with_their_last_batch() -> None:
     """They do not wait for the caller to take it, who gets all batches nevertheless."""
-    loader = fastload.DataLoader(datasets.Made(datasets.image, 8), 2, num_workers=2)
-    iterator: Any = iter(loader)
+    iterator: Any = iter(fastload.DataLoader(IMAGES, 2, num_workers=2))
     batches = [next(iterator), next(iterator)]
 
     sentinels = {process.sentinel for process in iterator._workers}
-    ended: set[Any] = set()
-    while sentinels - ended:
-        found = multiprocessing.connection.wait(list(sentinels - ended), 60)
+    while sentinels:
+        found = multiprocessing.connection.wait(list(sentinels), 60)
         assert found, "a worker waits for tasks that never come"
-        ended |= set(found)
+        sentinels -= set(found)
     batches += iterator
 
-    expected = list(fastload.DataLoader(datasets.Made(datasets.image, 8), 2))
-    assert str(batches) == str(expected)
+    assert str(batches) == str(list(fastload.DataLoader(IMAGES, 2)))
+
+
+def iterator_of(**options: Any) -> Any:
+    return iter(fastload.DataLoader(datasets.Made(datasets.image, 12), 2, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu", "device_transform": list}], ids=["host", "device"])
+def test_workers_of_an_iterator_lists_the_living_processes(options: dict[str, Any]) -> None:
+    """One for each worker, with a pid, a name, no exit code, and alive."""
+    iterator = iterator_of(num_workers=2, **options)
+    next(iterator)
+    workers = iterator._workers
+
+    assert len({worker.pid for worker in workers} - {os.getpid()}) == 2
+    assert [worker.ident for worker in workers] == [worker.pid for worker in workers]
+    assert len({worker.name for worker in workers}) == 2
+    assert {(worker.is_alive(), worker.exitcode, worker.daemon) for worker in workers} == {(True, None, True)}
+    assert str(workers[0].pid) in repr(workers[0])
+    iterator.close()
+
+
+def test_the_list_of_workers_outlives_the_iterator() -> None:
+    """Torch's own tests join the processes after the iterator is gone: they ended with exit code 0."""
+    iterator = iterator_of(num_workers=2, multiprocessing_context="fork")
+    next(iterator)
+    workers = iterator._workers
+    del iterator
+
+    for worker in workers:
+        worker.join(60)
+        worker.terminate()  # has no effect any more
+        worker.kill()
+        assert not worker.is_alive()
+        assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize(("method", "number"), [("terminate", signal.SIGTERM), ("kill", signal.SIGKILL)])
+def test_a_process_can_be_stopped_and_one_in_its_place_is_listed(method: str, number: int) -> None:
+    """`join` without a limit waits for its end, and `exitcode` is minus the signal, also after close()."""
+    iterator = iterator_of(num_workers=1, max_worker_restarts=1)
+    (worker,) = iterator._workers
+    worker.join(0.0)
+    assert worker.is_alive()
+    getattr(worker, method)()
+    worker.join()
+    before = worker.exitcode
+    assert len(list(iterator)) == 6
+    assert iterator._workers[0].pid != worker.pid
+    iterator.close()
+
+    assert before == worker.exitcode == -number
+    assert not worker.is_alive()
+
+
+def test_threads_and_no_workers() -> None:
+    """Threads are no processes: the list is empty. Without workers there is no attribute, as in torch."""
+    iterator = iterator_of(num_workers=2, worker_type="thread")
+    assert iterator._workers == []
+    iterator.close()
+    for local in (iterator_of(), iterator_of(device="cpu", device_transform=list), iter(tud.DataLoader([1]))):
+        assert not hasattr(local, "_workers")

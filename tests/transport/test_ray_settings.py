@@ -44,17 +44,11 @@ def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str
     assert message in str(caught.value)
 
 
-def test_streams_and_more_workers_than_cpus_are_accepted(recwarn: pytest.WarningsRecorder) -> None:
-    """Actors run elsewhere, where torch's warning does not apply, and have copies of their own."""
-    loader = fastload.DataLoader(datasets.Stream(), num_workers=500, worker_type="ray")
-
-    assert loader.worker_type == "ray"
-    assert recwarn.list == []
-
-
-def test_without_workers_no_ray_is_needed() -> None:
-    """num_workers=0 reads in this process, as always."""
+def test_what_needs_no_ray(recwarn: pytest.WarningsRecorder) -> None:
+    """Reading without workers. Streams and more workers than CPUs are no mistake: actors run elsewhere."""
     assert len(list(fastload.DataLoader(IMAGES, 4, worker_type="ray"))) == 3
+    assert fastload.DataLoader(datasets.Stream(), num_workers=500, worker_type="ray").worker_type == "ray"
+    assert recwarn.list == []
 
 
 def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,25 +66,19 @@ def test_ray_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray"))
 
 
-class _Ray(types.ModuleType):
-    """A Ray that is not connected, and finds no cluster."""
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def init(self, address: str | None, **options: Any) -> None:
-        raise ConnectionError(address)
+def _no_cluster(address: str | None, **options: Any) -> None:
+    raise ConnectionError(address)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
-    """Ray, as a module without a cluster."""
-    module: Any = _Ray("ray")
+def ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that is not connected, and finds no cluster."""
+    module: Any = types.ModuleType("ray")
     module.exceptions = types.ModuleType("ray.exceptions")
+    module.is_initialized, module.init = bool, _no_cluster
     monkeypatch.setitem(sys.modules, "ray", module)
     monkeypatch.setitem(sys.modules, "ray.exceptions", module.exceptions)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -104,7 +92,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> _Ray:
     ],
 )
 def test_there_is_no_cluster(
-    ray: _Ray, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: str, message: str
+    ray: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environment: str, message: str
 ) -> None:
     """None is started unasked, and the error says how to start one."""
     if environment:

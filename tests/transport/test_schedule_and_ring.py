@@ -16,36 +16,22 @@ from fastload.workers.schedule import Schedule
 PAGE = 4096
 
 
-@pytest.mark.parametrize("move", ["fill", "lend", "release"])
-def test_an_illegal_move_raises_and_changes_nothing(move: str) -> None:
+def test_an_illegal_move_raises_and_changes_nothing() -> None:
     """A free slot cannot be filled, lent or released."""
     ring = Ring(1, 2, 1 << 20)
-    slot = ring.acquire(0)
-    assert slot is not None
-    ring.fill(slot, None)
+    slot = _fill(ring)
     ring.release(slot)
 
-    with pytest.raises(ValueError, match=r"expected a slot that is \w+, got <slot 0 of worker 0: free"):
-        ring.fill(slot, None) if move == "fill" else getattr(ring, move)(slot)
-
-    assert slot.state is SlotState.FREE
-
-
-def test_a_batch_without_bytes_says_nothing_of_the_next_one() -> None:
-    """After an empty batch a worker has one slot as before: the next batch may fill all that is allowed."""
-    ring = Ring(1, 3, PAGE)
-    slot = ring.acquire(0)
-    assert slot is not None
-    ring.fill(slot, None)
-    ring.release(slot)
-
-    assert ring.acquire(0) is slot
-    assert ring.acquire(0) is None
+    told = r"expected a slot that is \w+, got <slot 0 of worker 0: free, 4096 bytes>$"
+    for move in (lambda: ring.fill(slot, None), lambda: ring.lend(slot), lambda: ring.release(slot)):
+        with pytest.raises(ValueError, match=told):
+            move()
+        assert slot.state is SlotState.FREE
 
 
 def test_batches_that_hold_no_bytes_are_made_ahead_of_the_caller() -> None:
     """After some of them a worker has as many slots as batches in flight, though no size is known."""
-    ring = Ring(1, 3, 1 << 30)
+    ring = Ring(1, 3, PAGE)
     counts = []
     for _ in range(EMPTY_BATCHES + 1):
         slots = _acquire_all(ring)
@@ -57,13 +43,19 @@ def test_batches_that_hold_no_bytes_are_made_ahead_of_the_caller() -> None:
     assert counts == [1] * EMPTY_BATCHES + [3]
 
 
-def _fill(ring: Ring, worker: int = 0, pages: int = 1) -> Slot:
+def _fill(ring: Ring, worker: int = 0, pages: int = 1) -> Any:
     """A slot that the worker has filled, in memory of its own where it had none or too little."""
     slot = ring.acquire(worker)
     assert slot is not None
     is_too_small = slot.memory is None or slot.memory.nbytes < pages * PAGE
     ring.fill(slot, private_memory(pages * PAGE) if is_too_small else None)
     return slot
+
+
+def _fill_all(ring: Ring, slots: list[Slot]) -> None:
+    for slot in slots:
+        ring.fill(slot, private_memory(PAGE))
+        ring.release(slot)
 
 
 def _acquire_all(ring: Ring, worker: int = 0) -> list[Slot]:
@@ -74,29 +66,23 @@ def _acquire_all(ring: Ring, worker: int = 0) -> list[Slot]:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "slots_in_flight", "expected"), [(1, 1, 5), (1, 2, 6), (2, 2, 4), (3, 1, 3), (5, 2, 3)]
+    ("num_workers", "in_flight", "limit_pages", "expected"),
+    [
+        # The share is rounded up; memory does not limit the number.
+        *((1, 1, 1 << 18, 5), (1, 2, 1 << 18, 6), (2, 2, 1 << 18, 4), (3, 1, 1 << 18, 3), (5, 2, 1 << 18, 3)),
+        # Worker 1 has no slot yet: room is kept for its batch, and for each slot without memory.
+        *((2, 4, 1, 1), (2, 4, 2, 1), (2, 4, 3, 2), (2, 4, 4, 3), (2, 4, 9, 6)),
+    ],
 )
 def test_a_worker_has_slots_for_its_batches_in_flight_and_its_share_of_four_that_are_lent(
-    num_workers: int, slots_in_flight: int, expected: int
+    num_workers: int, in_flight: int, limit_pages: int, expected: int
 ) -> None:
-    """The share is rounded up. Memory does not limit the number here."""
-    ring = Ring(num_workers, slots_in_flight, 1 << 30)
+    """Within the limit, in which every worker has room for one."""
+    ring = Ring(num_workers, in_flight, limit_pages * PAGE)
     ring.release(_fill(ring))
 
-    assert len(_acquire_all(ring)) == expected
-    assert ring.num_slots(0) == expected
-
-
-@pytest.mark.parametrize(("limit_pages", "expected"), [(1, 1), (2, 1), (3, 2), (4, 3), (9, 6)])
-def test_slots_without_memory_and_workers_without_slots_count_against_the_limit(
-    limit_pages: int, expected: int
-) -> None:
-    """Worker 1 has no slot yet: room is kept for its batch, and for each slot without memory."""
-    ring = Ring(2, 4, limit_pages * PAGE)
-    ring.release(_fill(ring))
-
-    assert len(_acquire_all(ring)) == expected
-    assert ring.acquire(1) is not None
+    assert len(_acquire_all(ring)) == expected == ring.num_slots(0)
+    assert (ring.acquire(num_workers - 1) is None) == (num_workers == 1)
 
 
 def test_the_largest_batch_so_far_decides_whether_another_slot_has_room() -> None:
@@ -127,9 +113,7 @@ def test_a_slot_is_lent_where_its_worker_may_have_another(limit_pages: int) -> N
     assert [other.number for other in ring.slots] == list(range(limit_pages))
 
 
-def test_a_slot_that_a_forked_child_may_see_comes_back_without_its_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slot_that_a_forked_child_may_see_loses_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker makes new memory for it."""
     ring = Ring(1, 2, 1 << 30)
     slot = _fill(ring)
@@ -144,11 +128,8 @@ def test_only_free_slots_are_given_up_where_batches_outgrow_the_limit() -> None:
     """The newest is with the caller: it stays, and so do those before it, whose numbers are their places."""
     ring = Ring(1, 2, 3 * PAGE)
     ring.release(_fill(ring))
-    for slot in _acquire_all(ring):
-        ring.fill(slot, private_memory(PAGE))
-        ring.release(slot)
+    _fill_all(ring, _acquire_all(ring))
     newest = _fill(ring, pages=4)
-    assert newest.memory is not None
     lease = newest.memory.lease()
     assert ring.lend(newest)
 
@@ -167,9 +148,7 @@ def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_
     ring = Ring(1, 4, num_slots * PAGE)
     ring.release(_fill(ring))
     oldest, *others = _acquire_all(ring)
-    for slot in others:
-        ring.fill(slot, private_memory(PAGE))
-        ring.release(slot)
+    _fill_all(ring, others)
     ring.fill(oldest, private_memory(2 * PAGE))
     ring.release(oldest)
     before = ring.slots
@@ -185,7 +164,6 @@ def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
     """Two slots fill the limit, and the caller drops the batch in the first one."""
     ring = Ring(1, 1, 2 * PAGE)
     first = _fill(ring)
-    assert first.memory is not None
     lease = first.memory.lease()
     assert ring.lend(first)
     second = ring.acquire(0)
@@ -209,16 +187,11 @@ def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
     kept = _fill(ring, 1)
     ring.forget(0)
 
-    assert ring.slots == [kept]
-    assert (ring.num_slots(0), ring.num_slots(1)) == (0, 1)
+    assert (ring.slots, ring.num_slots(0)) == ([kept], 0)
 
 
 class Transport(RuleBasedStateMachine):
-    """Workers that answer in order, a caller that holds and drops as it likes, and a tight ring.
-
-    Batches have sizes of their own, some none at all. With `shares` the dataset is iterable: a worker
-    that has given so many batches answers "ended" to all that it is still asked for.
-    """
+    """Workers answer in order with batches of any size, a caller holds and drops some; the ring is tight."""
 
     @initialize(
         num_workers=st.integers(1, 3),
@@ -230,7 +203,7 @@ class Transport(RuleBasedStateMachine):
         self.num_workers = num_workers
         self.in_flight = in_flight
         self.limit_bytes = pages * PAGE
-        self.shares = shares
+        self.shares = shares  # of an iterable dataset: how many batches each worker has
         self.ring = Ring(num_workers, in_flight, self.limit_bytes)
         self.schedule = Schedule(num_workers)
         self.waiting: list[tuple[int, int]] = []

@@ -22,14 +22,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+def forget() -> None:
+    for answer in (segment.why_unsupported, starting.why_no_processes):
+        answer.cache_clear()
+
+
 @pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
+def new_answers() -> Iterator[None]:
     """What the system answered is asked again in each test, and after it."""
-    for answer in (segment.why_unsupported, starting.why_no_processes):
-        answer.cache_clear()
+    forget()
     yield
-    for answer in (segment.why_unsupported, starting.why_no_processes):
-        answer.cache_clear()
+    forget()
 
 
 def refusing(number: int) -> Callable[..., Any]:
@@ -37,9 +40,6 @@ def refusing(number: int) -> Callable[..., Any]:
         raise OSError(number, os.strerror(number))
 
     return refuse
-
-
-# --- support ----------------------------------------------------------------------------------------------
 
 
 def test_a_refused_memfd_create_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,59 +54,30 @@ def test_a_refused_memfd_create_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("module", "call"), [(os, "pidfd_open"), (signal, "pidfd_send_signal"), (socket, "socketpair")]
 )
-def test_what_workers_alone_need_is_no_reason_against_memory(
-    module: Any, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_needs_less_than_workers(module: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches are shared all the same."""
     monkeypatch.setattr(module, call, refusing(38))
 
     assert segment.why_unsupported() is None
-    reason = (
-        "this system denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not implemented"
-    )
-    assert starting.why_no_processes() == reason
+    reason = "this system denies pidfd_open, pidfd_send_signal or socketpair: [Errno 38] Function not"
+    assert (starting.why_no_processes() or "").startswith(reason)
 
 
 @pytest.mark.parametrize(
     ("module", "call"), [(os, "memfd_create"), (os, "pidfd_open"), (socket, "socketpair")]
 )
-def test_a_process_without_descriptors_left_is_no_reason(
-    module: Any, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_descriptors_left_is_no_reason(module: Any, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process has used up now says nothing of the system."""
     monkeypatch.setattr(module, call, refusing(24))
 
     assert starting.why_no_processes() is None
 
 
-def test_the_system_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later questions cost nothing."""
-    real, calls = os.memfd_create, []
-    monkeypatch.setattr(os, "memfd_create", lambda *args: calls.append(args) or real(*args))
-    for _ in range(3):
-        assert segment.why_unsupported() is None
-        assert starting.why_no_processes() is None
-
-    assert len(calls) == 1
-
-
-# --- limits -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("limit", "allowed", "nbytes", "told"),
-    [
-        ("RLIMIT_FSIZE", 1 << 20, 2 << 20, r"size .* 2,097,152 bytes: .*RLIMIT_FSIZE is 1,048,576"),
-        ("RLIMIT_NOFILE", 3, 1, r"create .*Too many open files.*RLIMIT_NOFILE is 3"),
-    ],
-)
-def test_an_error_names_the_limit(limit: str, allowed: int, nbytes: int, told: str) -> None:
-    """That on the size of files counts anonymous memory too; that on descriptors is usually met first."""
-    with limited(getattr(resource, limit), allowed), pytest.raises(SegmentError, match=told):
-        Segment.create(nbytes)
-
-
-# --- descriptors of other processes -----------------------------------------------------------------------
+def test_an_error_names_the_limit() -> None:
+    """That on descriptors is usually met first; test_shared_list.py meets that on files."""
+    told = r"create .*Too many open files.*RLIMIT_NOFILE is 3"
+    with limited(resource.RLIMIT_NOFILE, 3), pytest.raises(SegmentError, match=told):
+        Segment.create(1)
 
 
 def any_segment(status: os.stat_result, link: str) -> bool:

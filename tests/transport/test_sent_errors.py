@@ -16,7 +16,7 @@ from tests.kit import datasets
 KINDS = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, fastload.FastloadError)
+    if isinstance(kind, type) and issubclass(kind, errors.FastloadError)
 ]
 WORKERS = [
     pytest.param({"multiprocessing_context": "fork"}, id="fork"),
@@ -25,9 +25,9 @@ WORKERS = [
 ]
 
 
-def made(kind: type[fastload.FastloadError]) -> Any:
+def made(kind: type[errors.FastloadError]) -> Any:
     """An error of this class with an attribute, a user's note, and the arguments of its constructor."""
-    arguments = ("a.jpg", "cut") if kind is fastload.errors.ImageReadError else ("it says why",)
+    arguments = ("a.jpg", "cut") if kind is errors.ImageReadError else ("it says why",)
     error = kind(*arguments)
     error.tries = 3  # type: ignore[attr-defined]
     error.add_note("a note of the user's")
@@ -57,47 +57,21 @@ def test_errors_of_fastload_arrive_as_themselves(options: dict[str, Any]) -> Non
         assert_alike(caught.value, made(kind))
 
 
-class DamagedClass(fastload.errors.CacheCorruptError):
+class DamagedClass(errors.CacheCorruptError):
     """An error of the user's that cannot be made again from what pickle has."""
 
     def __init__(self, path: str, line: int) -> None:
         super().__init__(f"{path}:{line}")
 
 
-def damaged(index: int) -> Any:
+def raises_it(index: int) -> Any:
     raise DamagedClass("a.bin", 7)
 
 
 def test_a_subclass_that_cannot_be_pickled_arrives_as_torch_has_it() -> None:
     """As a RuntimeError with the text."""
     with pytest.raises(RuntimeError, match=r"Caught DamagedClass(.|\n)*DamagedClass: a\.bin:7"):
-        list(fastload.DataLoader(datasets.Made(damaged), 1, num_workers=1))
-
-
-class RaisesInState(torch.utils.data.IterableDataset[int]):
-    """A stream whose state cannot be read."""
-
-    def __iter__(self) -> Any:
-        return iter(range(8))
-
-    def state_dict(self) -> Any:
-        raise fastload.errors.CacheBusyError("wait")
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("there is no state")
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_error_of_a_state_arrives_as_itself(num_workers: int) -> None:
-    """When the state of the loader is requested."""
-    loader = fastload.DataLoader(RaisesInState(), 2, num_workers=num_workers)
-    next(iter(loader))
-
-    with pytest.raises(fastload.errors.CacheBusyError, match="wait"):
-        loader.state_dict()
-
-
-# --- tracebacks ------------------------------------------------------------------------------------------
+        list(fastload.DataLoader(datasets.Made(raises_it), 1, num_workers=1))
 
 
 def halve(sample: Any) -> Any:
@@ -122,9 +96,7 @@ def told(transform: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("options", WORKERS[::2])
 @pytest.mark.parametrize("transform", [halve, fails_in_torch])
-def test_a_traceback_shows_the_frames_of_the_user_and_all_on_request(
-    transform: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_traceback_shows_the_frames_of_the_user(transform: Any, options: Any, monkeypatch: Any) -> None:
     """Not those of fastload before and of torch behind, unless FASTLOAD_DEBUG=1, as the text says."""
     text = told(transform, **options)
     monkeypatch.setenv("FASTLOAD_DEBUG", "1")
@@ -139,14 +111,11 @@ def test_a_traceback_shows_the_frames_of_the_user_and_all_on_request(
         assert "FASTLOAD_DEBUG=1 shows them" in hint.splitlines()[0], header
 
 
-def reads_nothing(index: int) -> Any:
-    return fastload.read_image("/nowhere/1.jpg")
-
-
 def test_an_error_of_fastload_says_where_the_user_called_it() -> None:
     """In a note, because its text is that without workers."""
-    with pytest.raises(fastload.errors.ImageReadError, match="No such file") as caught:
-        list(fastload.DataLoader(datasets.Made(reads_nothing), 1, num_workers=1))
+    dataset = datasets.Made(lambda _: fastload.read_image("/nowhere/1.jpg"))
+    with pytest.raises(errors.ImageReadError, match="No such file") as caught:
+        list(fastload.DataLoader(dataset, 1, num_workers=1))
 
     assert str(caught.value) == "cannot read the image '/nowhere/1.jpg': No such file or directory"
     note = caught.value.__notes__[0]

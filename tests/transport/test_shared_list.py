@@ -14,7 +14,7 @@ import resource
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -28,13 +28,14 @@ from fastload.errors import SegmentError
 from fastload.memory import segment, shared_list
 from fastload.memory.segment import Segment
 from fastload.system.logs import say_once
+from tests.kit import datasets
 from tests.kit.faults import limited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RECORDS = [{"path": f"train/{number}.jpg", "label": number % 7} for number in range(100)]
-LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
 
 leaves = st.none() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
 nests = st.recursive(
@@ -53,9 +54,6 @@ def count_maps(inode: int) -> int:
     """How often this process maps a segment."""
     with open("/proc/self/maps") as maps:
         return len(re.findall(rf" {inode} +/memfd:fastload-list", maps.read()))
-
-
-# --- a sequence -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -128,37 +126,24 @@ def test_records_may_lie_beyond_4_gib() -> None:
     assert shared_list._Records(memory).read(0) == "far"
 
 
-# --- making it --------------------------------------------------------------------------------------------
-
-
-class Counted:
-    """Knows how many of its kind there are."""
-
-    alive: ClassVar[weakref.WeakSet[Counted]] = weakref.WeakSet()
-
-    def __init__(self) -> None:
-        self.alive.add(self)
-
-    def __reduce__(self) -> Any:
-        return str, ()
-
-
 def test_items_are_read_one_at_a_time() -> None:
     """A million records need not be in memory together."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def read() -> Iterator[Counted]:
-        for _ in range(50):
-            yield Counted()
-            assert len(Counted.alive) <= 2
+    def read() -> Iterator[Any]:
+        for number in range(50):
+            box = datasets.Box(number)
+            alive.add(box)
+            yield box
+            assert len(alive) <= 2
 
-    assert list(SharedList(read())) == [""] * 50
+    assert [box.content for box in SharedList(read())] == list(range(50))
 
 
 def test_an_item_that_cannot_be_pickled_is_named() -> None:
     """Its position, what it is, and pickle's reason."""
-    with pytest.raises(
-        TypeError, match=r"item 1,234 cannot be pickled \(\w+: .*lambda.*\): \{'f': <function"
-    ):
+    told = r"item 1,234 cannot be pickled \(\w+: .*lambda.*\): \{'f': <function"
+    with pytest.raises(TypeError, match=told):
         SharedList([None] * 1234 + [{"f": lambda: None}])
 
 
@@ -174,9 +159,6 @@ def test_errors_of_the_iterable_and_of_memory() -> None:
     told = r"cannot grow a SharedList beyond 2,[\d,]+ bytes: .*RLIMIT_FSIZE is 3,145,728"
     with limited(resource.RLIMIT_FSIZE, 3 << 20), pytest.raises(SegmentError, match=told):
         SharedList(b"x" * (1 << 20) for _ in range(9))
-
-
-# --- sharing it -------------------------------------------------------------------------------------------
 
 
 class Records(torch.utils.data.Dataset[Any]):
@@ -195,22 +177,19 @@ class Records(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
-)
-@pytest.mark.parametrize("kind", LOADERS)
-def test_workers_map_the_memory_of_the_parent(kind: str, start_method: str) -> None:
+@pytest.mark.parametrize("start_method", METHODS)
+@pytest.mark.parametrize("loader", [torch.utils.data.DataLoader, fastload.DataLoader])
+def test_workers_map_the_memory_of_the_parent(loader: Any, start_method: str) -> None:
     """A list and its slices are one mapping in each worker, of one inode, with either loader."""
     dataset = Records()
-    loader = LOADERS[kind](dataset, 20, num_workers=2, multiprocessing_context=start_method)
     labels = [record["label"] for record in RECORDS[20:]]
 
-    batches = [torch.stack(batch).tolist() for batch in loader]
+    (batch,) = loader(dataset, 80, num_workers=1, multiprocessing_context=start_method)
 
-    assert [label for batch in batches for label in batch[0]] == labels
-    assert [label for batch in batches for label in batch[1]] == labels[::-1]
-    assert {inode for batch in batches for inode in batch[2]} == {inode_of(dataset.train)}
-    assert {count for batch in batches for count in batch[3]} == {1}
+    assert batch[0].tolist() == labels
+    assert batch[1].tolist() == labels[::-1]
+    assert set(batch[2].tolist()) == {inode_of(dataset.train)}
+    assert set(batch[3].tolist()) == {1}
 
 
 def answer(pipe: Any) -> None:
@@ -260,9 +239,7 @@ def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
     assert re.search("cannot attach the shared segment|no longer the segment", later)
 
 
-@pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize("start_method", METHODS)
 def test_a_process_keeps_the_memory_that_its_parent_gives_up(start_method: str) -> None:
     """The last holder frees it, whichever that is."""
     lists = [SharedList(RECORDS)]
@@ -295,13 +272,9 @@ def test_the_last_slice_frees_the_memory() -> None:
 def test_copies_share_the_memory() -> None:
     """Copies of a dataset, such as those that training frameworks make, cost nothing."""
     shared = SharedList(RECORDS)
-    copies = [copy.copy(shared), copy.deepcopy({"dataset": shared})["dataset"]]
-
-    assert [list(one) for one in copies] == [RECORDS] * 2
-    assert count_maps(inode_of(shared)) == 1
-
-
-# --- systems that refuse ----------------------------------------------------------------------------------
+    for one in (copy.copy(shared), copy.deepcopy({"dataset": shared})["dataset"]):
+        assert list(one) == RECORDS
+        assert count_maps(inode_of(shared)) == 1
 
 
 @pytest.fixture
@@ -311,8 +284,8 @@ def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def refuse(*_: Any) -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    segment.why_unsupported.cache_clear()
-    say_once.cache_clear()
+    for answer in (segment.why_unsupported, say_once):
+        answer.cache_clear()
     monkeypatch.setattr(os, "memfd_create", refuse)
     yield
     segment.why_unsupported.cache_clear()
@@ -320,9 +293,7 @@ def without_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_segments")
 @pytest.mark.parametrize("items", [RECORDS, []])
-def test_without_shared_memory_each_process_keeps_a_copy(
-    items: list[Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_shared_memory_there_are_copies(items: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     """All else is the same; the log has one line with the reason."""
     with caplog.at_level(logging.WARNING, logger="fastload"):
         shared, other = SharedList(items), SharedList(items)

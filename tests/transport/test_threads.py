@@ -1,11 +1,9 @@
-"""worker_type="thread": what differs from worker processes, and what each thread has a copy of.
-
-tests/parity has the batches of threads, tests/survival what callers hold, and test_exit.py how they end.
-"""
+"""worker_type="thread": what differs from worker processes, and what each thread has a copy of."""
 
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import functools
 import random
 import threading
@@ -20,7 +18,6 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.errors import LoaderClosedError
 from fastload.rng.pipelines import find_pipelines
 from fastload.workers.threads import copies_for_threads
 from tests.kit import datasets
@@ -28,42 +25,26 @@ from tests.rng.draws_zoo import Pictures
 from tests.rng.pipelines_zoo import Crops, crop
 
 
-def threads(dataset: Any, **options: Any) -> DataLoader:
-    return DataLoader(dataset, worker_type="thread", **{"batch_size": 4, "num_workers": 2, **options})
+def threads(dataset: Any, batch_size: int = 4, **options: Any) -> DataLoader:
+    return DataLoader(dataset, batch_size, worker_type="thread", **{"num_workers": 2} | options)
 
 
-class Squares:
-    """Sample i is i; says in which thread and in which epoch it was made."""
+class Squares(datasets.Made):
+    """Sample i says in which thread and in which epoch it was made."""
 
-    def __init__(self, length: int = 20) -> None:
-        self.length = length
-        self.epoch = -1
+    epoch = -1
 
-    def __len__(self) -> int:
-        return self.length
+    def __init__(self) -> None:
+        super().__init__(self.tell, 20)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> Any:
-        if index < 0:
-            raise KeyError(f"no sample {index}")
+    def tell(self, index: int) -> Any:
         info, theirs = fastload.get_worker_info(), torch_worker_info()
         assert info is not None
         told = [info.id, info.num_workers, info.method, None if theirs is None else theirs.id]
-        return {"index": index, "thread": threading.get_ident(), "epoch": self.epoch, "told": str(told)}
-
-
-class Gate(Squares):
-    """Waits at each sample until it is let through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Semaphore(1)
-
-    def __getitem__(self, index: int) -> Any:
-        self.gate.acquire()
-        return super().__getitem__(index)
+        return {"thread": threading.get_ident(), "epoch": self.epoch, "told": str(told)}
 
 
 class CroppedSquares(Squares):
@@ -72,12 +53,6 @@ class CroppedSquares(Squares):
     def __init__(self) -> None:
         super().__init__()
         self.transform = crop()
-
-
-def crop_image(sample: Any) -> Any:
-    image, label = sample
-    top = fastload.sample_rng().integers(32)
-    return image[top : top + 8, :8], label
 
 
 @pytest.mark.parametrize("kind", [Squares, CroppedSquares])
@@ -92,21 +67,12 @@ def test_batches_go_round_persistent_threads_that_hear_of_the_epoch(kind: Any) -
             assert told == [{f"[{worker}, 3, 'thread', None]"} for worker in (0, 1, 2, 0, 1)]
             assert {batch["epoch"][0].item() for batch in batches} == {epoch}
             seen.append({batch["thread"][0].item() for batch in batches})
-    (process,) = DataLoader(Squares(1), num_workers=1)
+    process = next(iter(DataLoader(Squares(), num_workers=1)))
 
     assert seen[0] == seen[1]
     assert len(seen[0] - {threading.get_ident()}) == 3
     assert process["told"] == ["[0, 1, 'process', 0]"]
     assert fastload.get_worker_info() is None
-
-
-def test_a_cache_is_filled_and_read() -> None:
-    """Many threads fill one cache, each sample once, and read it."""
-    dataset = CachedDataset(Pictures(64), transform=crop_image)
-    first, second = (list(threads(dataset, num_workers=4, rng="sample")) for _ in range(2))
-
-    assert dataset.cache_info().num_cached == 64
-    assert all(torch.equal(one[0], other[0]) for one, other in zip(first, second, strict=True))
 
 
 def test_generators_and_torchs_number_of_threads_stay() -> None:
@@ -117,27 +83,14 @@ def test_generators_and_torchs_number_of_threads_stay() -> None:
         torch.manual_seed(5), random.seed(5)
         state, called = random.getstate(), []
         list(threads(Crops(), worker_init_fn=fastload.seed_worker.then(called.append)))
-        seen = [torch.get_num_threads()]
-        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        other.start()
-        other.join()
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            seen = [torch.get_num_threads(), other.submit(torch.get_num_threads).result()]
     finally:
         torch.set_num_threads(before)
 
     assert random.getstate() == state
     assert sorted(called) == [0, 1]
     assert seen == [2, 2]
-
-
-def test_an_error_comes_at_its_batch_and_the_rest_follows() -> None:
-    """The dataset's own error is raised, with a note that names the batch; later batches come."""
-    iterator = iter(threads(Squares(), sampler=[0, 1, -3, 2, 3], batch_size=1))
-    next(iterator), next(iterator)
-
-    with pytest.raises(KeyError, match="no sample -3") as caught:
-        next(iterator)
-    assert caught.value.__notes__ == ["fastload: batch 2, worker 0, dataset index -3"]
-    assert [batch["index"].item() for batch in iterator] == [2, 3]
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
@@ -154,22 +107,21 @@ def test_what_ends_a_process_is_an_error_here(kind: type[BaseException]) -> None
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_timeout(num_before: int) -> None:
     """A batch that takes too long is torch's error, also the first, which is fetched alone."""
-    dataset = Gate()
-    for _ in range(4 * num_before):
-        dataset.gate.release()
+    gate = threading.Semaphore(4 * num_before)
+    dataset = datasets.Made(lambda index: gate.acquire() and index)
     iterator = iter(threads(dataset, num_workers=1, timeout=0.05))
     for _ in range(num_before):
         next(iterator)
 
     with pytest.raises(RuntimeError, match=r"timed out after 0\.05 seconds"):
         next(iterator)
-    dataset.gate.release(100)
+    gate.release(100)
 
 
 @pytest.mark.parametrize("num_batches", [4, 40])
 def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int) -> None:
     """What wakes the caller does not add up over an epoch in which the threads are always ahead."""
-    loader = threads(Squares(num_batches * 4), num_workers=1, prefetch_factor=num_batches)
+    loader = threads(datasets.Made(int, num_batches), 1, num_workers=1, prefetch_factor=num_batches)
     iterator: Any = iter(loader)
     worker = iterator._pool._workers[0]
     while not worker.tasks.empty():
@@ -179,38 +131,18 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
         assert worker.wakes._wakes.qsize() <= 2
 
 
-def test_closing_ends_the_threads_and_keeps_batches() -> None:
-    """After close() no thread is left, batches stay valid, and next() says why there is none."""
-    before = threading.active_count()
-    loader = threads(Squares())
-    iterator = iter(loader)
-    batch = next(iterator)
-    num_threads = threading.active_count() - before
-    loader.close()
-
-    assert (num_threads, threading.active_count()) == (2, before)
-    assert batch["index"].tolist() == [0, 1, 2, 3]
-    with pytest.raises(LoaderClosedError):
-        next(iterator)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"dataset": datasets.Stream()}, r"^worker_type=.thread. needs a map-style dataset, whose"),
         ({"in_order": False}, r"worker_type=\"thread\".*in_order=False"),
-        ({"worker_type": "fiber"}, "'fiber'"),
         ({"multiprocessing_context": "spawn"}, "multiprocessing_context"),
     ],
 )
 def test_what_does_not_go_together_is_named(options: dict[str, Any], named: str) -> None:
     """An iterable-style dataset has one iterator, and torch's own iterator knows no threads."""
-    usual = {"dataset": Squares(), "num_workers": 1, "worker_type": "thread"}
     with pytest.raises(ValueError, match=named):
-        iter(DataLoader(**usual | options))
-
-
-# --- copies of datasets for threads ----------------------------------------------------------------------
+        iter(threads(**{"dataset": range(4)} | options))
 
 
 def copy_for_thread(dataset: Any) -> Any:
@@ -296,10 +228,8 @@ def test_images_are_shared() -> None:
 def test_what_is_held_twice_stays_one() -> None:
     """A pipeline of two holders has one copy for both, and a dataset that holds itself one that does so."""
     pipeline = crop()
-    dataset = ConcatDataset(
-        [Held(pipeline).images, Subset(Held(pipeline), [0]), Subset(Held([pipeline]), [0])]
-    )
-    _, second, third = copy_for_thread(dataset).datasets
+    dataset = ConcatDataset([Subset(Held(part), [0]) for part in (pipeline, [pipeline])])
+    second, third = copy_for_thread(dataset).datasets
     circle: Any = Held(crop())
     circle.images = {"owner": circle}
     copied = copy_for_thread(circle)
@@ -310,15 +240,14 @@ def test_what_is_held_twice_stays_one() -> None:
     assert copied.value is not circle.value
 
 
-def _by_closure(pipeline: Any) -> Any:
-    return Held(lambda image: pipeline(image=image))
+HELD_FOR_ALL: list[Any] = [
+    lambda pipeline: Held(lambda image: pipeline(image=image)),
+    lambda pipeline: type("Owner", (Held,), {"transform": pipeline})(None),
+    lambda pipeline: Held({pipeline}),
+]
 
 
-def _by_class(pipeline: Any) -> Any:
-    return type("Owner", (Held,), {"transform": pipeline})(None)
-
-
-@pytest.mark.parametrize("hold", [_by_closure, _by_class, lambda p: Held({p})])
+@pytest.mark.parametrize("hold", HELD_FOR_ALL, ids=["function", "class", "set"])
 def test_what_cannot_be_replaced_is_refused(hold: Any) -> None:
     """A pipeline of a function, a class or a set is one for all threads: the error says where it is."""
     with pytest.raises(ValueError, match=r"(?s)held by .*attribute of the dataset"):
