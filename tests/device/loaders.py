@@ -68,8 +68,6 @@ class Loader:
         self.length = length
         self.make = make
         self.num_pulled = 0
-        self.epoch = -1
-        self.dataset = ["the dataset"]
 
     def __len__(self) -> int:
         return self.length
@@ -78,26 +76,6 @@ class Loader:
         for number in range(self.length):
             self.num_pulled += 1
             yield self.make(number)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-class Stumbles:
-    """Raises in the place of some batches and can go on."""
-
-    def __init__(self, length: int, errors: dict[int, BaseException]) -> None:
-        self.numbers = iter(range(length))
-        self.errors = errors
-
-    def __iter__(self) -> Stumbles:
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        number = next(self.numbers)
-        if number in self.errors:
-            raise self.errors[number]
-        return batch(number)
 
 
 class Consumer:
