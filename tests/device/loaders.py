@@ -12,7 +12,6 @@ from fastload.device.prefetch import DevicePrefetcher
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from fastload.device.cuda import Backend
     from tests.device.fake import FakeBackend
 
 SHORT_CYCLES = 200_000
@@ -22,7 +21,7 @@ def batch(number: int) -> torch.Tensor:
     return torch.full((2, 3), number, dtype=torch.int32)
 
 
-def on(fake: Backend, loader: Iterable[Any], depth: int = 2) -> DevicePrefetcher[Any]:
+def on(fake: Any, loader: Iterable[Any], depth: int = 2) -> DevicePrefetcher[Any]:
     prefetcher = DevicePrefetcher(loader, device="cpu", depth=depth)
     prefetcher._backend = fake
     return prefetcher
