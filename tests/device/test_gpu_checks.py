@@ -7,10 +7,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 if TYPE_CHECKING:
+    import pytest
+
     from tests.kit.processes import Interpreter
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
