@@ -388,7 +388,6 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
         (normalize, some_images(2, 3, 4, 3), ValueError, 'layout="HWC" or layout="CHW"'),
         (normalize, some_images(2, 5, 6, 4), ValueError, "3 channels and layout='auto' it fits neither"),
         (laid("HWC"), some_images(2, 3, 6, 4), ValueError, "3 channels and layout='HWC' it fits neither"),
-        (laid("CHW"), some_images(2, 5, 6, 3), ValueError, "3 channels and layout='CHW' it fits neither"),
         *((each, some_images(5, 6, 3), ValueError, BHWC) for each in (normalize, crop, flip)),
         *((each, some_images(2, 3, 6, 4), ValueError, r"at \$, .* it fits HWC and") for each in (crop, flip)),
         *((each, some_images(2, 5, 6, 7), ValueError, OTHER_CHANNELS) for each in (crop, flip)),
@@ -397,7 +396,6 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
         (keyed("pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
         (keyed(3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
         (normalize, (), ValueError, "key=0, but the batch is a sequence of 0"),
-        (keyed("image"), (IMAGES,), ValueError, "key='image', but the batch is a sequence of 1"),
         (keyed("image"), IMAGES, ValueError, "the batch is a tensor"),
         (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at \$\[0\], but got str"),
         (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at \$\['image'\], .*float32"),
@@ -423,16 +421,10 @@ PIXELS = {"mean": MEAN, "std": STD}
 @pytest.mark.parametrize(
     ("make", "arguments", "error", "message"),
     [
-        (
-            Normalize,
-            {"mean": (0.5,), "std": STD},
-            ValueError,
-            "one value per channel, but got 1 and 3 values",
-        ),
+        (Normalize, {"mean": (0.5,), "std": STD}, ValueError, "per channel, but got 1 and 3 values"),
         (Normalize, {"mean": (0.5,), "std": (0.0,)}, ValueError, r"should be above zero, but got \(0.0,\)"),
         (Normalize, {"mean": (0.5,), "std": (float("nan"),)}, ValueError, "should be above zero, .*nan"),
         (Normalize, {"mean": (float("inf"),), "std": (1.0,)}, ValueError, "mean / std should be finite"),
-        (Normalize, {"mean": (0.5,), "std": "1"}, TypeError, "std should be a sequence of numbers.* got str"),
         (Normalize, {"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numb"),
         (Normalize, {"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numb"),
         (Normalize, PIXELS | {"max_pixel_value": 0}, ValueError, "above zero, but got .* and 0$"),
