@@ -22,7 +22,7 @@ from fastload.images import jpeg
 from fastload.images.decode import _opened, _read, decode, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.images.jpeg import decode_jpeg, parse_jpeg
-from tests.images.test_encoded import KINDS, OTHERS, image_file
+from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
 from tests.images.test_tiles import GREY, SAMPLINGS, tiled_file
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
-ORIENTATION = 0x0112
 
 
 def scene(height: int = 48, width: int = 64) -> np.ndarray:
@@ -141,12 +140,12 @@ def test_every_kind_of_file_gives_its_colours(tmp_path: Path, name: str) -> None
 
 
 def turned(picture: np.ndarray, suffix: str, orientation: int) -> bytes:
-    exif = Image.Exif()
-    exif[ORIENTATION] = orientation
-    return saved(picture, suffix, exif=exif, **({"lossless": True} if suffix == "webp" else {}))
+    return saved(
+        picture, suffix, exif=exif_of(orientation), **({"lossless": True} if suffix == "webp" else {})
+    )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sides=st.tuples(st.integers(40, 400), st.integers(40, 400)),
     suffix=st.sampled_from(["jpg", "png", "webp", "tif"]),

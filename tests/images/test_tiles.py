@@ -25,6 +25,7 @@ from fastload.images.regions import decode_region
 from fastload.images.restarts import INTERVALS, add_restarts
 from fastload.images.tiled_folder import files_to_tile, tile_file, tile_files, tile_jpeg
 from fastload.images.tiles import cut_jpeg
+from tests.images.test_encoded import exif_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,9 +45,7 @@ def tiled_file(height: int, width: int, interval: int, sampling: int = 0x221111,
 
 def turned_file(content: bytes, orientation: int) -> bytes:
     """The same JPEG with an EXIF orientation."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    tag = exif.tobytes()
+    tag = exif_of(orientation).tobytes()
     return content[:2] + b"\xff\xe1" + (len(tag) + 2).to_bytes(2, "big") + tag + content[2:]
 
 
@@ -275,9 +274,7 @@ def test_the_result_can_be_cut_and_stays() -> None:
 
 def test_other_segments_stay() -> None:
     """EXIF, an ICC profile, a comment, and bytes behind the picture are those of the original."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    options: dict[str, Any] = {"exif": exif, "icc_profile": b"profile" * 50, "comment": b"a comment"}
+    options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
     content = saved(**options) + b"of the camera"
 
     new = add_restarts(content)
