@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -84,10 +85,8 @@ def test_tiles_have_the_pixels_of_the_whole_picture(
         mock.patch.object(jpeg, "_decoder", return_value=found),
         mock.patch.object(regions, "_codec", return_value=codec),
     ):
-        image, whole = (
-            EncodedImage(turned_file(content, orientation)),
-            turned(decode(content, "x"), orientation),
-        )
+        image = EncodedImage(turned_file(content, orientation))
+        whole = turned(decode(content, "x"), orientation)
         for _ in range(4):
             box = x_min, y_min, x_max, y_max = draw_box(data, *whole.shape[:2])
             np.testing.assert_array_equal(image.decode(box), whole[y_min:y_max, x_min:x_max])
@@ -119,12 +118,7 @@ def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float)
 
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None)
-@given(
-    content=files(),
-    orientation=st.integers(1, 8),
-    scale=st.sampled_from([2, 4, 8]),
-    data=st.data(),
-)
+@given(content=files(), orientation=st.integers(1, 8), scale=st.sampled_from([2, 4, 8]), data=st.data())
 def test_reduced_tiles_are_those_of_the_reduced_picture(
     content: bytes, orientation: int, scale: int, data: st.DataObject
 ) -> None:
@@ -153,11 +147,7 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
     damaged = bytearray(content)
     scan = content.index(b"\xff\xda")
     for _ in range(data.draw(st.integers(1, 3))):
-        places = [
-            at
-            for at in range(scan, len(damaged) - 1)
-            if damaged[at] == 255 and damaged[at + 1] & 0xF8 == 0xD0
-        ]
+        places = [match.start() for match in re.finditer(rb"\xff[\xd0-\xd7]", damaged[scan:])]
         start = data.draw(st.integers(scan, len(damaged)))
         kind = data.draw(st.sampled_from(["bytes", "header", "interval", "marker", "tile"]))
         if kind == "bytes":
@@ -170,8 +160,8 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
             damaged[start:start] = bytes([0xFF, data.draw(st.integers(0xD0, 0xD9))])
         elif len(places) > 1:
             number = data.draw(st.integers(0, len(places) - 2))
-            tile = damaged[places[number] : places[number + 1]]
-            damaged[places[number] : places[number + 1]] = tile * data.draw(st.sampled_from([0, 2]))
+            tile = slice(scan + places[number], scan + places[number + 1])
+            damaged[tile] = damaged[tile] * data.draw(st.sampled_from([0, 2]))
     try:
         whole = decode(bytes(damaged), "x")
     except ImageReadError:
@@ -188,20 +178,18 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
             assert whole.size == 0
 
 
-def without(content: bytes, marker: int) -> bytes:
-    at = content.index(bytes([0xFF, marker]), content.index(b"\xff\xda"))
-    return content[:at] + content[at + 2 :]
-
-
-def cmyk() -> bytes:
+def saved(mode: str = "RGB", **options: Any) -> bytes:
+    """A smooth picture, as Pillow saves it."""
+    y, x = np.mgrid[:96, :128]
+    waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
     file = io.BytesIO()
-    Image.new("CMYK", (64, 64)).save(file, "jpeg", restart_marker_blocks=2)
+    Image.fromarray((127 + 100 * waves).astype(np.uint8)).convert(mode).save(file, "jpeg", **options)
     return file.getvalue()
 
 
 TILED = tiled_file(64, 64, 2)
 UNCUT = {
-    "missing": without(TILED, 0xD1),
+    "missing": TILED.replace(b"\xff\xd1", b"", 1),
     "out of order": TILED.replace(b"\xff\xd2", b"\xff\xd3", 1),
     "too many": TILED.replace(b"\xff\xd2", b"\xff\xd2\xff\xd3", 1),
     "filled": TILED.replace(b"\xff\xd2", b"\xff\xff\xd2", 1),
@@ -210,7 +198,7 @@ UNCUT = {
     "a false interval": TILED.replace(b"\xff\xdd\x00\x04\x00\x02", b"\xff\xdd\x00\x04\x00\x03"),
     "without markers": tiled_file(64, 64, 0),
     "progressive": tiled_file(64, 64, 2, 0x221111, cv2.IMWRITE_JPEG_PROGRESSIVE, 1),
-    "CMYK": cmyk(),
+    "CMYK": saved("CMYK", restart_marker_blocks=2),
     "no picture": b"not a picture",
 }
 
@@ -225,15 +213,6 @@ def test_other_files_are_not_cut(name: str) -> None:
 
 
 # --- adding markers ---------------------------------------------------------------------------------------
-
-
-def saved(mode: str = "RGB", **options: Any) -> bytes:
-    """A smooth picture, as Pillow saves it."""
-    y, x = np.mgrid[:96, :128]
-    waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
-    file = io.BytesIO()
-    Image.fromarray((127 + 100 * waves).astype(np.uint8)).convert(mode).save(file, "jpeg", **options)
-    return file.getvalue()
 
 
 @pytest.mark.slow
@@ -262,28 +241,22 @@ def test_the_pixels_stay(
     assert header.num_mcus[0] % header.restart_interval == 0
 
 
-def test_the_result_can_be_cut_and_stays() -> None:
-    """A region of the new file needs a part of it; a second run returns the file itself."""
-    content = saved()
+def test_the_result_can_be_cut_and_keeps_other_segments() -> None:
+    """A region needs a part of it. EXIF, a profile, a comment, and bytes behind the picture stay.
+
+    A second run returns the file itself.
+    """
+    options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
+    content = saved(**options) + b"of the camera"
+
     new = add_restarts(content)
     assert cut_jpeg(content, (0, 0, 8, 8)) is None
     assert cut_jpeg(new, (0, 0, 8, 8)) is not None
     assert len(new) < 1.1 * len(content)
     assert add_restarts(new) is new
-
-
-def test_other_segments_stay() -> None:
-    """EXIF, an ICC profile, a comment, and bytes behind the picture are those of the original."""
-    options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
-    content = saved(**options) + b"of the camera"
-
-    new = add_restarts(content)
     assert new.endswith(b"\xff\xd9of the camera")
-    before, after = (Image.open(io.BytesIO(file)) for file in (content, new))
-    assert {
-        name: before.info[name] for name in ("exif", "icc_profile", "comment")
-    }.items() <= after.info.items()
-    np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
+    before, after = (Image.open(io.BytesIO(file)).info for file in (content, new))
+    assert {name: before[name] for name in ("exif", "icc_profile", "comment")}.items() <= after.items()
 
 
 @pytest.mark.slow
@@ -314,11 +287,7 @@ def too_many_codes() -> bytes:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (saved(progressive=True), "only non-progressive JPEGs"),
-        (saved("CMYK"), "only non-progressive JPEGs"),
-        (b"", "only non-progressive JPEGs"),
-        (b"\xff\xd8", "only non-progressive JPEGs"),
-        (b"a text", "only non-progressive JPEGs"),
+        *((content, "only non-progressive JPEGs") for content in (saved("CMYK"), b"\xff\xd8", b"a text")),
         (too_many_codes(), "damaged"),
     ],
 )
@@ -417,7 +386,6 @@ def test_the_command_says_what_became_of_the_files(photos: Path, tmp_path: Path)
     words = ["images", "tile", str(photos), str(tmp_path / "new"), "--workers", "0"]
     done = CliRunner().invoke(main.app, words)
     assert done.exit_code == 0, done.output
-    assert "2 JPEGs with tiles" in done.output
-    assert "3 files copied" in done.output
-    assert "progressive.jpg was copied: " in done.output
+    for text in ("2 JPEGs with tiles", "3 files copied", "progressive.jpg was copied: "):
+        assert text in done.output
     assert '"num_files": 0' in CliRunner().invoke(main.app, [*words, "--json"]).output
