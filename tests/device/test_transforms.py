@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
 import random
@@ -326,20 +327,9 @@ def test_boxes_are_those_of_albumentations(
 # --- where the images are ---------------------------------------------------------------------------------
 
 
-def keyed(key: Any) -> Normalize:
-    return Normalize(MEAN, STD, key=key)
-
-
-def laid(layout: Any) -> Normalize:
-    return Normalize(MEAN, STD, layout=layout)
-
-
-def by_crop(key: Any) -> RandomResizedCrop:
-    return RandomResizedCrop((4, 5), key=key)
-
-
-def by_flip(key: Any) -> RandomHorizontalFlip:
-    return RandomHorizontalFlip(1.0, key=key)
+normalized = functools.partial(Normalize, MEAN, STD)
+cropped = functools.partial(RandomResizedCrop, (4, 5))
+mirrored = functools.partial(RandomHorizontalFlip, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -353,13 +343,13 @@ def by_flip(key: Any) -> RandomHorizontalFlip:
         ((LABELS, IMAGES), -1, 1),
     ],
 )
-@pytest.mark.parametrize("make", [keyed, by_crop, by_flip])
+@pytest.mark.parametrize("make", [normalized, cropped, mirrored])
 def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make: Any) -> None:
     """The container keeps its type, the images change, and every other part is the same object."""
     with same_draws():
-        expected = make(None)(IMAGES)
+        expected = make()(IMAGES)
     with same_draws():
-        result = make(key)(batch)
+        result = make(key=key)(batch)
     parts = list(batch) if isinstance(batch, dict) else range(len(batch))
     assert type(result) is type(batch)
     assert torch.equal(result[where], expected)
@@ -387,16 +377,21 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
     [
         (normalize, some_images(2, 3, 4, 3), ValueError, 'layout="HWC" or layout="CHW"'),
         (normalize, some_images(2, 5, 6, 4), ValueError, "3 channels and layout='auto' it fits neither"),
-        (laid("HWC"), some_images(2, 3, 6, 4), ValueError, "3 channels and layout='HWC' it fits neither"),
+        (
+            normalized(layout="HWC"),
+            some_images(2, 3, 6, 4),
+            ValueError,
+            "3 channels and layout='HWC' it fits neither",
+        ),
         *((each, some_images(5, 6, 3), ValueError, BHWC) for each in (normalize, crop, flip)),
         *((each, some_images(2, 3, 6, 4), ValueError, r"at \$, .* it fits HWC and") for each in (crop, flip)),
         *((each, some_images(2, 5, 6, 7), ValueError, OTHER_CHANNELS) for each in (crop, flip)),
         (normalize, {"label": LABELS}, ValueError, r"in a mapping, but got the keys \['label'\]"),
         (normalize, {"image": IMAGES, "images": IMAGES}, ValueError, KEYS),
-        (keyed("pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
-        (keyed(3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
+        (normalized(key="pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
+        (normalized(key=3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
         (normalize, (), ValueError, "key=0, but the batch is a sequence of 0"),
-        (keyed("image"), IMAGES, ValueError, "the batch is a tensor"),
+        (normalized(key="image"), IMAGES, ValueError, "the batch is a tensor"),
         (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at \$\[0\], but got str"),
         (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at \$\['image'\], .*float32"),
         (normalize, b"bytes", TypeError, r"a uint8 tensor at \$, but got bytes"),
