@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -33,27 +32,12 @@ HOST_POISON = 0xA5
 DEVICE_POISON = 0x5A
 
 
-class Mapped:
-    """Registered host memory: what a copy finds there is what is there when it runs."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.address = address
-        self.num_bytes = num_bytes
-
-    @property
-    def bytes(self) -> bytes:
-        return ctypes.string_at(self.address, self.num_bytes)
-
-
 class FakeStream:
     """Work in order: ("copy", ...), ("read", ...), ("record", event) or ("wait", event)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: collections.deque[tuple[Any, ...]] = collections.deque()
-
-    def __repr__(self) -> str:
-        return f"<stream {self.name}>"
 
 
 class FakeEvent:
@@ -63,10 +47,12 @@ class FakeEvent:
 
 
 class Memory:
-    """A piece of host or device memory; outlives the tensors over it."""
+    """Host or device memory that outlives the tensors over it; registered memory has an address."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = bytearray(num_bytes)
+    def __init__(self, num_bytes: int, address: int | None = None) -> None:
+        self.address = address
+        mapped = None if address is None else (ctypes.c_ubyte * num_bytes).from_address(address)
+        self.bytes: Any = bytearray(num_bytes) if mapped is None else mapped
 
 
 class Block:
@@ -112,13 +98,13 @@ class FakeBackend:
         return self.pinned(tensor)
 
     def copy(self, pinned: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        source: Any = self._pinned.get(_address(pinned))
+        source = self._pinned.get(_address(pinned))
         if source is None and self._is_registered(pinned):
             self.num_read_in_place += 1
-            source = Mapped(pinned.data_ptr(), pinned.numel() * pinned.element_size())
+            source = Memory(pinned.nbytes, pinned.data_ptr())
         if source is None:
             self.violations.append("copy from memory that is not pinned")
-            source = Memory(pinned.numel() * pinned.element_size())
+            source = Memory(pinned.nbytes)
         self.num_copies += 1
         block = Block(self._allocate(len(source.bytes)))
         tensor = _tensor_over(block.memory, pinned, lambda: self._free_block(block))
@@ -179,10 +165,9 @@ class FakeBackend:
         nbytes = self.registered.pop(address, 0)
         if not nbytes:
             self.violations.append("memory was unregistered that is not registered")
-        for stream in self.streams:
-            for kind, *rest in stream.queue:
-                if kind == "copy" and isinstance(rest[0], Mapped) and 0 <= rest[0].address - address < nbytes:
-                    self.violations.append("memory was unregistered before the copy from it had run")
+        read = [work[1].address for stream in self.streams for work in stream.queue if work[0] == "copy"]
+        if any(start is not None and 0 <= start - address < nbytes for start in read):
+            self.violations.append("memory was unregistered before the copy from it had run")
         self.log.append("unregister")
         return ""
 
@@ -190,7 +175,7 @@ class FakeBackend:
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         """A pinned copy of ``like``, finished on return; its death is watched."""
-        memory = Memory(like.numel() * like.element_size())
+        memory = Memory(like.nbytes)
         tensor = _tensor_over(memory, like, lambda: self._free_host(memory))
         self._pinned[_address(tensor)] = memory
         tensor.copy_(like)
@@ -290,7 +275,7 @@ class FakeBackend:
     def _advance_to(self, stream: FakeStream) -> None:
         """Run one piece of ``stream``'s work, and before it what that waits for."""
         if not self.advance(stream):
-            (kind, event), *_ = itertools.islice(stream.queue, 1)
+            kind, event = stream.queue[0]
             assert kind == "wait"
             self._advance_to(event.stream)
 

@@ -90,8 +90,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
-def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
-    cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+def test_auto_is_cuda_or_says_once(
+    cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     """An index stays. Without CUDA batches stay on the CPU, and are transformed there.
 
@@ -128,8 +128,8 @@ def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
         ("xpu:0", {}, "xpu:0.*no accelerator here.*auto"),
     ],
 )
-def test_a_device_by_name_that_is_not_there_raises(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, device: Any, found: dict[str, Any], message: str
+def test_a_missing_device_is_named(
+    cuda: Any, monkeypatch: Any, device: Any, found: dict[str, Any], message: str
 ) -> None:
     """What hides it, the build of torch or the devices that are there; iter() says so and starts nothing."""
     if found:
@@ -194,9 +194,7 @@ def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_moves_and_transforms_each_batch_when_asked(
-    num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
     moved: list[str] = []
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_checks_without_a_device_and_checks_that_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Status 2 and one line, older results stay; an error's text is written down, and the next check runs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("OUT", str(tmp_path))

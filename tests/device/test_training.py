@@ -63,9 +63,7 @@ def free_nothing() -> None:
 @mock.patch.object(oom, "_free_cached_memory", free_nothing)
 @given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
 @example(num_samples=8, fits=1, min_size=2)
-def test_every_sample_is_in_one_part_that_fits_or_the_error_comes_out(
-    num_samples: int, fits: int, min_size: int
-) -> None:
+def test_every_sample_is_in_one_part(num_samples: int, fits: int, min_size: int) -> None:
     """Parts are halved, even, in order, no smaller than min_size, and their weights add up to 1.
 
     Each call starts from the whole batch; at min_size torch's own error comes out, with a note of the sizes.
@@ -432,9 +430,7 @@ def test_devices_with_a_context_are_read_and_others_left_alone(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("is_built", "note"), [(False, "built without"), (True, "no context yet")])
-def test_without_a_context_the_report_says_so(
-    monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str
-) -> None:
+def test_a_report_without_a_context(monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str) -> None:
     """No devices, and the reason. The driver is not asked: is_available can break a later fork."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -530,9 +526,7 @@ SWITCHES = st.sampled_from([None, True, False])
 @pytest.mark.usefixtures("defaults")
 @pytest.mark.slow
 @given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
-def test_everything_reads_the_same_afterwards(
-    steps: list[str], tf32: bool | None, benchmark: bool | None
-) -> None:
+def test_switches_are_put_back(steps: list[str], tf32: bool | None, benchmark: bool | None) -> None:
     """Whatever was set before is there again after the block, which may raise; None leaves a switch alone.
 
     Inside, products and convolutions use TF32, or do not. Where torch's function for precisions was used, the
@@ -560,19 +554,18 @@ def test_everything_reads_the_same_afterwards(
 @pytest.mark.usefixtures("defaults")
 def test_a_torch_without_fields_is_served_by_the_older_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before torch 2.9 there is nothing else to set, and what is set is put back."""
-    older_torch = SimpleNamespace(
-        backends=SimpleNamespace(cudnn=torch.backends.cudnn),
-        get_float32_matmul_precision=torch.get_float32_matmul_precision,
-        set_float32_matmul_precision=torch.set_float32_matmul_precision,
-    )
+    names = ("get_float32_matmul_precision", "set_float32_matmul_precision")
+    cudnn = SimpleNamespace(cudnn=torch.backends.cudnn)
+    older_torch = SimpleNamespace(backends=cudnn, **{name: getattr(torch, name) for name in names})
     monkeypatch.setattr(backends, "torch", older_torch)
-    older = ("matmul allow", "cudnn allow", "matmul precision")
-    before = state()
+
+    def older() -> list[Any]:
+        return [state()[name] for name in ("matmul allow", "cudnn allow", "matmul precision")]
+
+    before = older()
     with tune_backends(tf32=True):
-        inside = state()
-    after = state()
-    assert [inside[name] for name in older] == [True, True, "high"]
-    assert [after[name] for name in older] == [before[name] for name in older]
+        assert older() == [True, True, "high"]
+    assert older() == before
 
 
 @pytest.mark.usefixtures("defaults")

@@ -83,9 +83,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     is_contiguous=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_normalised_values_are_those_of_the_formula(
-    arguments: dict[str, Any], sizes: tuple[int, int, int], is_contiguous: bool, seed: int
-) -> None:
+def test_normalised_values(arguments: Any, sizes: Any, is_contiguous: bool, seed: int) -> None:
     """Rounded to the dtype, for any channels, strides, dtype and format; without one, the input's stays."""
     batch, height, width = sizes
     num_channels = len(arguments["mean"])
@@ -301,9 +299,7 @@ ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25
     ratio=ratios,
     streams=streams,
 )
-def test_boxes_are_those_of_albumentations(
-    image_size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float], streams: BatchStreams
-) -> None:
+def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchStreams) -> None:
     """The same uniform draws give the same boxes, in the image; after ten failures the central one."""
     uniforms = streams.uniforms(20, NUM_DRAWS)
     boxes = draw_boxes(uniforms, image_size, scale, ratio)
@@ -400,9 +396,7 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
         (crop, some_images(2, 0, 6, 3), ValueError, r"with pixels, but got the shape \(2, 0, 6, 3\)"),
     ],
 )
-def test_a_batch_without_images_in_their_place_is_refused(
-    transform: Any, batch: Any, error: type[Exception], message: str
-) -> None:
+def test_other_batches_are_refused(transform: Any, batch: Any, error: type[Exception], message: str) -> None:
     """The error says where images were looked for, what was expected, and what was there."""
     with pytest.raises(error, match=message) as caught:
         transform(batch)
@@ -437,9 +431,7 @@ PIXELS = {"mean": MEAN, "std": STD}
         (RandomHorizontalFlip, {"layout": "NCHW"}, ValueError, "layout should be one of auto, HWC, CHW"),
     ],
 )
-def test_arguments_out_of_their_range_are_refused(
-    make: Any, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_other_arguments_are_refused(make: Any, arguments: Any, error: type[Exception], message: str) -> None:
     """When the module is made; the error names the argument, what was expected, and what came."""
     with pytest.raises(error, match=message):
         make(**arguments)

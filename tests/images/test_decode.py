@@ -154,9 +154,7 @@ def turned(picture: np.ndarray, suffix: str, orientation: int) -> bytes:
 )
 @example(sides=(111, 1599), suffix="jpg", orientation=1, size=7)  # is decoded at an eighth, rounded
 @example(sides=(97, 131), suffix="png", orientation=6, size=(333, 500))
-def test_a_picture_is_turned_and_has_the_size_that_is_asked_for(
-    tmp_path: Path, sides: tuple[int, int], suffix: str, orientation: int, size: Any
-) -> None:
+def test_orientation_and_size(tmp_path: Path, sides: Any, suffix: str, orientation: int, size: Any) -> None:
     """Turned once, as Pillow turns it by its EXIF tag; formats without loss keep every pixel.
 
     An int is the shorter side, with the aspect of the whole file rounded down; a pair is kept exactly. A JPEG
@@ -224,9 +222,7 @@ def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, .
 @pytest.mark.parametrize("interval", [0, 3])
 @pytest.mark.parametrize("is_progressive", [0, 1])
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
-def test_opencv_decodes_ordinary_files_to_pillows_pixels(
-    sampling: int, is_progressive: int, interval: int
-) -> None:
+def test_opencv_gives_pillows_pixels(sampling: int, is_progressive: int, interval: int) -> None:
     """Every sampling, sequential or progressive, with and without restart markers."""
     content = tiled_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
     header = parse_jpeg(content)
@@ -247,9 +243,7 @@ def test_opencv_decodes_ordinary_files_to_pillows_pixels(
     doubled=st.sampled_from([None, b"\xff\xc0", b"\xff\xc4", b"\xff\xe0", b"\xff\xe1"]),
     data=st.data(),
 )
-def test_a_damaged_file_has_pillows_outcome(
-    kind: str, orientation: int, doubled: bytes | None, data: st.DataObject
-) -> None:
+def test_damage_has_pillows_outcome(kind: str, orientation: int, doubled: Any, data: st.DataObject) -> None:
     """Bytes changed, removed or put in, segments doubled: Pillow's pixels or error; headers say its size."""
     content = bytearray(image_file(kind, orientation=orientation))
     scan = content.index(b"\xff\xda")
@@ -320,9 +314,7 @@ def bomb() -> bytes:
         ("ints.tif", saved(np.ones((4, 4), np.int32), "tif"), "scale them to 8 bits"),
     ],
 )
-def test_a_bad_file_is_an_error_with_its_path(
-    tmp_path: Path, name: str, content: bytes | None, reason: str
-) -> None:
+def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: str) -> None:
     """It says what is wrong, crosses a process border, and an EncodedImage raises the same."""
     path = tmp_path / name
     if content is not None:

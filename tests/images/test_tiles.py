@@ -75,9 +75,7 @@ def assert_is_part(content: bytes, box: tuple[int, int, int, int], whole: np.nda
 @pytest.mark.parametrize("decoder", ["OpenCV", "Pillow", "nvImageCodec"])
 @settings(max_examples=120, deadline=None)
 @given(content=files(), orientation=st.integers(1, 8), data=st.data())
-def test_tiles_have_the_pixels_of_the_whole_picture(
-    decoder: str, content: bytes, orientation: int, data: st.DataObject
-) -> None:
+def test_tiles_are_parts(decoder: str, content: bytes, orientation: int, data: Any) -> None:
     """Regions of a cut file are parts of the whole as a viewer shows it, whichever decoder is there."""
     found = None if decoder == "Pillow" else jpeg._decoder()
     codec = regions._codec() if decoder == "nvImageCodec" else None
@@ -119,9 +117,7 @@ def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float)
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(content=files(), orientation=st.integers(1, 8), scale=st.sampled_from([2, 4, 8]), data=st.data())
-def test_reduced_tiles_are_those_of_the_reduced_picture(
-    content: bytes, orientation: int, scale: int, data: st.DataObject
-) -> None:
+def test_reduced_tiles(content: bytes, orientation: int, scale: int, data: Any) -> None:
     """With decode="fast", a cut file gives the pixels and the box that the reduced whole picture gives."""
     content = turned_file(content, orientation)
     image = EncodedImage(content)
@@ -223,13 +219,13 @@ def test_other_files_are_not_cut(name: str) -> None:
     interval=st.sampled_from([0, 1, 5, 9, 40]),
     sampling=st.sampled_from([*SAMPLINGS, GREY]),
     quality=st.sampled_from([5, 75, 100]),
-    is_optimized=st.booleans(),
+    optimized=st.booleans(),
 )
 def test_the_pixels_stay(
-    height: int, width: int, interval: int, sampling: int, quality: int, is_optimized: bool
+    height: int, width: int, interval: int, sampling: int, quality: int, optimized: bool
 ) -> None:
     """All samplings and sizes, own Huffman tables, and files with markers at other places."""
-    options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(is_optimized)]
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimized)]
     content = tiled_file(height, width, interval, sampling, *options)
 
     new = add_restarts(content)
