@@ -51,10 +51,7 @@ def doubled(batch: Any) -> Any:
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=str)
 def test_batches_are_those_of_the_host(place: Place, way: dict[str, Any], pin_memory: bool) -> None:
-    """Every epoch brings the same batches in the same order, on one stream for life.
-
-    Batches that are held, and views of batches that are gone, stay valid, however slow the consumer is.
-    """
+    """Each epoch in order, on one stream for life; held batches, and views of dropped ones, stay valid."""
     dataset = datasets.Made(datasets.image, 102)
     expected = list(DataLoader(dataset, 4))
     with DataLoader(dataset, 4, device="cuda", pin_memory=pin_memory, **way) as loader:
@@ -130,9 +127,6 @@ def test_a_transform_needs_a_device_and_must_be_callable() -> None:
         DataLoader(IMAGES, device="cpu", device_transform=3)  # type: ignore[arg-type]
 
 
-# --- where it stands --------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any]) -> None:
@@ -163,9 +157,6 @@ def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, 
         fake.drain()
         assert [batch.flatten().tolist() for batch in came] == [[0, 1, 2, 3], [16, 17, 18, 19], [20, 21, 22]]
         del iterator
-
-
-# --- its life ---------------------------------------------------------------------------------------------
 
 
 def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> None:

@@ -40,10 +40,7 @@ def check_plus_one(batches: list[Any]) -> None:
 
 
 def test_the_loader_stays_reachable(fake: FakeBackend) -> None:
-    """len() and attributes are the loader's; what it lacks is missing here too.
-
-    A prefetcher that was used can be copied: its stream stays behind, and the copy makes one of its own.
-    """
+    """len() and attributes are the loader's alone; a copy of a used prefetcher makes its own stream."""
     loader = Loader(5)
     prefetcher = on(fake, loader)
     assert len(prefetcher) == len(list(prefetcher)) == 5
@@ -93,10 +90,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto_is_cuda_or_says_once(
     cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
-    """An index stays. Without CUDA batches stay on the CPU, and are transformed there.
-
-    One line for each kind of caller says why; it is a warning only on a machine with a GPU.
-    """
+    """Without CUDA the CPU transforms; one line says why, for each kind of caller, and warns beside a GPU."""
     cuda(num_devices=2)
     monkeypatch.setattr(cuda_module, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
     with caplog.at_level(logging.INFO, "fastload"):
@@ -188,9 +182,6 @@ def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -
         "sys.exit(torch.cuda.is_initialized() or found.devices != ())"
     )
     assert interpreter.run(code).returncode == 0
-
-
-# --- mps and xpu -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -12,7 +12,6 @@ import torch
 if TYPE_CHECKING:
     import pytest
 
-    from tests.kit.processes import Interpreter
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -37,22 +36,3 @@ def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "RuntimeError: no such luck" in found["checks"]["fails"]["error"]
     assert found["checks"]["works"]["result"] == {"figure": 7}
     assert "gpu" in found["machine"]
-
-
-def test_the_training_check_measures_on_any_device(interpreter: Interpreter) -> None:
-    """In miniature, on the CPU: three sources train, and their figures and ratios are there."""
-    code = f"""
-import json, sys, torch
-sys.path.insert(0, {str(BENCHMARKS)!r})
-import gpu_training as training
-torch.set_num_threads(1)
-sizes = dict(num_images=8, side=16, batch_size=4, num_steps=4, num_workers=1, runs=1)
-print(json.dumps(training.compare("cpu", lambda: training.resnet((1,), width=4), **sizes)))
-"""
-    found = json.loads(interpreter.run(code, exits=False).stdout)
-    assert set(found["figures"]) == {"resident", "fastload", "torch"}
-    for (figures,) in found["figures"].values():
-        assert figures["losses"]
-        assert figures["images_per_s"] > 0
-        assert figures["wait_share"] is None
-    assert found["fastload / torch (images/s)"] > 0

@@ -91,10 +91,7 @@ def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
 
 
 def test_what_containers_carry_is_kept() -> None:
-    """A default factory, attributes of a list subclass, what __post_init__ did, and torch.max's own tuple.
-
-    As with torch's pin_memory, a mapping whose constructor takes no mapping becomes a dict.
-    """
+    """A default factory, attributes, what __post_init__ did, torch.max's tuple; or a dict, as in torch."""
     tagged, found = Tagged([ONE]), torch.max(torch.tensor([[1, 5]]), dim=1)
     tagged.tag = "t"
     assert map_movable(with_default(ONE), doubled).default_factory is list

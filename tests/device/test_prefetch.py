@@ -126,9 +126,6 @@ def test_the_stream_that_is_current_at_hand_over_is_the_consumers(fake: FakeBack
     assert waits == ["one waits for side 1", "two waits for side 1"]
 
 
-# --- host memory ------------------------------------------------------------------------------------------
-
-
 class Owner(dict[str, Any]):
     """Owns memory."""
 
@@ -239,35 +236,8 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
     fake.check()
 
 
-def test_a_raised_error_is_not_kept() -> None:
-    """It dies with its handler, although its traceback goes through our frames."""
-
-    class BrokenError(ValueError):
-        pass
-
-    def source() -> Iterator[torch.Tensor]:
-        raise BrokenError
-        yield
-
-    iterator = iter(on(FakeBackend(), source()))
-    gc.disable()  # a circle would not go without it
-    try:
-        next(iterator)
-    except BrokenError as error:
-        raised = weakref.ref(error)
-    finally:
-        gc.enable()
-    assert raised() is None
-
-
-# --- leaves that are no plain tensors ---------------------------------------------------------------------
-
-
 def test_special_leaves_move_on_the_callers_stream() -> None:
-    """What is no plain CPU tensor is moved by its own ``to`` once, when its batch is handed over.
-
-    The side stream is behind that: who waits for it waits for all reads of host memory.
-    """
+    """What is no plain CPU tensor moves by its own ``to``, once, at hand-over; the side stream waits."""
 
     class Notes(FakeBackend):
         def move(self, value: Any) -> Any:
@@ -408,9 +378,6 @@ print(torch.equal(arrived, pixels), [torch._C._cuda_hasPrimaryContext(index) for
     assert done.stdout.split(maxsplit=1) == ["True", "[False, True]\n"]
 
 
-# --- slots ------------------------------------------------------------------------------------------------
-
-
 @on_cuda
 def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Place) -> None:
     """Torch takes it for pinned, a copy from its inside is right, and failures leave no error behind."""
@@ -435,9 +402,6 @@ def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Plac
     assert "cudaHostUnregister gave error" in backend.unregister(memory.address)
     assert not tensor.is_pinned()
     assert int(torch.ones(3, device="cuda").sum()) == 3  # no error is pending
-
-
-# --- crops and flips --------------------------------------------------------------------------------------
 
 
 def augmented(**options: Any) -> DataLoader:

@@ -70,10 +70,7 @@ def test_slots_are_registered_once(fake: FakeBackend, by_loader: bool, workers: 
 
 
 def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_pinned(place: Place) -> None:
-    """With persistent workers: before the plain caller gets a batch, everything is unregistered.
-
-    A batch of an earlier plain epoch stays what it was: memory that no device reads.
-    """
+    """Before a plain caller gets a batch, all is unregistered; one of an earlier plain epoch stays."""
     with DataLoader(IMAGES, 4, **PERSISTENT) as loader:
         held, _ = next(iter(loader))
         for _ in range(2):
@@ -99,10 +96,7 @@ def test_a_plain_epoch_after_a_prefetched_one_lends_nothing_pinned(place: Place)
     ],
 )
 def test_what_passes_through_is_the_callers_own(fake: FakeBackend, collate: Any, is_in_place: bool) -> None:
-    """Arrays, and tensors in objects that no prefetcher looks into, are copied out of their slots.
-
-    Objects that move themselves are read in place.
-    """
+    """Arrays, and tensors in objects nobody looks into, are copied; objects that move themselves are not."""
     with DataLoader(IMAGES, 4, collate_fn=collate, **PERSISTENT) as loader:
         batches = list(on(fake, loader))
         assert bool(fake.registered) == is_in_place
@@ -181,10 +175,7 @@ def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.M
     ("failures", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
 )
 def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, failures: int, kind: Any) -> None:
-    """The next kernel takes the pending error, unseen; one that stays is the device's own, and raised.
-
-    A device without memory for a kernel has none.
-    """
+    """The next kernel takes it, unseen, or lacks memory; one that stays is the device's own, and raised."""
     monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
     backend: Any = cuda.choose_backend("cuda:0", "this test")
     backend._launch = mock.Mock(side_effect=[kind("CUDA error: invalid argument")] * failures + [None])
@@ -261,9 +252,6 @@ def test_a_pool_closes_on_a_lost_device(fake: FakeBackend, caplog: Any, monkeypa
     monkeypatch.setattr(fake, "synchronize", mock.Mock(side_effect=RuntimeError("device-side assert")))
     slots.close()
     assert "device-side assert" in caplog.text
-
-
-# --- any consumer -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -64,10 +64,7 @@ def free_nothing() -> None:
 @given(num_samples=st.integers(1, 70), fits=st.integers(1, 70), min_size=st.integers(1, 5))
 @example(num_samples=8, fits=1, min_size=2)
 def test_every_sample_is_in_one_part(num_samples: int, fits: int, min_size: int) -> None:
-    """Parts are halved, even, in order, no smaller than min_size, and their weights add up to 1.
-
-    Each call starts from the whole batch; at min_size torch's own error comes out, with a note of the sizes.
-    """
+    """Even halves, in order, of weights that add up to 1; the error comes out at min_size, and says so."""
     step, batch = OutOfMemoryAbove(fits), numbered(num_samples)
     max_parts = max(num_samples // min_size, 1)
     if -(-num_samples // max_parts) > fits:
@@ -159,9 +156,6 @@ def test_gradients_are_put_back_as_they_were(give: Any) -> None:
     assert [g.tolist() for g in at_entry[:2]] == [[5.0, 6.0], [7.0, 8.0]]  # type: ignore[union-attr]
 
 
-# --- memory of the failed try -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("has_cycle", [False, True])
 def test_the_failed_steps_tensors_are_dead_when_the_next_try_starts(has_cycle: bool) -> None:
     """Nothing keeps the frame of a failed try, even if it is part of a reference cycle."""
@@ -216,9 +210,6 @@ def test_a_real_lack_of_memory_is_survived(device: str) -> None:
     assert results == [2 * (total_bytes // 4)] * 4
 
 
-# --- splitting --------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Sample:
     image: Any
@@ -255,21 +246,12 @@ def test_nests_are_split_along_the_first_dimension() -> None:
 
 def test_a_split_of_ones_own() -> None:
     """Batches of any kind can be retried by a function that divides them."""
+    step = OutOfMemoryAbove(2)
+    split: Any = lambda batch, n: [(batch[part::n], len(batch) // n) for part in range(n)]  # noqa: E731
+    results = retry_on_oom(step, numbered(8), model=None, split=split)
+    assert results == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert step.weights == [0.25] * 4
 
-    def split(text: str, num_parts: int) -> list[tuple[str, int]]:
-        size = len(text) // num_parts
-        return [(text[n : n + size], size) for n in range(0, len(text), size)]
-
-    def step(part: str, weight: float) -> tuple[str, float]:
-        if len(part) > 2:
-            raise torch.OutOfMemoryError
-        return part, weight
-
-    results = retry_on_oom(step, "abcdefgh", model=None, split=split)
-    assert results == [("ab", 0.25), ("cd", 0.25), ("ef", 0.25), ("gh", 0.25)]
-
-
-# --- what is refused --------------------------------------------------------------------------------------
 
 TWO, FOUR = numbered(2), torch.full((4, 2), 77.0)
 NO_MODEL = "model should be a module, its parameters, or None.*got "
@@ -324,9 +306,6 @@ def test_a_split_that_does_not_divide_is_refused(split: Any, what: str) -> None:
     with pytest.raises(ValueError, match=f"split should return [12] parts, .*but got {what}") as caught:
         retry_on_oom(OutOfMemoryAbove(1), FOUR, model=None, split=split)
     assert "77" not in str(caught.value)
-
-
-# --- the batch size that fits -----------------------------------------------------------------------------
 
 
 @mock.patch.object(oom, "_free_cached_memory", free_nothing)
@@ -384,9 +363,6 @@ def test_without_proc_figures_are_unknown(monkeypatch: pytest.MonkeyPatch) -> No
     assert (found.process_pss_bytes, found.locked_bytes, found.locked_limit_bytes) == (None, None, None)
     assert found.prefetch_bytes == 0
     assert str(found).count("unknown") == 2
-
-
-# --- devices ----------------------------------------------------------------------------------------------
 
 
 def test_devices_with_a_context_are_read_and_others_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +503,7 @@ SWITCHES = st.sampled_from([None, True, False])
 @pytest.mark.slow
 @given(steps=st.lists(st.sampled_from(sorted(STEPS)), max_size=4), tf32=SWITCHES, benchmark=SWITCHES)
 def test_switches_are_put_back(steps: list[str], tf32: bool | None, benchmark: bool | None) -> None:
-    """Whatever was set before is there again after the block, which may raise; None leaves a switch alone.
-
-    Inside, products and convolutions use TF32, or do not. Where torch's function for precisions was used, the
-    older switches, which torch's own compiler reads, say the same.
-    """
+    """Also after an error. Inside, what GPU and compiler read is TF32, or not; None changes nothing."""
     reset()
     for step in steps:
         STEPS[step]()

@@ -197,10 +197,7 @@ def boxes_of_images(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=40)
 @given(case=boxes_of_images())
 def test_values_are_those_of_albumentations(form: Any, dtype: torch.dtype, case: dict[str, Any]) -> None:
-    """Any box, size, number of channels and strides: OpenCV's values, of uint8 within one grey level.
-
-    Floats keep their dtype and are not rounded to whole numbers.
-    """
+    """OpenCV's, of uint8 within a grey level, for any box, size and strides; floats are not rounded."""
     images, tolerance = some_images(*case["shape"], seed=case["seed"]), 1.0
     if dtype.is_floating_point:
         images, tolerance = (images / 256).to(dtype), max(1e-4, torch.finfo(dtype).eps)
@@ -270,9 +267,6 @@ def test_on_an_accelerator_nothing_depends_on_values(transform: Any, dtype: torc
     assert operators.num_copies == 1
     dynamic = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     assert [func for func in operators.seen if dynamic & set(func.tags)] == []
-
-
-# --- boxes ------------------------------------------------------------------------------------------------
 
 
 class Replays(random.Random):
@@ -437,9 +431,6 @@ def test_other_arguments_are_refused(make: Any, arguments: Any, error: type[Exce
         make(**arguments)
 
 
-# --- in a list --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def flipped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """For each pass over images, which of them it flips."""
@@ -464,10 +455,7 @@ def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, flipped: list[An
 
 
 def test_a_list_is_applied_in_its_order(flipped: list[Any]) -> None:
-    """In a loader: one batch of floats, with the values of the calls one after another.
-
-    A flip after a crop is a part of it: both are one pass. In copies and pickles of the modules, too.
-    """
+    """The values of the calls one after another, also of copies and pickles; crop and flip are one pass."""
     images = some_images(32, 20, 30, 3)
     generator = torch.Generator().manual_seed(1)
     base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))  # as a loader draws it

@@ -7,7 +7,6 @@ import os
 import pickle
 import struct
 import warnings
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import cv2
@@ -74,25 +73,13 @@ def animation(suffix: str, **options: Any) -> bytes:
     return saved(first, suffix, save_all=True, append_images=[second], **options)
 
 
-def png(width: int, height: int, bits: int, colour: int, row: bytes) -> bytes:
-    """A PNG of equal rows, of a kind that Pillow reads and does not write."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, bits, colour, 0, 0, 0)
-    pixels = zlib.compress((b"\0" + row) * height)
-    chunks = chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + chunks
-
-
 def greys(*values: int) -> np.ndarray:
     return np.array([[[value] * 3 for value in values]], np.uint8)
 
 
 COLOURS = np.array([[RED, GREEN, BLUE]], np.uint8)
 WIDE = np.array([[0, 255, 256, 0x1234, 0x80FF, 65535]], np.uint16)  # 16 bits keep their high byte
-WIDE_ROW = struct.pack(">6H", 0, 0x1234, 65535, 255, 256, 0x80FF)
+WIDE_RGB = cv2.imencode(".png", WIDE.reshape(1, 2, 3))[1].tobytes()  # whose first channel is blue
 LUMA = np.asarray(Image.fromarray(SCENE).convert("L"))
 ALPHA = bytes([255, 0, 128])
 DAMAGED_EXIF = b"Exif\0\0MM\0*\0\0\0\x08\0\x03\x01\x12\0\x03"
@@ -114,8 +101,8 @@ FILES: dict[str, tuple[bytes, np.ndarray, float]] = {  # content, pixels, tolera
     "palette, alpha": (saved(palette([0, 1, 2], RED, GREEN, BLUE), "png", transparency=ALPHA), COLOURS, 0),
     "a transparent grey": (saved(SCENE_GREY, "png", transparency=0), SCENE_GREY[..., None], 0),
     "a transparent colour": (saved(SCENE, "png", transparency=(0, 0, 0)), SCENE, 0),
-    "16 bits, pgm": (b"P5 3 1 65535\n" + struct.pack(">3H", 0, 0x1234, 65535), greys(0, 0x12, 255), 0),
-    "16 bits, RGB": (png(2, 1, 16, 2, WIDE_ROW), np.array([[[0, 0x12, 255], [0, 1, 0x80]]]), 0),
+    "16 bits, pgm": (b"P5 6 1 65535\n" + WIDE.astype(">u2").tobytes(), greys(0, 0, 1, 0x12, 0x80, 255), 0),
+    "16 bits, RGB": (WIDE_RGB, np.array([[[1, 0, 0], [255, 0x80, 0x12]]]), 0),
     "animation": (animation("webp", lossless=True, duration=50), np.full((8, 8, 3), GREEN), 0),
     "animated palette": (animation("gif"), np.full((8, 8, 3), GREEN), 0),
 }
@@ -155,12 +142,7 @@ def turned(picture: np.ndarray, suffix: str, orientation: int) -> bytes:
 @example(sides=(111, 1599), suffix="jpg", orientation=1, size=7)  # is decoded at an eighth, rounded
 @example(sides=(97, 131), suffix="png", orientation=6, size=(333, 500))
 def test_orientation_and_size(tmp_path: Path, sides: Any, suffix: str, orientation: int, size: Any) -> None:
-    """Turned once, as Pillow turns it by its EXIF tag; formats without loss keep every pixel.
-
-    An int is the shorter side, with the aspect of the whole file rounded down; a pair is kept exactly. A JPEG
-    that is decoded at a fraction differs by about a level from one resized in full. None, and the size that
-    the file has, change no pixel.
-    """
+    """Turned as by Pillow; an int is the shorter side, a pair is exact, None and its own change nothing."""
     path = tmp_path / f"a.{suffix}"
     path.write_bytes(turned(scene(*sides), suffix, orientation))
     whole = read_image(path)
@@ -363,7 +345,7 @@ def test_lack_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pyte
 
 
 def test_only_pillows_warnings_are_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By one filter for all reads: "warn once" elsewhere keeps its memory. Large images warn of nothing."""
+    """Large images warn of nothing; by one filter for all reads, as each new one makes others warn again."""
     Image.fromarray(SCENE).save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 48 * 64 - 1)  # between Pillow's warning and its error
     with warnings.catch_warnings():

@@ -135,9 +135,6 @@ def test_a_box_must_lie_in_the_image(kind: str) -> None:
     assert image.decode(tuple(np.array([1, 2, 30, 40]))).shape == (38, 29, 3)
 
 
-# --- reduced ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
@@ -179,10 +176,7 @@ def test_a_reduced_region(sides: Any, orientation: int, scale: int, data: st.Dat
 
 @pytest.mark.parametrize("orientation", [1, 3, 6])
 def test_the_cheaper_size_is_decoded(orientation: int) -> None:
-    """All rows up to a region's lower edge, in the file, must be read: a small one at the top is not reduced.
-
-    A PNG never is.
-    """
+    """All rows down to its lower edge are read: a small region at the top is not reduced, nor is a PNG."""
     image = EncodedImage(image_file("4:2:0", 400, 400, orientation))
     top = {1: (0, 0, 80, 80), 3: (320, 320, 400, 400), 6: (320, 0, 400, 80)}[orientation]
     assert image.decode_reduced(top, (40, 40)).pixels.shape == (80, 80, 3)

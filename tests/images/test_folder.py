@@ -125,9 +125,6 @@ def test_with_allow_empty_classes_without_images_keep_their_numbers(tmp_path: Pa
     assert folder.targets == [1, 3]
 
 
-# --- samples ----------------------------------------------------------------------------------------------
-
-
 def test_samples_are_those_of_read_image(tmp_path: Path) -> None:
     """Channels-last for albumentations, with an int label; `size` is read_image's."""
     make(tmp_path, "a/1.png", "b/1.png")
@@ -192,9 +189,6 @@ def test_a_pickle_is_small_and_the_same_dataset(tmp_path: Path) -> None:
     for number in range(1000):
         (tmp_path / "a" / f"{number:04}.png").touch()
     assert len(pickle.dumps(ImageFolder(tmp_path))) < 1000 * (len("a/0000.png") + 8) + 1500
-
-
-# --- the fingerprint --------------------------------------------------------------------------------------
 
 
 def test_a_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:

@@ -30,10 +30,7 @@ def contents(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_the_same_arguments_make_the_same_pictures(photos: ModuleType, tmp_path: Path) -> None:
-    """Of about 500 x 375 pixels and 60-120 KB, in a folder for each source.
-
-    A second call completes what is missing and writes nothing else; others leave none of the old ones.
-    """
+    """About 500 x 375 pixels, 60-120 KB; a second call writes what is missing, another leaves no old ones."""
     first, second = tmp_path / "first", tmp_path / "second"
     paths = photos.make_photos(first, 4, classes=4, processes=1)
     photos.make_photos(second, 4, classes=4, processes=1)

@@ -238,10 +238,7 @@ def test_the_pixels_stay(
 
 
 def test_the_result_can_be_cut_and_keeps_other_segments() -> None:
-    """A region needs a part of it. EXIF, a profile, a comment, and bytes behind the picture stay.
-
-    A second run returns the file itself.
-    """
+    """A region needs a part of the file; EXIF, profile, comment and bytes behind it stay; twice is once."""
     options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
     content = saved(**options) + b"of the camera"
 
@@ -357,10 +354,7 @@ def test_other_pixels_do_not_count(photos: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_jpegtran_rewrites_files(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progressive ones too, but none that hold more, which it would drop; where it fails, Python does it.
-
-    Here a script gives the sequential file of the same picture, and notes its arguments.
-    """
+    """Progressive ones too, but none that hold more, which it would drop; where it fails, Python does it."""
     program, words, new = tmp_path / "jpegtran", tmp_path / "words", tmp_path / "new"
     (tmp_path / "sequential.jpg").write_bytes(saved())
     program.write_text(f"#!/bin/sh\necho $@ > {words}\nexec cat '{tmp_path}/sequential.jpg'\n")
