@@ -250,9 +250,7 @@ class FakeBackend:
         for stream in self.streams:
             reads = any(work[0] == "read" and work[1] is block for work in stream.queue)
             if reads and stream.name not in block.recorded:
-                self.violations.append(
-                    f"a tensor died that {stream.name} has to read and was not recorded for"
-                )
+                self.violations.append(f"a tensor died that {stream.name} has to read, unrecorded")
         # As torch does it: an event on each recorded stream at the time of death. Work of the stream that it
         # was allocated under is in order with the next copy there.
         recorded = [stream for stream in self.streams if stream.name in block.recorded]

@@ -87,9 +87,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
-def test_auto_is_cuda_or_says_once(
-    cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+def test_auto(cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Without CUDA the CPU transforms; one line says why, for each kind of caller, and warns beside a GPU."""
     cuda(num_devices=2)
     monkeypatch.setattr(cuda_module, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
@@ -122,9 +120,7 @@ def test_auto_is_cuda_or_says_once(
         ("xpu:0", {}, "xpu:0.*no accelerator here.*auto"),
     ],
 )
-def test_a_missing_device_is_named(
-    cuda: Any, monkeypatch: Any, device: Any, found: dict[str, Any], message: str
-) -> None:
+def test_missing_devices(cuda: Any, monkeypatch: Any, device: Any, found: Any, message: str) -> None:
     """What hides it, the build of torch or the devices that are there; iter() says so and starts nothing."""
     if found:
         cuda(**found)
@@ -142,11 +138,11 @@ def test_a_missing_device_is_named(
 )
 def test_other_devices_are_refused(device: Any) -> None:
     """What is no device of a supported kind is shown in an error that lists them, numbers included."""
-    message = re.escape(
+    message = (
         "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got "
     )
     for make in (lambda: DevicePrefetcher([], device=device), lambda: DataLoader(IMAGES, device=device)):
-        with pytest.raises(ValueError, match=message + re.escape(repr(device))):
+        with pytest.raises(ValueError, match=re.escape(message + repr(device))):
             make()
     with pytest.raises(ValueError, match="but got None"):
         DevicePrefetcher([], device=None)  # type: ignore[arg-type]

@@ -172,18 +172,18 @@ def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("failures", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
+    ("times", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
 )
-def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, failures: int, kind: Any) -> None:
+def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, times: int, kind: Any) -> None:
     """The next kernel takes it, unseen, or lacks memory; one that stays is the device's own, and raised."""
     monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
     backend: Any = cuda.choose_backend("cuda:0", "this test")
-    backend._launch = mock.Mock(side_effect=[kind("CUDA error: invalid argument")] * failures + [None])
+    backend._launch = mock.Mock(side_effect=[kind("CUDA error: invalid argument")] * times + [None])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 1, "cudaGetErrorString.return_value": "invalid"})
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
 
-    if failures == 1 or kind is torch.OutOfMemoryError:
+    if times == 1 or kind is torch.OutOfMemoryError:
         assert backend.register(4096, 4096) == "cudaHostRegister gave error 1, invalid"
         assert backend._launch.call_count == 2
     else:

@@ -318,10 +318,8 @@ def test_the_largest_size_that_fits_is_found(fits: int, start: int, limit: int) 
     step = OutOfMemoryAbove(fits)
     start = min(start, limit)
     assert find_batch_size(step, numbered, start=start, limit=limit) == min(fits, limit)
-    while_made = find_batch_size(
-        lambda size: None, lambda size: step(numbered(size)), start=start, limit=limit
-    )
-    assert while_made == min(fits, limit)
+    made = find_batch_size(lambda _: None, lambda size: step(numbered(size)), start=start, limit=limit)
+    assert made == min(fits, limit)
     tried = step.sizes[: len(step.sizes) // 2]
     assert len(tried) <= 2 * limit.bit_length() + 1
     assert len(set(tried)) == len(tried)

@@ -444,9 +444,7 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-@pytest.mark.parametrize(
-    "flip", [RandomHorizontalFlip(1.0, key=1), RandomHorizontalFlip(1.0, key=0, layout="CHW")]
-)
+@pytest.mark.parametrize("flip", [mirrored(key=1), mirrored(key=0, layout="CHW")])
 def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, flipped: list[Any]) -> None:
     """With another key or layout, the crop flips nothing."""
     images = some_images(2, 6, 5, 3), some_images(2, 6, 5, 3)

@@ -127,9 +127,8 @@ def test_every_kind_of_file_gives_its_colours(tmp_path: Path, name: str) -> None
 
 
 def turned(picture: np.ndarray, suffix: str, orientation: int) -> bytes:
-    return saved(
-        picture, suffix, exif=exif_of(orientation), **({"lossless": True} if suffix == "webp" else {})
-    )
+    options: Any = {"lossless": True} if suffix == "webp" else {}
+    return saved(picture, suffix, exif=exif_of(orientation), **options)
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

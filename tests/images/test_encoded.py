@@ -96,16 +96,16 @@ def assert_boxes_are_parts(content: bytes, count: int, seed: int = 1) -> None:
     sides=st.tuples(st.integers(1, 130), st.integers(1, 130)),
     orientation=st.integers(1, 8),
     tail=st.sampled_from([b"", b"", b"\0" * 20, b"\0" * 100, b"padding of a camera" * 9]),
-    has_decoder=st.booleans(),
+    decoder=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_a_box_is_a_part(
-    kind: str, sides: Any, orientation: int, tail: bytes, has_decoder: bool, seed: int
+    kind: str, sides: Any, orientation: int, tail: bytes, decoder: bool, seed: int
 ) -> None:
     """In files of every kind and size, turned as a viewer shows them, with and without nvImageCodec."""
     assume(not (tail and kind in OTHERS))
-    with mock.patch.object(regions, "_codec", regions._codec if has_decoder else lambda: None):
-        assert has_decoder or regions.name_of_decoder() is None
+    with mock.patch.object(regions, "_codec", regions._codec if decoder else lambda: None):
+        assert decoder or regions.name_of_decoder() is None
         assert_boxes_are_parts(image_file(kind, *sides, orientation) + tail, 20, seed)
 
 
@@ -286,9 +286,7 @@ def test_threads_import_the_decoder_one_after_another(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("stream", [None, io.StringIO()])
-def test_the_import_is_quiet(
-    stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
+def test_a_quiet_import(stream: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     """The codec's lines about GPUs are left out, lines of others are not; sys.stderr may be None."""
     text = "import os\nos.write(2, b'nvImageCodec: no nvjpeg\\nof another thread\\n')\n"
     (tmp_path / "noisy_codec.py").write_text(text)

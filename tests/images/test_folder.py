@@ -41,13 +41,11 @@ def below(root: Path, folder: ImageFolder) -> list[str]:
 
 # --- which files ------------------------------------------------------------------------------------------
 
-names_of_folders = st.sampled_from(["a", "B", "a-b", "é", "1", "10", "9"])
+names = st.sampled_from(["a", "B", "a-b", "é", "1", "10", "9"])
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    paths=st.sets(st.lists(names_of_folders, min_size=2, max_size=4).map("/".join), min_size=1, max_size=12)
-)
+@given(paths=st.sets(st.lists(names, min_size=2, max_size=4).map("/".join), min_size=1, max_size=12))
 def test_any_tree_is_listed_as_os_walk_lists_it(tmp_path: Path, paths: set[str]) -> None:
     """Classes, order and labels are those of torchvision's algorithm; files at the root have no class."""
     root = tmp_path / "tree"

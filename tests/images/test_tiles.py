@@ -214,19 +214,18 @@ def test_other_files_are_not_cut(name: str) -> None:
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
-    height=st.integers(1, 120),
-    width=st.integers(1, 120),
+    sides=st.tuples(st.integers(1, 120), st.integers(1, 120)),
     interval=st.sampled_from([0, 1, 5, 9, 40]),
     sampling=st.sampled_from([*SAMPLINGS, GREY]),
     quality=st.sampled_from([5, 75, 100]),
     optimized=st.booleans(),
 )
 def test_the_pixels_stay(
-    height: int, width: int, interval: int, sampling: int, quality: int, optimized: bool
+    sides: tuple[int, int], interval: int, sampling: int, quality: int, optimized: bool
 ) -> None:
     """All samplings and sizes, own Huffman tables, and files with markers at other places."""
     options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimized)]
-    content = tiled_file(height, width, interval, sampling, *options)
+    content = tiled_file(*sides, interval, sampling, *options)
 
     new = add_restarts(content)
 

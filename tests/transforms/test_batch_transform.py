@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -122,15 +121,13 @@ def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> Non
 @pytest.mark.parametrize("rng", ["worker", "sample"])
 def test_a_resumed_epoch_draws_the_same(rng: str) -> None:
     """The rest of an epoch has the pixels that it would have had."""
-    make = functools.partial(
-        DataLoader, IMAGES, batch_size=4, shuffle=True, rng=rng, batch_transform=AUGMENT, num_workers=2
-    )
-    loader = make(generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"shuffle": True, "rng": rng, "batch_transform": AUGMENT, "num_workers": 2}
+    loader = DataLoader(IMAGES, 4, **options, generator=torch.Generator().manual_seed(0))
     batches = iter(loader)
     for _ in range(2):
         next(batches)
     state, expected = loader.state_dict(), list(batches)
-    other = make(generator=torch.Generator().manual_seed(1))
+    other = DataLoader(IMAGES, 4, **options, generator=torch.Generator().manual_seed(1))
     other.load_state_dict(state)
     assert equal(list(other), expected)
 
@@ -162,9 +159,8 @@ def test_an_error_names_the_transform_and_costs_one_batch(workers: dict[str, Any
     """It has a note, a sample's error has none; the other batches are those of an epoch without errors."""
     for arguments in ({}, workers):
         options = {"batch_transform": [fails_for_some, *AUGMENT], **arguments}
-        with DataLoader(
-            datasets.Made(read, 22), 4, generator=torch.Generator().manual_seed(3), **options
-        ) as loader:
+        options["generator"] = torch.Generator().manual_seed(3)
+        with DataLoader(datasets.Made(read, 22), 4, **options) as loader:
             first, of_sample, of_transform, *rest = read_epoch(loader)
         with pytest.raises(ValueError, match="six"):
             raise of_sample
