@@ -111,7 +111,6 @@ def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> No
 
     for _ in DataLoader(IMAGES, 4, device="cuda", device_transform=pack):
         fake.log.append("step")
-
     waits = [place for place, entry in enumerate(fake.log) if entry == "side 1 waits for main"]
     copies = [place for place, entry in enumerate(fake.log) if entry == "copy on side 1"]
     assert len(copies) == 2 * len(waits)  # images and labels
@@ -180,7 +179,6 @@ def test_a_closed_loader_ends_its_iterator_at_once(fake: FakeBackend, device: st
     iterator = iter(loader)
     images, _ = next(iterator)
     loader.close()
-
     with pytest.raises(LoaderClosedError):
         next(iterator)
     assert loader.state_dict()["_num_yielded"] == 1

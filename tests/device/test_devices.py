@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import multiprocessing
 import re
@@ -151,9 +152,9 @@ def test_other_devices_are_refused(device: Any) -> None:
 def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owners who live at the same time have a stream each, on each device; later ones take them over."""
     cuda(num_devices=2)
-    made: list[torch.device] = []
+    numbers = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (made.append(device), len(made))[1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device.index, next(numbers)))
     monkeypatch.setattr(cuda_module, "_idle_streams", {})
 
     def own(index: int) -> tuple[Any, Any]:
@@ -161,11 +162,10 @@ def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: py
         return backend, backend.make_stream()
 
     owners = [own(0), own(0), own(1)]
-    assert [stream for _, stream in owners] == [1, 2, 3]
+    assert [stream for _, stream in owners] == [(0, 1), (0, 2), (1, 3)]
     del owners[1]
-    assert own(1)[1] == 4
-    assert own(0)[1] == 2
-    assert made == [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+    assert own(1)[1] == (1, 4)
+    assert own(0)[1] == (0, 2)
 
 
 def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -> None:

@@ -339,7 +339,6 @@ def test_copies_run_while_the_consumer_computes(place: Place) -> None:
     prefetcher = DevicePrefetcher([numbered(number).pin_memory() for number in range(8)])
     list(prefetcher)  # allocations, which may wait for the device, are made here
     torch.cuda.synchronize()
-
     iterator = iter(prefetcher)
     next(iterator)
     torch.cuda._sleep(SHORT_CYCLES)

@@ -129,7 +129,6 @@ def test_a_refusal_is_said_once(fake: FakeBackend, caplog: pytest.LogCaptureFixt
             got = list(on(fake, loader))
             fake.drain()
             check_values(got)
-
     (line,) = [record.message for record in caplog.records]
     assert "copied to pinned memory first" in line
     assert "error 2, out of memory" in line
@@ -165,7 +164,6 @@ def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.M
         for _ in range(3):
             with pytest.raises(torch.OutOfMemoryError):
                 next(iterator)
-
         rest = list(iterator)
         fake.drain()
         assert [int(labels[0]) for _, labels in rest] == list(range(12, 64, 4))
@@ -182,7 +180,6 @@ def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, times: i
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 1, "cudaGetErrorString.return_value": "invalid"})
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-
     if times == 1 or kind is torch.OutOfMemoryError:
         assert backend.register(4096, 4096) == "cudaHostRegister gave error 1, invalid"
         assert backend._launch.call_count == 2

@@ -125,16 +125,6 @@ def test_constants_move_with_the_module_and_follow_the_batch() -> None:
     assert torch.equal(module(IMAGES), normalize(IMAGES))
 
 
-@pytest.mark.parametrize("dtype", list(EPSILON))
-def test_the_accelerators_path_gives_the_same_values(dtype: torch.dtype) -> None:
-    """The one-kernel form used off the CPU, run on the CPU, agrees bit for bit with the CPU's form."""
-    module = Normalize(MEAN, STD, dtype)
-    chw = IMAGES.permute(0, 3, 1, 2)
-    out = torch.empty(chw.shape, dtype=dtype, memory_format=torch.channels_last)
-    torch.addcmul(module._bias, chw, module._scale, out=out)
-    assert torch.equal(out, module(IMAGES))
-
-
 def test_constants_of_pixels_need_their_unit() -> None:
     """A mean of 123.7 is refused with the unit and the way out, and taken with max_pixel_value=1."""
     mean, std = ([value * 255 for value in values] for values in (MEAN, STD))
@@ -303,7 +293,6 @@ def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchStreams) -
     assert (top + height <= image_size[0]).all()
     assert (left + width <= image_size[1]).all()
     theirs = A.RandomResizedCrop((8, 8), scale=scale, ratio=ratio)
-
     for number in range(20):
         theirs.py_random = Replays(uniforms[:, number].tolist())
         expected = theirs.get_params_dependent_on_data({"shape": (*image_size, 3)}, {})["crop_coords"]
@@ -380,7 +369,6 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
         (normalize, {"image": IMAGES, "images": IMAGES}, ValueError, KEYS),
         (normalized(key="pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
         (normalized(key=3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
-        (normalize, (), ValueError, "key=0, but the batch is a sequence of 0"),
         (normalized(key="image"), IMAGES, ValueError, "the batch is a tensor"),
         (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at \$\[0\], but got str"),
         (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at \$\['image'\], .*float32"),
@@ -406,7 +394,6 @@ PIXELS = {"mean": MEAN, "std": STD}
     [
         (Normalize, {"mean": (0.5,), "std": STD}, ValueError, "per channel, but got 1 and 3 values"),
         (Normalize, {"mean": (0.5,), "std": (0.0,)}, ValueError, r"should be above zero, but got \(0.0,\)"),
-        (Normalize, {"mean": (0.5,), "std": (float("nan"),)}, ValueError, "should be above zero, .*nan"),
         (Normalize, {"mean": (float("inf"),), "std": (1.0,)}, ValueError, "mean / std should be finite"),
         (Normalize, {"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numb"),
         (Normalize, {"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numb"),
@@ -422,7 +409,6 @@ PIXELS = {"mean": MEAN, "std": STD}
         (RandomResizedCrop, {"size": 4, "ratio": (2, 1)}, ValueError, "ratio should be two numbers above 0"),
         (RandomHorizontalFlip, {"p": 1.5}, ValueError, "p should be a probability from 0 to 1, but got 1.5"),
         (RandomHorizontalFlip, {"p": None}, TypeError, "p should be a probability .* got None"),
-        (RandomHorizontalFlip, {"layout": "NCHW"}, ValueError, "layout should be one of auto, HWC, CHW"),
     ],
 )
 def test_other_arguments_are_refused(make: Any, arguments: Any, error: type[Exception], message: str) -> None:

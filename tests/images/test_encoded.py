@@ -115,7 +115,6 @@ def test_boxes_of_odd_files() -> None:
     start, scan = turned.index(b"\xff\xe1"), plain.index(b"\xff\xda")
     exif = turned[start : start + 2 + int.from_bytes(turned[start + 2 : start + 4], "big")]
     assert_boxes_are_parts(plain[:scan] + exif + plain[scan:], 10)
-
     file = io.BytesIO()
     pictures = [Image.fromarray(noise(40, 50)[::step]) for step in (1, -1)]
     pictures[0].save(file, "MPO", save_all=True, append_images=pictures[1:])

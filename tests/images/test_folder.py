@@ -197,7 +197,6 @@ def test_a_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
     root = root.rename(tmp_path / "moved")
     seen = [ImageFolder(root, size).fingerprint() for size in (None, 8, 9, (8, 8), (8, 9))]
     assert seen[0] == first
-
     image = root / "a" / "1.png"
     for change in (
         lambda: os.utime(image, ns=(1, 1)),

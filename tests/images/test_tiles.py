@@ -97,7 +97,6 @@ def test_columns_at_the_edge(codec: Any, sampling: int, width: int) -> None:
     """libjpeg-turbo does not interpolate colours in pictures of four columns, which a tile may have."""
     content = tiled_file(40, width, 1, sampling)
     whole = decode(content, "x")
-
     for x_min in range(width - 6, width):
         assert cut_jpeg(content, (x_min, 3, width, 30)) is not None
         assert_is_part(content, (x_min, 3, width, 30), whole)
@@ -125,7 +124,6 @@ def test_reduced_tiles(content: bytes, orientation: int, scale: int, data: Any) 
     box = x_min, y_min, x_max, y_max = draw_box(data, height, width)
     least = (y_max - y_min) // scale, (x_max - x_min) // scale
     assume(min(least) > 0)
-
     with mock.patch.object(regions, "_codec", return_value=None):
         found = image.decode_reduced(box, least)
         with mock.patch.object(tiles, "cut_jpeg", return_value=None):
@@ -226,9 +224,7 @@ def test_the_pixels_stay(
     """All samplings and sizes, own Huffman tables, and files with markers at other places."""
     options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimized)]
     content = tiled_file(*sides, interval, sampling, *options)
-
     new = add_restarts(content)
-
     np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
     header = jpeg.parse_jpeg(new)
     assert header is not None
@@ -240,7 +236,6 @@ def test_the_result_can_be_cut_and_keeps_other_segments() -> None:
     """A region needs a part of the file; EXIF, profile, comment and bytes behind it stay; twice is once."""
     options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
     content = saved(**options) + b"of the camera"
-
     new = add_restarts(content)
     assert cut_jpeg(content, (0, 0, 8, 8)) is None
     assert cut_jpeg(new, (0, 0, 8, 8)) is not None
@@ -309,7 +304,6 @@ def test_a_folder_is_copied_with_tiles(photos: Path, tmp_path: Path, num_workers
     """JPEGs get markers, all other files are copied, and a reason names each JPEG that stays as it is."""
     source, dest = str(photos), str(tmp_path / "new")
     names = files_to_tile(source, dest)
-
     found = {file.name: file for file in tile_files(source, dest, names, num_workers)}
     assert list(found) == names == sorted(found)
     assert {name for name, file in found.items() if file.is_tiled} == {"cat/a.jpg", "cat/b.JPEG"}

@@ -66,9 +66,7 @@ def test_a_crop_is_a_box_of_the_padded_image(batch: tuple[torch.Tensor, str], da
     mode = data.draw(st.sampled_from(["constant", "reflect"]))
     fill = data.draw(st.sampled_from([0, 1]))
     crop = transforms.RandomCrop(size, padding, padding_mode=mode, fill=fill, layout=layout)
-
     result = on_each_path(crop, images, data.draw(st.integers(0, 99)))
-
     assert result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last)
     options: Any = {"constant_values": fill} if mode == "constant" else {}
     for image, box in zip(channels, result if layout == "HWC" else result.permute(0, 2, 3, 1), strict=True):
