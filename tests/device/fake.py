@@ -51,16 +51,9 @@ class Memory:
 
     def __init__(self, num_bytes: int, address: int | None = None) -> None:
         self.address = address
+        self.recorded: set[str] = set()  # streams, while a tensor has this memory
         mapped = None if address is None else (ctypes.c_ubyte * num_bytes).from_address(address)
         self.bytes: Any = bytearray(num_bytes) if mapped is None else mapped
-
-
-class Block:
-    """Device memory while one tensor, with its views, has it."""
-
-    def __init__(self, memory: Memory) -> None:
-        self.memory = memory
-        self.recorded: set[str] = set()
 
 
 class FakeBackend:
@@ -76,7 +69,7 @@ class FakeBackend:
         self.num_reserved = 0  # pieces of device memory, as torch's reserved bytes: none is given back
         self.num_pinned_copies = 0
         self._pinned: dict[int, Memory] = {}  # by address
-        self._blocks: dict[int, Block] = {}  # by address
+        self._blocks: dict[int, Memory] = {}  # of device tensors, by address
         self._free: list[tuple[Memory, list[FakeEvent]]] = []  # free for use once these events are done
         self.refuses = ""  # the reason that register gives
         self.num_refused = 0
@@ -106,11 +99,11 @@ class FakeBackend:
             self.violations.append("copy from memory that is not pinned")
             source = Memory(pinned.nbytes)
         self.num_copies += 1
-        block = Block(self._allocate(len(source.bytes)))
-        tensor = _tensor_over(block.memory, pinned, lambda: self._free_block(block))
-        self._blocks[_address(tensor)] = block
-        block.memory.bytes[:] = bytes([DEVICE_POISON]) * len(block.memory.bytes)
-        stream.queue.append(("copy", source, block.memory))
+        memory = self._allocate(len(source.bytes))
+        tensor = _tensor_over(memory, pinned, lambda: self._free_block(memory))
+        self._blocks[_address(tensor)] = memory
+        memory.bytes[:] = bytes([DEVICE_POISON]) * len(memory.bytes)
+        stream.queue.append(("copy", source, memory))
         self.log.append(f"copy on {stream.name}")
         return tensor
 
@@ -211,7 +204,7 @@ class FakeBackend:
             rest[1].bytes[:] = rest[0].bytes
         elif kind == "read":
             block, start, content = rest
-            if bytes(block.memory.bytes[start : start + len(content)]) != content:
+            if bytes(block.bytes[start : start + len(content)]) != content:
                 self.violations.append(f"a kernel on {stream.name} did not read what the batch held")
         return True
 
@@ -241,11 +234,12 @@ class FakeBackend:
         for number, (memory, events) in enumerate(self._free):
             if len(memory.bytes) == num_bytes and all(event.is_done for event in events):
                 del self._free[number]
+                memory.recorded.clear()
                 return memory
         self.num_reserved += 1
         return Memory(num_bytes)
 
-    def _free_block(self, block: Block) -> None:
+    def _free_block(self, block: Memory) -> None:
         self._blocks = {address: other for address, other in self._blocks.items() if other is not block}
         for stream in self.streams:
             reads = any(work[0] == "read" and work[1] is block for work in stream.queue)
@@ -255,7 +249,7 @@ class FakeBackend:
         # was allocated under is in order with the next copy there.
         recorded = [stream for stream in self.streams if stream.name in block.recorded]
         events = [self.record_event(stream) for stream in recorded]
-        self._free.append((block.memory, events))
+        self._free.append((block, events))
 
     def _free_host(self, memory: Memory) -> None:
         self._pinned = {key: other for key, other in self._pinned.items() if other is not memory}

@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
@@ -25,12 +26,11 @@ def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     status = importlib.import_module("gpu_checks").main()
     assert (status, capsys.readouterr().out) == (2, "no CUDA device\n")
     assert list(tmp_path.iterdir()) == []
-
-    def fails() -> dict[str, Any]:
-        raise RuntimeError("no such luck")
-
     path = tmp_path / "new" / "gpu.json"
-    checks: Any = {"fails": fails, "works": lambda: {"figure": 7}}
+    checks: Any = {
+        "fails": mock.Mock(side_effect=RuntimeError("no such luck")),
+        "works": lambda: {"figure": 7},
+    }
     assert importlib.import_module("gpu_tools").run_all(checks, path, limit_s=60) == 0
     found = json.loads(path.read_text())
     assert "RuntimeError: no such luck" in found["checks"]["fails"]["error"]

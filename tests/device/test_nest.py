@@ -58,15 +58,11 @@ def doubled(leaf: Any) -> Any:
     return leaf * 2 if isinstance(leaf, torch.Tensor) else "moved"
 
 
-def with_default(value: Any) -> Any:
-    return collections.defaultdict(list, a=value)
-
-
 ONE, TWO = torch.tensor([1]), torch.tensor([2])  # containers of single elements can be compared
 CONTAINERS = {
     "tensor": lambda x: x,
     "dict": lambda x: {"a": x, "b": "text"},
-    "defaultdict": with_default,
+    "defaultdict": lambda x: collections.defaultdict(list, a=x),
     "mapping": lambda x: types.MappingProxyType({"a": x, "b": 3}),
     "list": lambda x: [x, None, 1.5],
     "deque": lambda x: collections.deque([x, b"bytes"]),
@@ -94,7 +90,7 @@ def test_what_containers_carry_is_kept() -> None:
     """A default factory, attributes, what __post_init__ did, torch.max's tuple; or a dict, as in torch."""
     tagged, found = Tagged([ONE]), torch.max(torch.tensor([[1, 5]]), dim=1)
     tagged.tag = "t"
-    assert map_movable(with_default(ONE), doubled).default_factory is list
+    assert map_movable(CONTAINERS["defaultdict"](ONE), doubled).default_factory is list
     assert map_movable(tagged, doubled).tag == "t"
     assert map_movable(Frozen(ONE), doubled).seen == ["init"]
     assert type(map_movable(found, doubled)) is type(found)
@@ -104,25 +100,9 @@ def test_what_containers_carry_is_kept() -> None:
     assert plain == {"first": TWO, "second": 1}
 
 
-class Graph:
-    """Moves itself, as a graph library's batch does."""
-
-    def to(self, device: Any, non_blocking: bool = False) -> Any:
-        return device, non_blocking
-
-
-class Boxes:
-    """Has a ``to`` of the shortest kind."""
-
-    def to(self, device: Any) -> Any:
-        return device
-
-
-class Quantity:
-    """Its ``to`` converts units."""
-
-    def to(self, unit: str) -> Any:
-        raise AssertionError("not a device")
+Graph = type("Graph", (), {"to": lambda self, device, non_blocking=False: (device, non_blocking)})
+Boxes = type("Boxes", (), {"to": lambda self, device: device})
+Quantity = type("Quantity", (), {"to": lambda self, unit: 1 / 0})  # converts
 
 
 def test_objects_with_torchs_to_are_leaves() -> None:

@@ -27,6 +27,7 @@ from tests.kit import datasets
 if TYPE_CHECKING:
     import random
 
+OOM = torch.OutOfMemoryError
 IMAGES = datasets.Made(datasets.image, 64)
 PERSISTENT: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
 
@@ -151,7 +152,7 @@ def test_a_refusal_in_the_middle_keeps_what_is_registered(fake: FakeBackend) -> 
 
 def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the registration itself is raised at its batch; who goes on gets all that follow."""
-    refusals, register = iter([torch.OutOfMemoryError("full")] * 3), fake.register
+    refusals, register = iter([OOM("full")] * 3), fake.register
 
     def full(address: int, nbytes: int) -> str:
         for error in refusals:
@@ -162,16 +163,14 @@ def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.M
     with DataLoader(IMAGES, 4, timeout=20, **PERSISTENT) as loader:
         iterator = iter(on(fake, loader))
         for _ in range(3):
-            with pytest.raises(torch.OutOfMemoryError):
+            with pytest.raises(OOM):
                 next(iterator)
         rest = list(iterator)
         fake.drain()
         assert [int(labels[0]) for _, labels in rest] == list(range(12, 64, 4))
 
 
-@pytest.mark.parametrize(
-    ("times", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, torch.OutOfMemoryError)]
-)
+@pytest.mark.parametrize(("times", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, OOM)])
 def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, times: int, kind: Any) -> None:
     """The next kernel takes it, unseen, or lacks memory; one that stays is the device's own, and raised."""
     monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
@@ -180,7 +179,7 @@ def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, times: i
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 1, "cudaGetErrorString.return_value": "invalid"})
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    if times == 1 or kind is torch.OutOfMemoryError:
+    if times == 1 or kind is OOM:
         assert backend.register(4096, 4096) == "cudaHostRegister gave error 1, invalid"
         assert backend._launch.call_count == 2
     else:

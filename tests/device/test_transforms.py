@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import os
@@ -9,7 +10,7 @@ import pickle
 import random
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -36,11 +37,6 @@ EPSILON = {
 }
 
 
-class Pair(NamedTuple):
-    image: torch.Tensor
-    label: torch.Tensor
-
-
 def some_images(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -51,6 +47,7 @@ def same_draws(seed: int = 1) -> Any:
     return drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0)))
 
 
+Pair = collections.namedtuple("Pair", "image label")
 IMAGES, MASKS, LABELS = some_images(2, 6, 6, 3), some_images(2, 6, 6, 3, seed=1), torch.tensor([1, 2])
 normalize, crop, flip = Normalize(MEAN, STD), RandomResizedCrop((9, 11)), RandomHorizontalFlip()
 

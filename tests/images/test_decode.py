@@ -8,6 +8,7 @@ import pickle
 import struct
 import warnings
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -333,12 +334,8 @@ def test_a_file_cut_anywhere_is_an_error(kind: str, tmp_path: Path) -> None:
 
 def test_lack_of_memory_is_not_the_files_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MemoryError stays MemoryError."""
-
-    def fail(_image: Image.Image, _mode: str) -> None:
-        raise MemoryError
-
     Image.fromarray(SCENE_GREY).save(tmp_path / "a.png")
-    monkeypatch.setattr(Image.Image, "convert", fail)
+    monkeypatch.setattr(Image.Image, "convert", mock.Mock(side_effect=MemoryError))
     with pytest.raises(MemoryError):
         read_image(tmp_path / "a.png")
 

@@ -99,9 +99,7 @@ def assert_boxes_are_parts(content: bytes, count: int, seed: int = 1) -> None:
     decoder=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_box_is_a_part(
-    kind: str, sides: Any, orientation: int, tail: bytes, decoder: bool, seed: int
-) -> None:
+def test_boxes(kind: str, sides: Any, orientation: int, tail: bytes, decoder: bool, seed: int) -> None:
     """In files of every kind and size, turned as a viewer shows them, with and without nvImageCodec."""
     assume(not (tail and kind in OTHERS))
     with mock.patch.object(regions, "_codec", regions._codec if decoder else lambda: None):

@@ -218,9 +218,7 @@ def test_other_files_are_not_cut(name: str) -> None:
     quality=st.sampled_from([5, 75, 100]),
     optimized=st.booleans(),
 )
-def test_the_pixels_stay(
-    sides: tuple[int, int], interval: int, sampling: int, quality: int, optimized: bool
-) -> None:
+def test_the_pixels_stay(sides: Any, interval: int, sampling: int, quality: int, optimized: bool) -> None:
     """All samplings and sizes, own Huffman tables, and files with markers at other places."""
     options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimized)]
     content = tiled_file(*sides, interval, sampling, *options)
