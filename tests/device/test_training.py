@@ -211,7 +211,7 @@ def test_a_real_lack_of_memory_is_survived(device: str) -> None:
 
 def test_nests_are_split_along_the_first_dimension() -> None:
     """Tensors, per-sample lists and tuples of names are cut; sizes, scalars and other things are shared."""
-    array = np.arange(4)
+    sample, array = dataclasses.make_dataclass("Sample", ["image", "paths"]), np.arange(4)
     batch = {
         "image": torch.arange(12).reshape(4, 3),
         "both": [torch.arange(4), (torch.arange(4) + 4,)],
@@ -220,9 +220,7 @@ def test_nests_are_split_along_the_first_dimension() -> None:
         "size": (224, 224, 3, 1),
         "temperature": torch.tensor(0.5),
         "box": array,
-        "sample": dataclasses.make_dataclass("Sample", ["image", "paths"])(
-            torch.arange(4), ["e", "f", "g", "h"]
-        ),
+        "sample": sample(torch.arange(4), ["e", "f", "g", "h"]),
     }
     (first, first_size), (last, last_size) = split_batch(batch, 2)
     assert (first_size, last_size) == (2, 2)
