@@ -18,9 +18,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
-import itertools
 import weakref
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,27 +32,12 @@ HOST_POISON = 0xA5
 DEVICE_POISON = 0x5A
 
 
-class Mapped:
-    """Registered host memory: what a copy finds there is what is there when it runs."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.address = address
-        self.num_bytes = num_bytes
-
-    @property
-    def bytes(self) -> bytes:
-        return ctypes.string_at(self.address, self.num_bytes)
-
-
 class FakeStream:
     """Work in order: ("copy", ...), ("read", ...), ("record", event) or ("wait", event)."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.queue: collections.deque[tuple[Any, ...]] = collections.deque()
-
-    def __repr__(self) -> str:
-        return f"<stream {self.name}>"
 
 
 class FakeEvent:
@@ -64,27 +47,13 @@ class FakeEvent:
 
 
 class Memory:
-    """A piece of host or device memory; outlives the tensors over it."""
+    """Host or device memory that outlives the tensors over it; registered memory has an address."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self.bytes = bytearray(num_bytes)
-
-
-@dataclass
-class Block:
-    """Device memory while one tensor, with its views, has it."""
-
-    memory: Memory
-    recorded: set[str] = field(default_factory=set)
-    is_alive: bool = True
-
-
-@dataclass
-class Freed:
-    """Device memory between two tensors: free for use again once these events are done."""
-
-    memory: Memory
-    events: list[FakeEvent]
+    def __init__(self, num_bytes: int, address: int | None = None) -> None:
+        self.address = address
+        self.recorded: set[str] = set()  # streams, while a tensor has this memory
+        mapped = None if address is None else (ctypes.c_ubyte * num_bytes).from_address(address)
+        self.bytes: Any = bytearray(num_bytes) if mapped is None else mapped
 
 
 class FakeBackend:
@@ -100,9 +69,8 @@ class FakeBackend:
         self.num_reserved = 0  # pieces of device memory, as torch's reserved bytes: none is given back
         self.num_pinned_copies = 0
         self._pinned: dict[int, Memory] = {}  # by address
-        self._blocks: dict[int, Block] = {}  # by address
-        self._free: list[Freed] = []
-        self._side: FakeStream | None = None
+        self._blocks: dict[int, Memory] = {}  # of device tensors, by address
+        self._free: list[tuple[Memory, list[FakeEvent]]] = []  # free for use once these events are done
         self.refuses = ""  # the reason that register gives
         self.num_refused = 0
         self.num_read_in_place = 0
@@ -111,8 +79,7 @@ class FakeBackend:
     # --- what the prefetcher asks for ---
 
     def make_stream(self) -> FakeStream:
-        self._side = self._add_stream(f"side {len(self.streams)}")
-        return self._side
+        return self._add_stream(f"side {len(self.streams)}")
 
     def current_stream(self) -> FakeStream:
         return self.current
@@ -124,19 +91,19 @@ class FakeBackend:
         return self.pinned(tensor)
 
     def copy(self, pinned: torch.Tensor, stream: FakeStream) -> torch.Tensor:
-        source: Any = self._pinned.get(_address(pinned))
+        source = self._pinned.get(_address(pinned))
         if source is None and self._is_registered(pinned):
             self.num_read_in_place += 1
-            source = Mapped(pinned.data_ptr(), pinned.numel() * pinned.element_size())
+            source = Memory(pinned.nbytes, pinned.data_ptr())
         if source is None:
-            self._report("copy from memory that is not pinned")
-            source = Memory(pinned.numel() * pinned.element_size())
+            self.violations.append("copy from memory that is not pinned")
+            source = Memory(pinned.nbytes)
         self.num_copies += 1
-        block = Block(self._allocate(len(source.bytes)))
-        tensor = _tensor_over(block.memory, pinned, lambda: self._free_block(block))
-        self._blocks[_address(tensor)] = block
-        block.memory.bytes[:] = bytes([DEVICE_POISON]) * len(block.memory.bytes)
-        stream.queue.append(("copy", source, block.memory))
+        memory = self._allocate(len(source.bytes))
+        tensor = _tensor_over(memory, pinned, lambda: self._free_block(memory))
+        self._blocks[_address(tensor)] = memory
+        memory.bytes[:] = bytes([DEVICE_POISON]) * len(memory.bytes)
+        stream.queue.append(("copy", source, memory))
         self.log.append(f"copy on {stream.name}")
         return tensor
 
@@ -181,10 +148,8 @@ class FakeBackend:
         if self.refuses:
             self.num_refused += 1
             return self.refuses
-        if any(
-            start < address + nbytes and address < start + size for start, size in self.registered.items()
-        ):
-            self._report("memory was registered twice")
+        if any(old < address + nbytes and address < old + size for old, size in self.registered.items()):
+            self.violations.append("memory was registered twice")
         self.registered[address] = nbytes
         self.log.append("register")
         return ""
@@ -192,11 +157,10 @@ class FakeBackend:
     def unregister(self, address: int) -> str:
         nbytes = self.registered.pop(address, 0)
         if not nbytes:
-            self._report("memory was unregistered that is not registered")
-        for stream in self.streams:
-            for kind, *rest in stream.queue:
-                if kind == "copy" and isinstance(rest[0], Mapped) and 0 <= rest[0].address - address < nbytes:
-                    self._report("memory was unregistered before the copy from it had run")
+            self.violations.append("memory was unregistered that is not registered")
+        read = [work[1].address for stream in self.streams for work in stream.queue if work[0] == "copy"]
+        if any(start is not None and 0 <= start - address < nbytes for start in read):
+            self.violations.append("memory was unregistered before the copy from it had run")
         self.log.append("unregister")
         return ""
 
@@ -204,7 +168,7 @@ class FakeBackend:
 
     def pinned(self, like: torch.Tensor) -> torch.Tensor:
         """A pinned copy of ``like``, finished on return; its death is watched."""
-        memory = Memory(like.numel() * like.element_size())
+        memory = Memory(like.nbytes)
         tensor = _tensor_over(memory, like, lambda: self._free_host(memory))
         self._pinned[_address(tensor)] = memory
         tensor.copy_(like)
@@ -215,7 +179,7 @@ class FakeBackend:
         base = tensor.untyped_storage().data_ptr()
         block = self._blocks.get(base)
         if block is None:
-            self._report("a kernel was given a tensor that is not on the device")
+            self.violations.append("a kernel was given a tensor that is not on the device")
             return
         start = tensor.data_ptr() - base
         content = expected.contiguous().numpy().tobytes()
@@ -237,12 +201,11 @@ class FakeBackend:
         if kind == "record":
             rest[0].is_done = True
         elif kind == "copy":
-            source, memory = rest
-            memory.bytes[:] = source.bytes
+            rest[1].bytes[:] = rest[0].bytes
         elif kind == "read":
             block, start, content = rest
-            if bytes(block.memory.bytes[start : start + len(content)]) != content:
-                self._report(f"a kernel on {stream.name} did not read what the batch held")
+            if bytes(block.bytes[start : start + len(content)]) != content:
+                self.violations.append(f"a kernel on {stream.name} did not read what the batch held")
         return True
 
     def drain(self) -> None:
@@ -255,12 +218,9 @@ class FakeBackend:
         return sum(work[0] == "copy" for stream in self.streams for work in stream.queue)
 
     @property
-    def num_pinned_alive(self) -> int:
-        return len(self._pinned)
-
-    @property
-    def num_device_alive(self) -> int:
-        return len(self._blocks)
+    def num_alive(self) -> tuple[int, int]:
+        """How many pieces of pinned memory, and of device memory, tensors have."""
+        return len(self._pinned), len(self._blocks)
 
     def check(self) -> None:
         """Run everything, then fail if anything was used without order."""
@@ -271,33 +231,30 @@ class FakeBackend:
     # --- memory ---
 
     def _allocate(self, num_bytes: int) -> Memory:
-        for freed in self._free:
-            if len(freed.memory.bytes) == num_bytes and all(event.is_done for event in freed.events):
-                self._free.remove(freed)
-                return freed.memory
+        for number, (memory, events) in enumerate(self._free):
+            if len(memory.bytes) == num_bytes and all(event.is_done for event in events):
+                del self._free[number]
+                memory.recorded.clear()
+                return memory
         self.num_reserved += 1
         return Memory(num_bytes)
 
-    def _free_block(self, block: Block) -> None:
-        block.is_alive = False
+    def _free_block(self, block: Memory) -> None:
         self._blocks = {address: other for address, other in self._blocks.items() if other is not block}
         for stream in self.streams:
             reads = any(work[0] == "read" and work[1] is block for work in stream.queue)
             if reads and stream.name not in block.recorded:
-                self._report(f"a tensor died that {stream.name} has to read and was not recorded for")
+                self.violations.append(f"a tensor died that {stream.name} has to read, unrecorded")
         # As torch does it: an event on each recorded stream at the time of death. Work of the stream that it
         # was allocated under is in order with the next copy there.
-        events = []
-        for stream in self.streams:
-            if stream.name in block.recorded:
-                events.append(FakeEvent(stream))
-                stream.queue.append(("record", events[-1]))
-        self._free.append(Freed(block.memory, events))
+        recorded = [stream for stream in self.streams if stream.name in block.recorded]
+        events = [self.record_event(stream) for stream in recorded]
+        self._free.append((block, events))
 
     def _free_host(self, memory: Memory) -> None:
         self._pinned = {key: other for key, other in self._pinned.items() if other is not memory}
         if any(work[0] == "copy" and work[1] is memory for stream in self.streams for work in stream.queue):
-            self._report("pinned memory died before the copy from it had run")
+            self.violations.append("pinned memory died before the copy from it had run")
         memory.bytes[:] = bytes([HOST_POISON]) * len(memory.bytes)
 
     # --- the rest ---
@@ -310,7 +267,7 @@ class FakeBackend:
     def _advance_to(self, stream: FakeStream) -> None:
         """Run one piece of ``stream``'s work, and before it what that waits for."""
         if not self.advance(stream):
-            (kind, event), *_ = itertools.islice(stream.queue, 1)
+            kind, event = stream.queue[0]
             assert kind == "wait"
             self._advance_to(event.stream)
 
@@ -318,9 +275,6 @@ class FakeBackend:
         start = tensor.data_ptr()
         within = any(0 <= start - address < nbytes for address, nbytes in self.registered.items())
         return within and torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-    def _report(self, what: str) -> None:
-        self.violations.append(what)
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import multiprocessing
 import threading
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -14,18 +12,15 @@ import torch
 import torch.utils.data as tud
 
 from fastload import DataLoader
-from fastload.device import cuda
-from fastload.epochs import on_device, with_workers, without_workers
-from fastload.errors import DeviceUnavailableError, LoaderClosedError
-from fastload.system import logs
-from tests.device.loaders import Loader, Place, on
+from fastload.epochs import with_workers, without_workers
+from fastload.errors import LoaderClosedError
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.device.fake import FakeBackend
+    from tests.device.loaders import Place
 
 
 WAYS: list[dict[str, Any]] = [
@@ -55,13 +50,8 @@ def doubled(batch: Any) -> Any:
 @quietly
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[3]], ids=str)
-def test_batches_on_the_device_are_those_of_the_host(
-    place: Place, way: dict[str, Any], pin_memory: bool
-) -> None:
-    """Every epoch brings the same batches in the same order, on one stream for life.
-
-    Batches that are held, and views of batches that are gone, stay valid, however slow the consumer is.
-    """
+def test_batches_are_those_of_the_host(place: Place, way: dict[str, Any], pin_memory: bool) -> None:
+    """Each epoch in order, on one stream for life; held batches, and views of dropped ones, stay valid."""
     dataset = datasets.Made(datasets.image, 102)
     expected = list(DataLoader(dataset, 4))
     with DataLoader(dataset, 4, device="cuda", pin_memory=pin_memory, **way) as loader:
@@ -84,7 +74,7 @@ def test_the_transform_runs_on_the_copy_stream_ahead_of_the_caller(fake: FakeBac
     at: list[str] = []
 
     def transform(batch: Any) -> Any:
-        at.append(repr(fake.current))
+        at.append(fake.current.name)
         assert not torch.is_grad_enabled()
         return doubled(batch)
 
@@ -92,7 +82,7 @@ def test_the_transform_runs_on_the_copy_stream_ahead_of_the_caller(fake: FakeBac
     with DataLoader(IMAGES, 4, device="cuda", device_transform=transform) as loader:
         iterator = iter(loader)
         first = next(iterator)
-        assert at == ["<stream side 1>"] * 3
+        assert at == ["side 1"] * 3
         assert fake.log.index("main waits for side 1") > fake.log.index("record on side 1")
         assert fake.log[-2:] == ["recorded for main"] * 2
         assert all(torch.equal(a, b[0]) for a, b in zip(expected, [first, *iterator], strict=True))
@@ -104,15 +94,13 @@ def test_a_batch_that_moves_late_is_transformed_where_it_is(fake: FakeBackend) -
     at: list[str] = []
 
     def transform(batch: Any) -> Any:
-        at.append(repr(fake.current))
+        at.append(fake.current.name)
         return batch.data.sum()
 
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    loader = DataLoader(
-        [0], batch_size=None, collate_fn=lambda _: packed, device=0, device_transform=transform
-    )
+    loader = DataLoader([0], 1, collate_fn=lambda _: packed, device=0, device_transform=transform)
     assert [int(total) for total in loader] == [5]
-    assert at == ["<stream main>"]
+    assert at == ["main"]
 
 
 def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> None:
@@ -123,69 +111,11 @@ def test_what_cannot_be_looked_into_is_not_written_over(fake: FakeBackend) -> No
 
     for _ in DataLoader(IMAGES, 4, device="cuda", device_transform=pack):
         fake.log.append("step")
-
     waits = [place for place, entry in enumerate(fake.log) if entry == "side 1 waits for main"]
     copies = [place for place, entry in enumerate(fake.log) if entry == "copy on side 1"]
     assert len(copies) == 2 * len(waits)  # images and labels
     for wait, first_copy in zip(waits, copies[::2], strict=True):
         assert first_copy == wait + 1
-
-
-def test_worker_threads_pin_what_they_fetch(fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads have no slots: with pin_memory=True the copy into pinned memory is theirs, not the caller's."""
-    names: list[str] = []
-
-    def pin(batch: Any, device: str | None) -> Any:
-        names.append(threading.current_thread().name)
-        return batch
-
-    for module in (torch.accelerator, torch.cuda):  # torch 2.6 asks the latter
-        monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(with_workers, "_accelerator_index", lambda: None)
-    monkeypatch.setattr(with_workers, "pin_batch", pin)
-    options: dict[str, Any] = {"num_workers": 1, "worker_type": "thread", "pin_memory": True}
-    with DataLoader(IMAGES, 4, device="cuda", **options) as loader:
-        assert len(list(loader)) == 6
-    assert names == ["fastload-worker-0"] * 6
-
-
-# --- without a device -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", WAYS[:2], ids=str)
-@pytest.mark.parametrize("has_driver", [False, True])
-def test_auto_without_cuda_transforms_on_the_cpu_and_says_so_once(
-    way: dict[str, Any],
-    has_driver: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One line says why; it is a warning only on a machine with a GPU."""
-    logs.say_once.cache_clear()
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    monkeypatch.setattr(cuda, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
-    expected = [doubled(batch)[0] for batch in DataLoader(IMAGES, 4)]
-    with (
-        caplog.at_level(logging.INFO, "fastload"),
-        DataLoader(IMAGES, 4, device="auto", device_transform=doubled, **way) as loader,
-    ):
-        for _ in range(2):
-            assert all(torch.equal(a, b[0]) for a, b in zip(expected, loader, strict=True))
-        assert loader.state_dict()["_iterator_finished"] is True
-    (line,) = [record for record in caplog.records if "device='auto'" in record.message]
-    assert "DataLoader(device='auto') leaves the batches on the CPU" in line.message
-    assert "built without CUDA" in line.message
-    assert line.levelname == ("WARNING" if has_driver else "INFO")
-
-
-def test_cuda_by_name_raises_at_iter_before_any_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason comes from iter(), and nothing was started."""
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
-    loader = DataLoader(IMAGES, 4, num_workers=2, device="cuda")
-    with pytest.raises(DeviceUnavailableError, match=r"DataLoader cannot use .*built without CUDA"):
-        iter(loader)
-    assert multiprocessing.active_children() == []
 
 
 def test_a_transform_needs_a_device_and_must_be_callable() -> None:
@@ -196,61 +126,36 @@ def test_a_transform_needs_a_device_and_must_be_callable() -> None:
         DataLoader(IMAGES, device="cpu", device_transform=3)  # type: ignore[arg-type]
 
 
-# --- where it stands --------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_a_state_counts_what_the_caller_received(fake: FakeBackend, way: dict[str, Any]) -> None:
-    """After each batch the state is that of a loader without a device, and brings the rest back."""
+    """Before and after each batch, and at the end, it is that of a loader without a device."""
 
-    def make(**options: Any) -> DataLoader:
+    def states(**options: Any) -> list[Any]:
         generator = torch.Generator().manual_seed(5)
-        return DataLoader(IMAGES, 4, shuffle=True, generator=generator, **options)
+        with DataLoader(IMAGES, 4, shuffle=True, generator=generator, **way, **options) as loader:
+            iterator = iter(loader)
+            return [loader.state_dict(), *(loader.state_dict() for _ in iterator), loader.state_dict()]
 
-    with make(device="cuda", **way) as loader, make(**way) as plain:
-        iterator, plain_iterator = iter(loader), iter(plain)
-        states, expected = [loader.state_dict()], []
-        assert states[0] == plain.state_dict()
-        for _ in range(6):
-            next(iterator)
-            expected += numbers([next(plain_iterator)])
-            states.append(loader.state_dict())
-            assert states[-1] == plain.state_dict()
-        del iterator, plain_iterator
-    assert states[-1]["_iterator_finished"] is False
-    with make(device="cuda", **way) as again:
-        next(iter(again))  # an epoch that is left
-        again.load_state_dict(states[4])
-        batches = list(again)
-        fake.drain()
-        assert numbers(batches) == expected[4:]
-        assert again.state_dict()["_iterator_finished"] is True
+    found = states(device="cuda")
+    assert found == states()
+    assert [state["_iterator_finished"] for state in found] == [False] * 7 + [True]
 
 
 @pytest.mark.parametrize("way", WAYS[:3], ids=str)
 def test_errors_come_at_their_batch_and_count(fake: FakeBackend, way: dict[str, Any]) -> None:
     """Batches before the error come first, who goes on gets those behind it, and the state follows."""
+    is_local = not way or "worker_type" in way
+    odd = datasets.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
     with DataLoader(datasets.Made(datasets.raises), 4, device="cuda", **way) as loader:
-        iterator = iter(loader)
-        came: list[Any] = []
-        for number in range(6):
-            try:
+        iterator, came = iter(loader), []
+        for number, error in enumerate([None, ValueError, KeyError, odd, None, None], start=1):
+            with contextlib.nullcontext() if error is None else pytest.raises(error):
                 came.append(next(iterator))
-            except Exception as error:  # noqa: BLE001  # which kind is compared below
-                came.append(type(error))
-            assert loader.state_dict()["_num_yielded"] == number + 1
-        del iterator
-
+            assert loader.state_dict()["_num_yielded"] == number
         fake.drain()
-        plain = ["batch" if isinstance(item, torch.Tensor) else item for item in came]
-        is_local = not way or "worker_type" in way
-        odd = datasets.OddError if is_local else RuntimeError  # processes' errors come as torch brings them
-        assert plain == ["batch", ValueError, KeyError, odd, "batch", "batch"]
-        assert came[4].tolist() == [[16], [17], [18], [19]]
-
-
-# --- its life ---------------------------------------------------------------------------------------------
+        assert [batch.flatten().tolist() for batch in came] == [[0, 1, 2, 3], [16, 17, 18, 19], [20, 21, 22]]
+        del iterator
 
 
 def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> None:
@@ -260,33 +165,20 @@ def test_the_iterator_is_kept_only_while_workers_persist(fake: FakeBackend) -> N
     with DataLoader(IMAGES, 4, num_workers=1, persistent_workers=True, device="cuda") as lasting:
         first = iter(lasting)
         assert fleeting._iterator is None
-        assert lasting._iterator is first
-        assert iter(lasting) is first
+        assert iter(lasting) is lasting._iterator is first
         assert len(first) == 6
     assert lasting._iterator is None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "transform", "has_gpu"),
-    [(WAYS[0], doubled, True), (WAYS[1], None, True), (WAYS[1], doubled, False), (WAYS[2], doubled, True)],
-    ids=["local", "workers", "workers, no GPU", "threads"],
-)
-def test_a_closed_loader_ends_its_iterator_at_once(
-    fake: FakeBackend,
-    monkeypatch: pytest.MonkeyPatch,
-    way: dict[str, Any],
-    transform: Callable[[Any], Any] | None,
-    has_gpu: bool,
-) -> None:
+@pytest.mark.parametrize(("device", "way"), [*(("cuda", way) for way in WAYS[:3]), ("cpu", WAYS[1])])
+def test_a_closed_loader_ends_its_iterator_at_once(fake: FakeBackend, device: str, way: Any) -> None:
     """What was copied ahead is dropped, batches that are held stay valid, and the loader can go again."""
-    if not has_gpu:
-        monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: None)
-    loader = DataLoader(IMAGES, 4, device="cuda", device_transform=transform, **way)
+    transform = None if device == "cuda" and way is WAYS[1] else doubled
+    loader = DataLoader(IMAGES, 4, device=device, device_transform=transform, **way)
     iterator = iter(loader)
     images, _ = next(iterator)
     loader.close()
-
     with pytest.raises(LoaderClosedError):
         next(iterator)
     assert loader.state_dict()["_num_yielded"] == 1
@@ -300,50 +192,36 @@ def test_a_closed_loader_ends_its_iterator_at_once(
 # --- modes of the caller ---------------------------------------------------------------------------------
 
 
-MODES: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
-    contextlib.nullcontext,
-    torch.inference_mode,
-    lambda: torch.autocast("cpu", torch.bfloat16),
-]
+MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "none": contextlib.nullcontext,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+ahead_or_when_asked = pytest.mark.parametrize("device", ["cuda", "cpu"])
 
 
-@pytest.fixture(params=["cuda", "cpu"], ids=["ahead", "when asked"])
-def device(request: pytest.FixtureRequest, fake: FakeBackend, monkeypatch: pytest.MonkeyPatch) -> str:
-    """One to which batches are copied ahead, and one where they are transformed when the caller asks."""
-    if request.param == "cpu":
-        monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: None)
-    name: str = request.param
-    return name
-
-
-@pytest.mark.parametrize("mode", MODES, ids=["none", "inference_mode", "autocast"])
-def test_a_transform_runs_in_no_mode_of_the_caller(device: str, mode: Any) -> None:
-    """It has neither gradients nor inference mode nor autocast, whoever asks for the batch, and when."""
+@ahead_or_when_asked
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transform_runs_in_no_mode_of_the_caller(fake: FakeBackend, device: str, mode: str) -> None:
+    """It has neither gradients nor inference mode nor autocast; nor do copies that were begun in them."""
     seen: list[tuple[bool, bool, torch.dtype]] = []
 
     def transform(batch: Any) -> Any:
         pixels = batch[0].float().reshape(4, -1)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (pixels @ pixels.T).dtype
         seen.append(modes)
-        return pixels
+        return batch[0] if device == "cuda" else pixels
 
     iterator = iter(DataLoader(IMAGES, 4, device=device, device_transform=transform))
-    with mode():
+    with MODES[mode]():
         first = next(iterator)
     later = list(iterator)
     assert seen == [(False, False, torch.float32)] * 6
     assert not any(batch.is_inference() for batch in [first, *later])
 
 
-def test_batches_ahead_can_be_trained_on_after_a_look_in_inference_mode(fake: FakeBackend) -> None:
-    """What was pulled by a next() in inference mode and comes later is no inference tensor."""
-    iterator = iter(on(fake, Loader(4)))
-    with torch.inference_mode():
-        next(iterator)
-    assert [batch.is_inference() for batch in iterator] == [False] * 3
-
-
-def test_an_error_of_a_transform_comes_at_its_batch(device: str) -> None:
+@ahead_or_when_asked
+def test_an_error_of_a_transform_comes_at_its_batch(fake: FakeBackend, device: str) -> None:
     """The batches around it come whole; the note names the device, and what the loader does not do."""
 
     def transform(batch: Any) -> Any:
@@ -396,15 +274,22 @@ def test_batches_come_pinned_in_order_from_a_thread(pinned_in: list[str], persis
     assert set(pinned_in) == {"fastload-pin"}
 
 
-def test_without_workers_the_batch_is_pinned_where_it_is_made(pinned_in: list[str]) -> None:
-    """As in torch: there is no thread then."""
-    list(DataLoader(datasets.Made(datasets.image, 4), 2))
-    assert pinned_in == ["MainThread"] * 2
-
-
-@pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="the warning is for machines without an accelerator"
+@quietly
+@pytest.mark.parametrize(
+    ("options", "thread"),
+    [
+        ({}, "MainThread"),
+        ({"num_workers": 1, "worker_type": "thread", "device": "cuda"}, "fastload-worker-0"),
+    ],
 )
+def test_where_batches_are_pinned(fake: FakeBackend, pinned_in: list[str], options: Any, thread: str) -> None:
+    """Without worker processes there is no thread for it, as in torch; worker threads do it themselves."""
+    with DataLoader(datasets.Made(datasets.image, 4), 2, pin_memory=True, **options) as loader:
+        assert len(list(loader)) == 2
+    assert pinned_in == [thread] * 2
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: int) -> None:
     """Torch's own warning, which torch 2.6 lacks; the batches come all the same."""
@@ -412,9 +297,7 @@ def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: i
     for kind in (tud.DataLoader, DataLoader):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            batches = list(kind(IMAGES, 4, num_workers=num_workers, pin_memory=True))
+            assert len(list(kind(IMAGES, 4, num_workers=num_workers, pin_memory=True))) == 6
         said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
-        assert len(batches) == 6
-    theirs, ours = said
-    assert ours == theirs
-    assert all("no accelerator is found" in message for message in ours)
+    assert said[0] == said[1]
+    assert all("no accelerator is found" in message for message in said[1])

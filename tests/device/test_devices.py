@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
+import multiprocessing
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ import torch
 
 from fastload import DataLoader, DevicePrefetcher
 from fastload.device import cuda as cuda_module
-from fastload.device import streamless
+from fastload.device.streamless import StreamlessDevice
 from fastload.errors import DeviceUnavailableError
 from fastload.system import logs
 from tests.device.loaders import Loader, on
@@ -20,6 +22,7 @@ from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from tests.device.fake import FakeBackend
     from tests.kit.processes import Interpreter
@@ -27,18 +30,23 @@ if TYPE_CHECKING:
 IMAGES = datasets.Made(datasets.image, 12)
 
 
-def test_the_loader_stays_reachable(fake: FakeBackend) -> None:
-    """len(), set_epoch and attributes are the loader's; what it lacks is missing here too.
+def plus_one(batch: Any) -> Any:
+    return batch[0] + 1, batch[1]
 
-    A prefetcher that was used can be copied: its stream stays behind, and the copy makes one of its own.
-    """
+
+def check_plus_one(batches: list[Any]) -> None:
+    for (images, labels), (expected, expected_labels) in zip(batches, DataLoader(IMAGES, 4), strict=True):
+        assert torch.equal(images, expected + 1)
+        assert torch.equal(labels, expected_labels)
+
+
+def test_the_loader_stays_reachable(fake: FakeBackend) -> None:
+    """len() and attributes are the loader's alone; a copy of a used prefetcher makes its own stream."""
     loader = Loader(5)
     prefetcher = on(fake, loader)
-    prefetcher.set_epoch(3)
     assert len(prefetcher) == len(list(prefetcher)) == 5
-    assert loader.epoch == 3
     assert prefetcher.loader is loader
-    assert prefetcher.dataset is loader.dataset
+    assert prefetcher.make is loader.make
     assert not hasattr(prefetcher, "sampler")
     clone = copy.copy(prefetcher)
     assert clone.loader is loader
@@ -52,10 +60,9 @@ def test_the_loader_stays_reachable(fake: FakeBackend) -> None:
     ("loader", "depth", "error", "message"),
     [
         ([], 0, ValueError, "^depth should be .*, but got depth=0$"),
-        ([], -1, ValueError, "^depth should be .*, but got depth=-1$"),
         ([], 1.0, TypeError, "^depth should be .*, but got 1.0$"),
         ([], True, TypeError, "^depth should be .*, but got True$"),
-        *((value, 2, TypeError, "loader should be an iterable of batches") for value in (None, 3, object())),
+        (3, 2, TypeError, "loader should be an iterable of batches"),
     ],
 )
 def test_arguments_are_checked(loader: Any, depth: Any, error: type[Exception], message: str) -> None:
@@ -80,21 +87,27 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return pretend
 
 
-def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
-    cuda: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without CUDA batches pass through, and the reason is logged once for all of them; an index stays."""
+@pytest.mark.parametrize("has_driver", [False, True])
+def test_auto(cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """Without CUDA the CPU transforms; one line says why, for each kind of caller, and warns beside a GPU."""
     cuda(num_devices=2)
+    monkeypatch.setattr(cuda_module, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
     with caplog.at_level(logging.INFO, "fastload"):
         assert DevicePrefetcher([], device="auto").device == torch.device("cuda")
         assert DevicePrefetcher([], device="cuda:1").device == torch.device("cuda:1")
         assert caplog.records == []
         cuda(is_built=False)
         prefetchers = [DevicePrefetcher([1, 2], device="auto") for _ in range(3)]
+        with DataLoader(IMAGES, 4, device="auto", device_transform=plus_one, num_workers=1) as loader:
+            check_plus_one([*loader])
+            check_plus_one([*loader])
+            assert loader.state_dict()["_iterator_finished"] is True
     assert [list(p) for p in prefetchers] == [[1, 2]] * 3
     assert [str(p.device) for p in prefetchers] == ["cpu"] * 3
-    assert len(caplog.records) == 1
-    assert "built without CUDA" in caplog.text
+    for record, asker in zip(caplog.records, ["DevicePrefetcher", "DataLoader"], strict=True):
+        assert f"{asker}(device='auto') leaves the batches on the CPU: torch" in record.message
+        assert "built without CUDA" in record.message
+        assert record.levelname == ("WARNING" if has_driver else "INFO")
 
 
 @pytest.mark.parametrize(
@@ -102,38 +115,35 @@ def test_auto_is_cuda_where_there_is_one_and_says_once_if_not(
     [
         ("cuda", {"num_devices": 0}, "CUDA_VISIBLE_DEVICES='-1'"),
         ("cuda", {"is_built": False}, "built without CUDA"),
-        *(
-            (device, {"num_devices": 2}, "'cuda:3': torch sees CUDA devices up to cuda:1;")
-            for device in ("cuda:3", 3, torch.device("cuda", 3))
-        ),
+        (3, {"num_devices": 2}, "'cuda:3': torch sees CUDA devices up to cuda:1;"),
+        (torch.device("cuda", 3), {"num_devices": 2}, "'cuda:3': torch sees CUDA devices up to cuda:1;"),
         ("mps", {}, "mps.*no accelerator here.*auto"),
         ("xpu:0", {}, "xpu:0.*no accelerator here.*auto"),
     ],
 )
-def test_a_device_by_name_that_is_not_there_raises(
-    cuda: Any, monkeypatch: pytest.MonkeyPatch, device: Any, found: dict[str, Any], message: str
-) -> None:
-    """The error names what hides it, the build of torch or the devices that are there."""
+def test_missing_devices(cuda: Any, monkeypatch: Any, device: Any, found: Any, message: str) -> None:
+    """What hides it, the build of torch or the devices that are there; iter() says so and starts nothing."""
     if found:
         cuda(**found)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     with pytest.raises(DeviceUnavailableError, match=message):
         DevicePrefetcher([], device=device)
     with pytest.raises(DeviceUnavailableError, match=message):
-        iter(DataLoader(IMAGES, device=device))
+        iter(DataLoader(IMAGES, device=device, num_workers=2))
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.parametrize(
     "device",
-    ["hpu", "cuda:-1", "cuda:x", "gpu", -1, True, b"cuda", 1.5, ["cuda"], torch.device("meta")],
+    ["hpu", "cuda:-1", "gpu", -1, True, b"cuda", 1.5, torch.device("meta")],
 )
 def test_other_devices_are_refused(device: Any) -> None:
     """What is no device of a supported kind is shown in an error that lists them, numbers included."""
-    message = re.escape(
+    message = (
         "device should be 'cuda', 'cuda:N' or the int N (from 0), 'cpu', 'auto', 'mps' or 'xpu', but got "
     )
     for make in (lambda: DevicePrefetcher([], device=device), lambda: DataLoader(IMAGES, device=device)):
-        with pytest.raises(ValueError, match=message + re.escape(repr(device))):
+        with pytest.raises(ValueError, match=re.escape(message + repr(device))):
             make()
     with pytest.raises(ValueError, match="but got None"):
         DevicePrefetcher([], device=None)  # type: ignore[arg-type]
@@ -142,9 +152,9 @@ def test_other_devices_are_refused(device: Any) -> None:
 def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Owners who live at the same time have a stream each, on each device; later ones take them over."""
     cuda(num_devices=2)
-    made: list[torch.device] = []
+    numbers = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (made.append(device), len(made))[1])
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device.index, next(numbers)))
     monkeypatch.setattr(cuda_module, "_idle_streams", {})
 
     def own(index: int) -> tuple[Any, Any]:
@@ -152,11 +162,10 @@ def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: py
         return backend, backend.make_stream()
 
     owners = [own(0), own(0), own(1)]
-    assert [stream for _, stream in owners] == [1, 2, 3]
+    assert [stream for _, stream in owners] == [(0, 1), (0, 2), (1, 3)]
     del owners[1]
-    assert own(1)[1] == 4
-    assert own(0)[1] == 2
-    assert made == [torch.device("cuda", index) for index in (0, 0, 1, 1)]
+    assert own(1)[1] == (1, 4)
+    assert own(0)[1] == (0, 2)
 
 
 def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -> None:
@@ -171,60 +180,33 @@ def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -
     assert interpreter.run(code).returncode == 0
 
 
-# --- mps and xpu -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
+    moved: list[str] = []
 
-
-@pytest.fixture
-def moves(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """An xpu that is there; what moves to it is noted, and stays a clone on the CPU."""
-    moved: list[Any] = []
-
-    def to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        moved.append((device.type, tuple(tensor.shape)))
-        return tensor.clone()
-
-    def move(self: streamless.StreamlessDevice, batch: Any) -> Any:
-        return streamless.map_movable(batch, lambda leaf: to(leaf, self.device))
+    def move(self: StreamlessDevice, batch: Any) -> Any:
+        moved.append(self.device.type)
+        return [part.clone() for part in batch]
 
     monkeypatch.setattr(cuda_module, "why_no_streamless_device", lambda device: None)
-    monkeypatch.setattr(streamless.StreamlessDevice, "move", move)
+    monkeypatch.setattr(StreamlessDevice, "move", move)
     logs.say_once.cache_clear()
-    return moved
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_moves_and_transforms_each_batch_when_asked(
-    moves: list[Any], num_workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
-    options: dict[str, Any] = {"device": "xpu", "device_transform": lambda batch: (batch[0] + 1, batch[1])}
-    with caplog.at_level(logging.WARNING, "fastload"):
-        iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, **options))
-        assert moves == []
-        found = [next(iterator)]
-        assert [kind for kind, _ in moves] == ["xpu", "xpu"]
-        found += list(iterator)
-    for (images, labels), (expected, expected_labels) in zip(found, DataLoader(IMAGES, 4), strict=True):
-        assert torch.equal(images, expected + 1)
-        assert torch.equal(labels, expected_labels)
+    iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, device="xpu", device_transform=plus_one))
+    assert moved == []
+    first = next(iterator)
+    assert moved == ["xpu"]
+    check_plus_one([first, *iterator])
     assert ["experimental" in record.getMessage() for record in caplog.records] == [True]
+    assert DevicePrefetcher([], device="xpu").device == torch.device("xpu")
 
 
-def test_the_prefetcher_moves_the_batches_of_any_iterable(moves: list[Any]) -> None:
-    """DevicePrefetcher takes the device, too, and begins anew at each iter()."""
-    batches = [{"image": torch.ones(2, 3), "name": "a"}]
-    prefetcher = DevicePrefetcher(batches, device="xpu")
-    for _ in range(2):
-        (batch,) = prefetcher
-        assert torch.equal(batch["image"], batches[0]["image"])
-        assert batch["name"] == "a"
-    assert moves == [("xpu", (2, 3))] * 2
-    assert prefetcher.device == torch.device("xpu")
-
-
-def test_a_move_keeps_what_is_no_tensor() -> None:
-    """Tensors move, also in nests; other values are the same objects."""
+def test_the_prefetcher_moves_the_batches_of_any_iterable() -> None:
+    """Tensors move, also in nests; other values are the same objects; each iter() begins anew."""
     value = object()
-    moved = streamless.StreamlessDevice(torch.device("meta")).move({"a": [torch.ones(2), value], "b": "text"})
-    assert moved["a"][0].device.type == "meta"
-    assert moved["a"][1] is value
+    prefetcher = on(StreamlessDevice(torch.device("meta")), [{"a": [torch.ones(2, 3), value], "b": "text"}])
+    for _ in range(2):
+        (moved,) = prefetcher
+        assert moved["a"][0].device.type == "meta"
+        assert moved["a"][1] is value
+        assert moved["b"] == "text"

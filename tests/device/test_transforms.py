@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import os
 import pickle
 import random
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -35,11 +37,6 @@ EPSILON = {
 }
 
 
-class Pair(NamedTuple):
-    image: torch.Tensor
-    label: torch.Tensor
-
-
 def some_images(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
@@ -50,6 +47,7 @@ def same_draws(seed: int = 1) -> Any:
     return drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0)))
 
 
+Pair = collections.namedtuple("Pair", "image label")
 IMAGES, MASKS, LABELS = some_images(2, 6, 6, 3), some_images(2, 6, 6, 3, seed=1), torch.tensor([1, 2])
 normalize, crop, flip = Normalize(MEAN, STD), RandomResizedCrop((9, 11)), RandomHorizontalFlip()
 
@@ -65,9 +63,8 @@ def formula(chw: torch.Tensor, mean: Any = MEAN, std: Any = STD, max_value: floa
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
     num_channels = draw(st.sampled_from([1, 3, 4]))
-    unit = st.floats(0, 1)
     return {
-        "mean": draw(st.lists(unit, min_size=num_channels, max_size=num_channels)),
+        "mean": draw(st.lists(st.floats(0, 1), min_size=num_channels, max_size=num_channels)),
         "std": draw(st.lists(st.floats(0.01, 1), min_size=num_channels, max_size=num_channels)),
         "dtype": draw(st.sampled_from(list(EPSILON))),
         "memory_format": draw(st.sampled_from([None, torch.channels_last, torch.contiguous_format])),
@@ -83,13 +80,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     is_contiguous=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_normalised_values_are_those_of_the_formula(
-    arguments: dict[str, Any], sizes: tuple[int, int, int], is_contiguous: bool, seed: int
-) -> None:
-    """Any channels, strides, dtype and format: the float64 value, rounded to the dtype.
-
-    Without a format, planes stay planes, and pixels stay together.
-    """
+def test_normalised_values(arguments: Any, sizes: Any, is_contiguous: bool, seed: int) -> None:
+    """Rounded to the dtype, for any channels, strides, dtype and format; without one, the input's stays."""
     batch, height, width = sizes
     num_channels = len(arguments["mean"])
     chw = some_images(batch, num_channels, height, width, seed=seed)
@@ -108,9 +100,7 @@ def test_normalised_values_are_those_of_the_formula(
     assert torch.allclose(result.double(), expected, rtol=epsilon, atol=epsilon * biggest)
 
 
-@pytest.mark.parametrize(
-    "move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), lambda m: m.double(), copy.deepcopy]
-)
+@pytest.mark.parametrize("move", [lambda m: m.half(), lambda m: m.to(torch.bfloat16), copy.deepcopy])
 def test_a_models_dtype_does_not_touch_the_constants(move: Any) -> None:
     """In a model that is cast, and in autocast, values stay exact; a model's state has none of them."""
     expected = normalize(IMAGES)
@@ -125,23 +115,11 @@ def test_a_models_dtype_does_not_touch_the_constants(move: Any) -> None:
 def test_constants_move_with_the_module_and_follow_the_batch() -> None:
     """to(device) moves them; a batch on another device takes them along."""
     module = Normalize(MEAN, STD).to("meta")
-    buffers = {str(buffer.device) for buffer in module.buffers()}
+    assert {str(buffer.device) for buffer in module.buffers()} == {"meta"}
     on_meta = module(IMAGES.to("meta"))
-    back_on_cpu = module(IMAGES)
-    assert buffers == {"meta"}
     assert on_meta.device.type == "meta"
     assert on_meta.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(back_on_cpu, normalize(IMAGES))
-
-
-@pytest.mark.parametrize("dtype", list(EPSILON))
-def test_the_accelerators_path_gives_the_same_values(dtype: torch.dtype) -> None:
-    """The one-kernel form used off the CPU, run on the CPU, agrees bit for bit with the CPU's form."""
-    module = Normalize(MEAN, STD, dtype)
-    chw = IMAGES.permute(0, 3, 1, 2)
-    out = torch.empty(chw.shape, dtype=dtype, memory_format=torch.channels_last)
-    torch.addcmul(module._bias, chw, module._scale, out=out)
-    assert torch.equal(out, module(IMAGES))
+    assert torch.equal(module(IMAGES), normalize(IMAGES))
 
 
 def test_constants_of_pixels_need_their_unit() -> None:
@@ -206,10 +184,7 @@ def boxes_of_images(draw: st.DrawFn) -> dict[str, Any]:
 @settings(max_examples=40)
 @given(case=boxes_of_images())
 def test_values_are_those_of_albumentations(form: Any, dtype: torch.dtype, case: dict[str, Any]) -> None:
-    """Any box, size, number of channels and strides: OpenCV's values, of uint8 within one grey level.
-
-    Floats keep their dtype and are not rounded to whole numbers.
-    """
+    """OpenCV's, of uint8 within a grey level, for any box, size and strides; floats are not rounded."""
     images, tolerance = some_images(*case["shape"], seed=case["seed"]), 1.0
     if dtype.is_floating_point:
         images, tolerance = (images / 256).to(dtype), max(1e-4, torch.finfo(dtype).eps)
@@ -251,18 +226,6 @@ def test_layout_and_strides_are_kept(transform: Any, memory_format: torch.memory
     assert torch.equal(hwc, some_images(5, 20, 30, 3))  # the caller's images are read only
 
 
-@given(p=st.sampled_from([0.0, 0.5, 1.0]), streams=streams, dtype=st.sampled_from([torch.uint8, torch.int32]))
-def test_a_flip_reverses_whole_rows(p: float, streams: BatchStreams, dtype: torch.dtype) -> None:
-    """Each image is the one that came, or its mirror; none with p=0, all with p=1."""
-    images = some_images(8, 5, 6, 3).to(dtype)
-    with drawing_from(streams):
-        result = RandomHorizontalFlip(p)(images)
-    flipped = [torch.equal(found, image.flip(1)) for found, image in zip(result, images, strict=True)]
-    kept = [torch.equal(found, image) for found, image in zip(result, images, strict=True)]
-    assert all(one != other for one, other in zip(flipped, kept, strict=True))
-    assert p == 0.5 or all(flipped if p else kept)
-
-
 class Operators(TorchDispatchMode):
     """Records the operators that run, and the copies to another device."""
 
@@ -293,9 +256,6 @@ def test_on_an_accelerator_nothing_depends_on_values(transform: Any, dtype: torc
     assert [func for func in operators.seen if dynamic & set(func.tags)] == []
 
 
-# --- boxes ------------------------------------------------------------------------------------------------
-
-
 class Replays(random.Random):
     """Gives the draws of one image in the order in which albumentations asks for them."""
 
@@ -320,9 +280,7 @@ ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25
     ratio=ratios,
     streams=streams,
 )
-def test_boxes_are_those_of_albumentations(
-    image_size: tuple[int, int], scale: tuple[float, float], ratio: tuple[float, float], streams: BatchStreams
-) -> None:
+def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchStreams) -> None:
     """The same uniform draws give the same boxes, in the image; after ten failures the central one."""
     uniforms = streams.uniforms(20, NUM_DRAWS)
     boxes = draw_boxes(uniforms, image_size, scale, ratio)
@@ -332,7 +290,6 @@ def test_boxes_are_those_of_albumentations(
     assert (top + height <= image_size[0]).all()
     assert (left + width <= image_size[1]).all()
     theirs = A.RandomResizedCrop((8, 8), scale=scale, ratio=ratio)
-
     for number in range(20):
         theirs.py_random = Replays(uniforms[:, number].tolist())
         expected = theirs.get_params_dependent_on_data({"shape": (*image_size, 3)}, {})["crop_coords"]
@@ -343,48 +300,12 @@ def test_boxes_are_those_of_albumentations(
             assert (left, top, left + width, top + height) == expected
 
 
-# --- fusing -----------------------------------------------------------------------------------------------
-
-
-def count_resamples(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    calls: list[Any] = []
-
-    def counting(images: Any, boxes: Any, size: Any) -> Any:
-        calls.append(boxes[4])
-        return resample.resample(images, boxes, size)
-
-    monkeypatch.setattr(crop_and_flip, "resample", counting)
-    return calls
-
-
-@pytest.mark.parametrize(
-    "flip", [RandomHorizontalFlip(1.0, key=1), RandomHorizontalFlip(1.0, key=0, layout="CHW")]
-)
-def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another key or layout, the crop flips nothing."""
-    calls = count_resamples(monkeypatch)
-    images = some_images(2, 6, 5, 3), some_images(2, 6, 5, 3)
-    chained([RandomResizedCrop((6, 5), key=0, layout="HWC"), flip])(images)
-    assert [box.any() for box in calls] == [False]
-
-
 # --- where the images are ---------------------------------------------------------------------------------
 
 
-def keyed(key: Any) -> Normalize:
-    return Normalize(MEAN, STD, key=key)
-
-
-def laid(layout: Any) -> Normalize:
-    return Normalize(MEAN, STD, layout=layout)
-
-
-def by_crop(key: Any) -> RandomResizedCrop:
-    return RandomResizedCrop((4, 5), key=key)
-
-
-def by_flip(key: Any) -> RandomHorizontalFlip:
-    return RandomHorizontalFlip(1.0, key=key)
+normalized = functools.partial(Normalize, MEAN, STD)
+cropped = functools.partial(RandomResizedCrop, (4, 5))
+mirrored = functools.partial(RandomHorizontalFlip, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -398,13 +319,13 @@ def by_flip(key: Any) -> RandomHorizontalFlip:
         ((LABELS, IMAGES), -1, 1),
     ],
 )
-@pytest.mark.parametrize("make", [keyed, by_crop, by_flip])
+@pytest.mark.parametrize("make", [normalized, cropped, mirrored])
 def test_only_the_images_are_transformed(batch: Any, key: Any, where: Any, make: Any) -> None:
     """The container keeps its type, the images change, and every other part is the same object."""
     with same_draws():
-        expected = make(None)(IMAGES)
+        expected = make()(IMAGES)
     with same_draws():
-        result = make(key)(batch)
+        result = make(key=key)(batch)
     parts = list(batch) if isinstance(batch, dict) else range(len(batch))
     assert type(result) is type(batch)
     assert torch.equal(result[where], expected)
@@ -432,18 +353,20 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
     [
         (normalize, some_images(2, 3, 4, 3), ValueError, 'layout="HWC" or layout="CHW"'),
         (normalize, some_images(2, 5, 6, 4), ValueError, "3 channels and layout='auto' it fits neither"),
-        (laid("HWC"), some_images(2, 3, 6, 4), ValueError, "3 channels and layout='HWC' it fits neither"),
-        (laid("CHW"), some_images(2, 5, 6, 3), ValueError, "3 channels and layout='CHW' it fits neither"),
+        (
+            normalized(layout="HWC"),
+            some_images(2, 3, 6, 4),
+            ValueError,
+            "3 channels and layout='HWC' it fits neither",
+        ),
         *((each, some_images(5, 6, 3), ValueError, BHWC) for each in (normalize, crop, flip)),
         *((each, some_images(2, 3, 6, 4), ValueError, r"at \$, .* it fits HWC and") for each in (crop, flip)),
         *((each, some_images(2, 5, 6, 7), ValueError, OTHER_CHANNELS) for each in (crop, flip)),
         (normalize, {"label": LABELS}, ValueError, r"in a mapping, but got the keys \['label'\]"),
         (normalize, {"image": IMAGES, "images": IMAGES}, ValueError, KEYS),
-        (keyed("pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
-        (keyed(3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
-        (normalize, (), ValueError, "key=0, but the batch is a sequence of 0"),
-        (keyed("image"), (IMAGES,), ValueError, "key='image', but the batch is a sequence of 1"),
-        (keyed("image"), IMAGES, ValueError, "the batch is a tensor"),
+        (normalized(key="pixels"), {"image": IMAGES}, ValueError, r"key='pixels', .* the keys \['image'\]"),
+        (normalized(key=3), (IMAGES,), ValueError, "key=3, but the batch is a sequence of 1"),
+        (normalized(key="image"), IMAGES, ValueError, "the batch is a tensor"),
         (normalize, ("a.jpg", IMAGES), TypeError, r"a uint8 tensor at \$\[0\], but got str"),
         (normalize, {"image": IMAGES.float()}, TypeError, r"uint8 images at \$\['image'\], .*float32"),
         (normalize, b"bytes", TypeError, r"a uint8 tensor at \$, but got bytes"),
@@ -452,9 +375,7 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
         (crop, some_images(2, 0, 6, 3), ValueError, r"with pixels, but got the shape \(2, 0, 6, 3\)"),
     ],
 )
-def test_a_batch_without_images_in_their_place_is_refused(
-    transform: Any, batch: Any, error: type[Exception], message: str
-) -> None:
+def test_other_batches_are_refused(transform: Any, batch: Any, error: type[Exception], message: str) -> None:
     """The error says where images were looked for, what was expected, and what was there."""
     with pytest.raises(error, match=message) as caught:
         transform(batch)
@@ -468,16 +389,9 @@ PIXELS = {"mean": MEAN, "std": STD}
 @pytest.mark.parametrize(
     ("make", "arguments", "error", "message"),
     [
-        (
-            Normalize,
-            {"mean": (0.5,), "std": STD},
-            ValueError,
-            "one value per channel, but got 1 and 3 values",
-        ),
+        (Normalize, {"mean": (0.5,), "std": STD}, ValueError, "per channel, but got 1 and 3 values"),
         (Normalize, {"mean": (0.5,), "std": (0.0,)}, ValueError, r"should be above zero, but got \(0.0,\)"),
-        (Normalize, {"mean": (0.5,), "std": (float("nan"),)}, ValueError, "should be above zero, .*nan"),
         (Normalize, {"mean": (float("inf"),), "std": (1.0,)}, ValueError, "mean / std should be finite"),
-        (Normalize, {"mean": (0.5,), "std": "1"}, TypeError, "std should be a sequence of numbers.* got str"),
         (Normalize, {"mean": torch.zeros(1, 3), "std": STD}, TypeError, "mean should be a sequence of numb"),
         (Normalize, {"mean": MEAN, "std": (0.2, None, 0.2)}, TypeError, "std should be a sequence of numb"),
         (Normalize, PIXELS | {"max_pixel_value": 0}, ValueError, "above zero, but got .* and 0$"),
@@ -492,47 +406,45 @@ PIXELS = {"mean": MEAN, "std": STD}
         (RandomResizedCrop, {"size": 4, "ratio": (2, 1)}, ValueError, "ratio should be two numbers above 0"),
         (RandomHorizontalFlip, {"p": 1.5}, ValueError, "p should be a probability from 0 to 1, but got 1.5"),
         (RandomHorizontalFlip, {"p": None}, TypeError, "p should be a probability .* got None"),
-        (RandomHorizontalFlip, {"layout": "NCHW"}, ValueError, "layout should be one of auto, HWC, CHW"),
     ],
 )
-def test_arguments_out_of_their_range_are_refused(
-    make: Any, arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_other_arguments_are_refused(make: Any, arguments: Any, error: type[Exception], message: str) -> None:
     """When the module is made; the error names the argument, what was expected, and what came."""
     with pytest.raises(error, match=message):
         make(**arguments)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_and_pickles_draw_the_same(clone: Any) -> None:
-    """They have no state: with torch's generator in one state they give one result, and two calls differ."""
-    module = torch.nn.Sequential(RandomResizedCrop(6), RandomHorizontalFlip())
-    images = some_images(4, 40, 40, 3)
-    torch.manual_seed(1)
-    expected = module(images)
-    torch.manual_seed(1)
-    assert module.state_dict() == {}
-    assert torch.equal(clone(module)(images), expected)
-    assert not torch.equal(module(images), expected)
+@pytest.fixture
+def flipped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """For each pass over images, which of them it flips."""
+    calls: list[Any] = []
+
+    def counting(images: Any, boxes: Any, size: Any) -> Any:
+        calls.append(boxes[4])
+        return resample.resample(images, boxes, size)
+
+    monkeypatch.setattr(crop_and_flip, "resample", counting)
+    return calls
 
 
-# --- in a loader ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flip", [mirrored(key=1), mirrored(key=0, layout="CHW")])
+def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, flipped: list[Any]) -> None:
+    """With another key or layout, the crop flips nothing."""
+    images = some_images(2, 6, 5, 3), some_images(2, 6, 5, 3)
+    chained([RandomResizedCrop((6, 5), key=0, layout="HWC"), flip])(images)
+    assert [box.any() for box in flipped] == [False]
 
-# The seed that a loader draws first from a generator with the seed 1.
-BASE_SEED = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1)).item())
 
-
-def test_a_list_is_applied_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crops, flips and Normalize: one batch of floats, with the values of the calls one after another.
-
-    A flip after a crop is a part of it: both are one pass.
-    """
-    calls, images = count_resamples(monkeypatch), some_images(32, 20, 30, 3)
-    with same_draws(BASE_SEED):
-        expected = normalize(flip(crop(images)))
+def test_a_list_is_applied_in_its_order(flipped: list[Any]) -> None:
+    """The values of the calls one after another, also of copies and pickles; crop and flip are one pass."""
+    images = some_images(32, 20, 30, 3)
     generator = torch.Generator().manual_seed(1)
-    transforms = [crop, flip, normalize]
-    loader = DataLoader(images, 32, device="cpu", device_transform=transforms, generator=generator)
+    base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))  # as a loader draws it
+    with same_draws(base_seed):
+        expected = normalize(flip(crop(images)))
+    copies = [copy.deepcopy(crop), pickle.loads(pickle.dumps(flip)), normalize]
+    generator.manual_seed(1)
+    loader = DataLoader(images, 32, device="cpu", device_transform=copies, generator=generator)
     assert torch.equal(next(iter(loader)), expected)
-    assert [flipped.any() for flipped in calls] == [False, True]
-    assert not calls[1].all()
+    assert [each.any() for each in flipped] == [False, True]
+    assert not flipped[1].all()

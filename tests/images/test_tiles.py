@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -25,6 +26,7 @@ from fastload.images.regions import decode_region
 from fastload.images.restarts import INTERVALS, add_restarts
 from fastload.images.tiled_folder import files_to_tile, tile_file, tile_files, tile_jpeg
 from fastload.images.tiles import cut_jpeg
+from tests.images.test_encoded import exif_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,9 +46,7 @@ def tiled_file(height: int, width: int, interval: int, sampling: int = 0x221111,
 
 def turned_file(content: bytes, orientation: int) -> bytes:
     """The same JPEG with an EXIF orientation."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    tag = exif.tobytes()
+    tag = exif_of(orientation).tobytes()
     return content[:2] + b"\xff\xe1" + (len(tag) + 2).to_bytes(2, "big") + tag + content[2:]
 
 
@@ -75,9 +75,7 @@ def assert_is_part(content: bytes, box: tuple[int, int, int, int], whole: np.nda
 @pytest.mark.parametrize("decoder", ["OpenCV", "Pillow", "nvImageCodec"])
 @settings(max_examples=120, deadline=None)
 @given(content=files(), orientation=st.integers(1, 8), data=st.data())
-def test_tiles_have_the_pixels_of_the_whole_picture(
-    decoder: str, content: bytes, orientation: int, data: st.DataObject
-) -> None:
+def test_tiles_are_parts(decoder: str, content: bytes, orientation: int, data: Any) -> None:
     """Regions of a cut file are parts of the whole as a viewer shows it, whichever decoder is there."""
     found = None if decoder == "Pillow" else jpeg._decoder()
     codec = regions._codec() if decoder == "nvImageCodec" else None
@@ -85,10 +83,8 @@ def test_tiles_have_the_pixels_of_the_whole_picture(
         mock.patch.object(jpeg, "_decoder", return_value=found),
         mock.patch.object(regions, "_codec", return_value=codec),
     ):
-        image, whole = (
-            EncodedImage(turned_file(content, orientation)),
-            turned(decode(content, "x"), orientation),
-        )
+        image = EncodedImage(turned_file(content, orientation))
+        whole = turned(decode(content, "x"), orientation)
         for _ in range(4):
             box = x_min, y_min, x_max, y_max = draw_box(data, *whole.shape[:2])
             np.testing.assert_array_equal(image.decode(box), whole[y_min:y_max, x_min:x_max])
@@ -101,7 +97,6 @@ def test_columns_at_the_edge(codec: Any, sampling: int, width: int) -> None:
     """libjpeg-turbo does not interpolate colours in pictures of four columns, which a tile may have."""
     content = tiled_file(40, width, 1, sampling)
     whole = decode(content, "x")
-
     for x_min in range(width - 6, width):
         assert cut_jpeg(content, (x_min, 3, width, 30)) is not None
         assert_is_part(content, (x_min, 3, width, 30), whole)
@@ -120,15 +115,8 @@ def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float)
 
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None)
-@given(
-    content=files(),
-    orientation=st.integers(1, 8),
-    scale=st.sampled_from([2, 4, 8]),
-    data=st.data(),
-)
-def test_reduced_tiles_are_those_of_the_reduced_picture(
-    content: bytes, orientation: int, scale: int, data: st.DataObject
-) -> None:
+@given(content=files(), orientation=st.integers(1, 8), scale=st.sampled_from([2, 4, 8]), data=st.data())
+def test_reduced_tiles(content: bytes, orientation: int, scale: int, data: Any) -> None:
     """With decode="fast", a cut file gives the pixels and the box that the reduced whole picture gives."""
     content = turned_file(content, orientation)
     image = EncodedImage(content)
@@ -136,7 +124,6 @@ def test_reduced_tiles_are_those_of_the_reduced_picture(
     box = x_min, y_min, x_max, y_max = draw_box(data, height, width)
     least = (y_max - y_min) // scale, (x_max - x_min) // scale
     assume(min(least) > 0)
-
     with mock.patch.object(regions, "_codec", return_value=None):
         found = image.decode_reduced(box, least)
         with mock.patch.object(tiles, "cut_jpeg", return_value=None):
@@ -154,11 +141,7 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
     damaged = bytearray(content)
     scan = content.index(b"\xff\xda")
     for _ in range(data.draw(st.integers(1, 3))):
-        places = [
-            at
-            for at in range(scan, len(damaged) - 1)
-            if damaged[at] == 255 and damaged[at + 1] & 0xF8 == 0xD0
-        ]
+        places = [match.start() for match in re.finditer(rb"\xff[\xd0-\xd7]", damaged[scan:])]
         start = data.draw(st.integers(scan, len(damaged)))
         kind = data.draw(st.sampled_from(["bytes", "header", "interval", "marker", "tile"]))
         if kind == "bytes":
@@ -171,8 +154,8 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
             damaged[start:start] = bytes([0xFF, data.draw(st.integers(0xD0, 0xD9))])
         elif len(places) > 1:
             number = data.draw(st.integers(0, len(places) - 2))
-            tile = damaged[places[number] : places[number + 1]]
-            damaged[places[number] : places[number + 1]] = tile * data.draw(st.sampled_from([0, 2]))
+            tile = slice(scan + places[number], scan + places[number + 1])
+            damaged[tile] = damaged[tile] * data.draw(st.sampled_from([0, 2]))
     try:
         whole = decode(bytes(damaged), "x")
     except ImageReadError:
@@ -189,20 +172,18 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
             assert whole.size == 0
 
 
-def without(content: bytes, marker: int) -> bytes:
-    at = content.index(bytes([0xFF, marker]), content.index(b"\xff\xda"))
-    return content[:at] + content[at + 2 :]
-
-
-def cmyk() -> bytes:
+def saved(mode: str = "RGB", **options: Any) -> bytes:
+    """A smooth picture, as Pillow saves it."""
+    y, x = np.mgrid[:96, :128]
+    waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
     file = io.BytesIO()
-    Image.new("CMYK", (64, 64)).save(file, "jpeg", restart_marker_blocks=2)
+    Image.fromarray((127 + 100 * waves).astype(np.uint8)).convert(mode).save(file, "jpeg", **options)
     return file.getvalue()
 
 
 TILED = tiled_file(64, 64, 2)
 UNCUT = {
-    "missing": without(TILED, 0xD1),
+    "missing": TILED.replace(b"\xff\xd1", b"", 1),
     "out of order": TILED.replace(b"\xff\xd2", b"\xff\xd3", 1),
     "too many": TILED.replace(b"\xff\xd2", b"\xff\xd2\xff\xd3", 1),
     "filled": TILED.replace(b"\xff\xd2", b"\xff\xff\xd2", 1),
@@ -211,7 +192,7 @@ UNCUT = {
     "a false interval": TILED.replace(b"\xff\xdd\x00\x04\x00\x02", b"\xff\xdd\x00\x04\x00\x03"),
     "without markers": tiled_file(64, 64, 0),
     "progressive": tiled_file(64, 64, 2, 0x221111, cv2.IMWRITE_JPEG_PROGRESSIVE, 1),
-    "CMYK": cmyk(),
+    "CMYK": saved("CMYK", restart_marker_blocks=2),
     "no picture": b"not a picture",
 }
 
@@ -228,34 +209,20 @@ def test_other_files_are_not_cut(name: str) -> None:
 # --- adding markers ---------------------------------------------------------------------------------------
 
 
-def saved(mode: str = "RGB", **options: Any) -> bytes:
-    """A smooth picture, as Pillow saves it."""
-    y, x = np.mgrid[:96, :128]
-    waves = np.stack([np.sin(x / 7), np.cos(y / 5), np.sin((x + y) / 11)], -1)
-    file = io.BytesIO()
-    Image.fromarray((127 + 100 * waves).astype(np.uint8)).convert(mode).save(file, "jpeg", **options)
-    return file.getvalue()
-
-
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
-    height=st.integers(1, 120),
-    width=st.integers(1, 120),
+    sides=st.tuples(st.integers(1, 120), st.integers(1, 120)),
     interval=st.sampled_from([0, 1, 5, 9, 40]),
     sampling=st.sampled_from([*SAMPLINGS, GREY]),
     quality=st.sampled_from([5, 75, 100]),
-    is_optimized=st.booleans(),
+    optimized=st.booleans(),
 )
-def test_the_pixels_stay(
-    height: int, width: int, interval: int, sampling: int, quality: int, is_optimized: bool
-) -> None:
+def test_the_pixels_stay(sides: Any, interval: int, sampling: int, quality: int, optimized: bool) -> None:
     """All samplings and sizes, own Huffman tables, and files with markers at other places."""
-    options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(is_optimized)]
-    content = tiled_file(height, width, interval, sampling, *options)
-
+    options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimized)]
+    content = tiled_file(*sides, interval, sampling, *options)
     new = add_restarts(content)
-
     np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
     header = jpeg.parse_jpeg(new)
     assert header is not None
@@ -263,30 +230,18 @@ def test_the_pixels_stay(
     assert header.num_mcus[0] % header.restart_interval == 0
 
 
-def test_the_result_can_be_cut_and_stays() -> None:
-    """A region of the new file needs a part of it; a second run returns the file itself."""
-    content = saved()
+def test_the_result_can_be_cut_and_keeps_other_segments() -> None:
+    """A region needs a part of the file; EXIF, profile, comment and bytes behind it stay; twice is once."""
+    options: dict[str, Any] = {"exif": exif_of(6), "icc_profile": b"profile" * 50, "comment": b"a comment"}
+    content = saved(**options) + b"of the camera"
     new = add_restarts(content)
     assert cut_jpeg(content, (0, 0, 8, 8)) is None
     assert cut_jpeg(new, (0, 0, 8, 8)) is not None
     assert len(new) < 1.1 * len(content)
     assert add_restarts(new) is new
-
-
-def test_other_segments_stay() -> None:
-    """EXIF, an ICC profile, a comment, and bytes behind the picture are those of the original."""
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    options: dict[str, Any] = {"exif": exif, "icc_profile": b"profile" * 50, "comment": b"a comment"}
-    content = saved(**options) + b"of the camera"
-
-    new = add_restarts(content)
     assert new.endswith(b"\xff\xd9of the camera")
-    before, after = (Image.open(io.BytesIO(file)) for file in (content, new))
-    assert {
-        name: before.info[name] for name in ("exif", "icc_profile", "comment")
-    }.items() <= after.info.items()
-    np.testing.assert_array_equal(decode(new, "new"), decode(content, "old"))
+    before, after = (Image.open(io.BytesIO(file)).info for file in (content, new))
+    assert {name: before[name] for name in ("exif", "icc_profile", "comment")}.items() <= after.items()
 
 
 @pytest.mark.slow
@@ -317,11 +272,7 @@ def too_many_codes() -> bytes:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (saved(progressive=True), "only non-progressive JPEGs"),
-        (saved("CMYK"), "only non-progressive JPEGs"),
-        (b"", "only non-progressive JPEGs"),
-        (b"\xff\xd8", "only non-progressive JPEGs"),
-        (b"a text", "only non-progressive JPEGs"),
+        *((content, "only non-progressive JPEGs") for content in (saved("CMYK"), b"\xff\xd8", b"a text")),
         (too_many_codes(), "damaged"),
     ],
 )
@@ -351,7 +302,6 @@ def test_a_folder_is_copied_with_tiles(photos: Path, tmp_path: Path, num_workers
     """JPEGs get markers, all other files are copied, and a reason names each JPEG that stays as it is."""
     source, dest = str(photos), str(tmp_path / "new")
     names = files_to_tile(source, dest)
-
     found = {file.name: file for file in tile_files(source, dest, names, num_workers)}
     assert list(found) == names == sorted(found)
     assert {name for name, file in found.items() if file.is_tiled} == {"cat/a.jpg", "cat/b.JPEG"}
@@ -395,10 +345,7 @@ def test_other_pixels_do_not_count(photos: Path, tmp_path: Path, monkeypatch: py
 
 
 def test_jpegtran_rewrites_files(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progressive ones too, but none that hold more, which it would drop; where it fails, Python does it.
-
-    Here a script gives the sequential file of the same picture, and notes its arguments.
-    """
+    """Progressive ones too, but none that hold more, which it would drop; where it fails, Python does it."""
     program, words, new = tmp_path / "jpegtran", tmp_path / "words", tmp_path / "new"
     (tmp_path / "sequential.jpg").write_bytes(saved())
     program.write_text(f"#!/bin/sh\necho $@ > {words}\nexec cat '{tmp_path}/sequential.jpg'\n")
@@ -420,7 +367,6 @@ def test_the_command_says_what_became_of_the_files(photos: Path, tmp_path: Path)
     words = ["images", "tile", str(photos), str(tmp_path / "new"), "--workers", "0"]
     done = CliRunner().invoke(main.app, words)
     assert done.exit_code == 0, done.output
-    assert "2 JPEGs with tiles" in done.output
-    assert "3 files copied" in done.output
-    assert "progressive.jpg was copied: " in done.output
+    for text in ("2 JPEGs with tiles", "3 files copied", "progressive.jpg was copied: "):
+        assert text in done.output
     assert '"num_files": 0' in CliRunner().invoke(main.app, [*words, "--json"]).output

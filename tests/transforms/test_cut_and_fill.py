@@ -66,9 +66,7 @@ def test_a_crop_is_a_box_of_the_padded_image(batch: tuple[torch.Tensor, str], da
     mode = data.draw(st.sampled_from(["constant", "reflect"]))
     fill = data.draw(st.sampled_from([0, 1]))
     crop = transforms.RandomCrop(size, padding, padding_mode=mode, fill=fill, layout=layout)
-
     result = on_each_path(crop, images, data.draw(st.integers(0, 99)))
-
     assert result.is_contiguous() or result.is_contiguous(memory_format=torch.channels_last)
     options: Any = {"constant_values": fill} if mode == "constant" else {}
     for image, box in zip(channels, result if layout == "HWC" else result.permute(0, 2, 3, 1), strict=True):
@@ -89,14 +87,14 @@ def test_every_place_of_a_crop_is_equally_likely() -> None:
 
 
 @pytest.mark.slow
-@given(batches(), st.integers(0, 99))
-def test_a_flip_is_the_same_on_every_path(batch: tuple[torch.Tensor, str], seed: int) -> None:
-    """Each image is itself or its mirror image, for all dtypes and strides."""
+@given(batches(), st.integers(0, 99), st.sampled_from([0.0, 0.5, 1.0]))
+def test_a_flip_reverses_whole_rows(batch: tuple[torch.Tensor, str], seed: int, p: float) -> None:
+    """Each image is itself with p=0, its mirror image with p=1, else either; all dtypes and strides."""
     images, layout = batch
-    result = on_each_path(transforms.RandomHorizontalFlip(layout=layout), images, seed)
+    result = on_each_path(transforms.RandomHorizontalFlip(p, layout=layout), images, seed)
     mirrored = images.flip(2 if layout == "HWC" else 3)
     for before, after, mirror in zip(images, result, mirrored, strict=True):
-        assert torch.equal(after, before) or torch.equal(after, mirror)
+        assert (p < 1 and torch.equal(after, before)) or (p > 0 and torch.equal(after, mirror))
 
 
 @pytest.mark.slow
@@ -163,10 +161,7 @@ def test_results_lie_in_the_memory_of_the_batch() -> None:
         (lambda: transforms.RandomCrop(8, "4"), "padding should be an int"),
         (lambda: transforms.RandomCrop(8, padding_mode="edge"), "padding_mode should be"),
         (lambda: transforms.RandomErasing(2), "p should be a probability"),
-        (
-            lambda: transforms.RandomErasing(scale=(0.1, 2)),
-            "scale should be two numbers above 0 and at",
-        ),
+        (lambda: transforms.RandomErasing(scale=(0.1, 2)), "scale should be two numbers above 0 and at"),
         (lambda: transforms.Cutout((1, 2, 3)), "size should be an int, or the height and the width"),
         (lambda: transforms.RandomCrop(9)(IMAGES), "images of at least 9 x 9 pixels"),
         (lambda: transforms.RandomCrop(8, 8, padding_mode="reflect")(IMAGES), "larger than their padding"),
