@@ -5,14 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
-
-if TYPE_CHECKING:
-    import pytest
-
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -36,3 +33,15 @@ def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "RuntimeError: no such luck" in found["checks"]["fails"]["error"]
     assert found["checks"]["works"]["result"] == {"figure": 7}
     assert "gpu" in found["machine"]
+
+
+@pytest.mark.slow
+def test_the_training_check_measures_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In miniature, on the CPU: three sources train, and their figures and ratios are there."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    training = importlib.import_module("gpu_training")
+    few = {"num_images": 24, "side": 32, "batch_size": 4, "num_steps": 8, "num_workers": 1, "runs": 1}
+    found = training.compare("cpu", lambda: training.resnet((1, 1), width=4), **few)
+    assert set(found["figures"]) == {"resident", "fastload", "torch"}
+    assert all(one["losses"] and one["images_per_s"] > 0 for (one,) in found["figures"].values())
+    assert found["fastload / torch (images/s)"] > 0
