@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,21 +49,6 @@ def test_a_worker_faults_in_the_memory_of_an_image_once(
     assert min(others) <= FEW if keeps else statistics.median(others) >= MANY, others
 
 
-class Library:
-    """A C library that accepts thresholds up to a limit."""
-
-    def __init__(self, largest_bytes: int) -> None:
-        self.largest_bytes = largest_bytes
-        self.calls: list[tuple[int, int]] = []
-
-    def mallopt(self, name: int, value: int) -> int:
-        """1 if the value is accepted."""
-        if name == -3 and value > self.largest_bytes:
-            return 0
-        self.calls.append((name, value))
-        return 1
-
-
 @pytest.mark.parametrize(
     ("largest", "free_bytes", "num_workers", "variables", "mapped", "kept"),
     [
@@ -77,19 +63,21 @@ class Library:
     ],
 )
 def test_the_largest_threshold_that_the_library_accepts_is_set(
-    largest: int | None,
-    free_bytes: int,
-    num_workers: int,
-    variables: dict[str, str],
-    mapped: int,
-    kept: int,
-    monkeypatch: pytest.MonkeyPatch,
+    largest: Any, free_bytes: int, num_workers: int, variables: Any, mapped: int, kept: int, monkeypatch: Any
 ) -> None:
     """Where memory is short, the library is another, or the environment has settings, nothing changes."""
-    library: Any = object() if largest is None else Library(largest)
+    calls: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        if name == -3 and value > largest:
+            return 0
+        calls.append((name, value))
+        return 1
+
+    library: Any = object() if largest is None else SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(worker_memory, "available_bytes", lambda: free_bytes)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert keep_freed_memory(num_workers) == kept
-    assert getattr(library, "calls", []) == ([(-3, mapped), (-1, kept)] if kept else [])
+    assert calls == ([(-3, mapped), (-1, kept)] if kept else [])
