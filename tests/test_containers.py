@@ -118,12 +118,11 @@ def test_loaders_and_caches_work_in_a_container(
     path = os.pathsep.join([str(ROOT), *sys.path])
     variables = (f"TMPDIR={writable}", "HOME=/nonexistent", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={path}")
     run = [*command, "/usr/bin/env", *variables, sys.executable, "-c"]
-    trial = subprocess.run([*run, "import tests.kit"], capture_output=True, text=True, check=False)
+    options = {"capture_output": True, "text": True, "timeout": 100}
+    trial = subprocess.run([*run, "import tests.kit"], **options)
     if trial.returncode:
         pytest.skip(f"this machine makes no containers: {trial.stderr.strip()}")
-    done = subprocess.run(
-        [*run, f"{settings}\n{_PROGRAM}"], capture_output=True, text=True, check=False, timeout=100
-    )
+    done = subprocess.run([*run, f"{settings}\n{_PROGRAM}"], **options)
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(done.stdout)
     assert found["shm"] == SHM_BYTES < found["batch_bytes"]

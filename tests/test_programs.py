@@ -148,7 +148,7 @@ def test_the_table_names_each_client_with_its_pinned_release() -> None:
 
 
 def test_each_requirement_is_pinned() -> None:
-    """A run of the clients' tests is the same on any day; one environment alone has albumentationsx (AGPL)."""
+    """A run of the clients' tests is the same on any day; albumentationsx (AGPL) is in one alone."""
     makefile = (ROOT / "Makefile").read_text()
     environments = makefile.split("CLIENTS_ENVIRONMENTS := ")[1].splitlines()[0]
     for path in PINS.glob("*.txt"):
