@@ -96,11 +96,10 @@ def opened(worker_id: int) -> None:
 
 @pytest.fixture
 def forget() -> Iterator[None]:
-    """What the system answered, and what was logged once, is forgotten before the test and after it."""
+    """What was logged once is forgotten before the test and after it."""
 
     def clear() -> None:
-        for known in (worker_process.why_no_processes, say_once, loader_module._warn_of_workers):
-            known.cache_clear()
+        say_once.cache_clear(), loader_module._warn_of_workers.cache_clear()
 
     clear()
     yield
@@ -491,21 +490,6 @@ def test_a_trial_that_fails_is_a_warning(
     (line,) = [record.getMessage() for record in caplog.records if "trial" in record.getMessage()]
     assert line.startswith(f'num_workers="auto": {number}, one per CPU of this rank: the trial failed: ')
     assert reason in line
-
-
-@pytest.mark.slow
-def test_a_system_without_pidfd_open_is_measured_with_torchs_workers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, forget: None
-) -> None:
-    """One log line has the number; the warning of the epoch has the reason."""
-    monkeypatch.delattr(os, "pidfd_open")
-    caplog.set_level(logging.INFO, "fastload")
-    loader = fastload.DataLoader(IMAGES, 16, num_workers="auto", prefetch_factor=2)
-    assert [len(list(loader)) for _ in range(2)] == [4, 4]
-    lines = [record.getMessage() for record in caplog.records]
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "measured in" in lines[0]
-    assert warning.startswith("workers use torch's own transport: this platform has no pidfd_open")
 
 
 def test_a_process_that_may_start_none_has_no_workers(monkeypatch: pytest.MonkeyPatch, chosen: Any) -> None:

@@ -33,7 +33,6 @@ from tests.kit.processes import ROOT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from tests.kit.processes import Interpreter
 
 MODULE = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
 ZOO = "tests.cli_zoo:factory"
@@ -119,19 +118,22 @@ half_photos/cat/1.png flat/1.png
 """
 CACHE_PATHS = ("info", "verify", "ls", "join", "rm --yes")
 NEITHER = "such as my_data:train_set.* {!r} is neither"
+
+
+def for_each(*rows: Any) -> list[Any]:
+    """Rows for each command that takes the path of a cache."""
+    return [(f"cache {command} {path}", *rest) for command in CACHE_PATHS for path, *rest in rows]
+
+
 # Command lines in a folder with the files above: the exit code, and the error after its type.
 MISTAKES: list[tuple[str, int, str]] = [
-    *(
-        (f"cache {command} {path}", code, said)
-        for command in CACHE_PATHS
-        for path, code, said in (
-            ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
-            ("file/x", 2, "UsageError: .*file/x"),
-            ("file", 2 if command == "ls" else 1, ": .*file"),
-            ("''", 2, "is empty: pass a path$"),
-            ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
-        )
+    *for_each(
+        ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
+        ("file/x", 2, "UsageError: .*file/x"),
+        ("''", 2, "is empty: pass a path$"),
+        ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
     ),
+    *((f"cache {command} file", 2 if command == "ls" else 1, ": .*file") for command in CACHE_PATHS),
     ("cache build ZOO ''", 2, "is empty: pass a path$"),
     ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
     *((f"cache {command} caches", 1, "'fastload cache ls .*caches' lists") for command in ("info", "verify")),
@@ -201,20 +203,14 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --baseline nope", 2, "make one with --output"),
     ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:listed", 1, "have no image"),
-    *(
-        (f"--{one}-completion help", 2, "knows the shells bash, .*, but got 'help'$")
-        for one in ("install", "show")
-    ),
+    ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
+    ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.
 CLOSED: list[tuple[str, str, int, str]] = [
-    *(
-        (f"cache {command} {path}", place, 0, f"{path}{said}")
-        for command in CACHE_PATHS
-        for path, place, said in (
-            ("caches/one", "caches/one", ": Permission denied: change its permissions"),
-            ("locked/cache", "locked", ".*: Permission denied"),
-        )
+    *for_each(
+        ("caches/one", "caches/one", 0, "caches/one: Permission denied: change its permissions"),
+        ("locked/cache", "locked", 0, "locked/cache.*: Permission denied"),
     ),
     ("cache rm --yes caches/one", "caches", 0o500, "Permission denied"),
     ("cache build ZOO empty/made --workers 0", "empty", 0o500, "denied: change the permissions of .*empty,"),
@@ -379,9 +375,7 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS  # what --codec offers
 
 
-def test_completion_is_installed_for_the_shell_that_was_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
     """Not for the one that runs the command."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for shell in ("bash", "zsh", "fish"):
@@ -475,9 +469,7 @@ def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_a_build_that_skips_finishes_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_skips_finishes_and_says_what_is_missing(tmp_path: Path, monkeypatch: Any) -> None:
     """With --strict the exit code is 3, in a later run too; the advice then is from_cache(), and says why."""
     monkeypatch.chdir(images(tmp_path, *(f"photos/{name}.png" for name in ("a/1", "a/2", "b/3"))))
     broken, report = tmp_path / "photos" / "a" / "2.png", tmp_path / "cache.errors.jsonl"
@@ -502,9 +494,7 @@ def test_a_build_that_skips_finishes_and_says_what_is_missing(
 @pytest.mark.usefixtures("needs_lmdb")
 @pytest.mark.filterwarnings("error:This DataLoader will create")
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_json_is_alone_on_standard_output(
-    workers: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """What a dataset prints, in Python or below, goes to standard error; many workers are no warning."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
@@ -529,9 +519,7 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "workers"), [("SIGINT", "0"), ("SIGINT", "2"), ("SIGKILL", "0")])
-def test_a_build_that_was_ended_goes_on(
-    sent: str, workers: str, tmp_path: Path, interpreter: Interpreter
-) -> None:
+def test_a_build_that_was_ended_goes_on(sent: str, workers: str, tmp_path: Path, interpreter: Any) -> None:
     """After Ctrl-C (exit code 130, one line) or SIGKILL, `ls` lists it, and the same command finishes it."""
     dest = f"{tmp_path}/cache"
     words = ("build", "tests.cli_zoo:Signalled", dest, "--workers", workers, "--shards", "5")
@@ -636,9 +624,7 @@ def test_rm_removes_all_of_several_caches(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-def test_on_a_terminal_rm_asks(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_terminal_rm_asks(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """Only yes is yes; the question goes to standard error."""
     dest = built(tmp_path / "cache")
     ours, theirs = pty.openpty()

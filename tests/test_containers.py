@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.kit.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.kit.processes import Interpreter
 
@@ -104,9 +104,7 @@ def _in_docker(writable: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", [_in_bubblewrap, _in_docker])
 @pytest.mark.parametrize("writable", ["/tmp", "/mnt"])
-def test_loaders_and_caches_work_in_a_container(
-    writable: str, engine: Callable[[str], list[str]], request: pytest.FixtureRequest
-) -> None:
+def test_loaders_and_caches_work_in_a_container(writable: str, engine: Any, request: Any) -> None:
     """Batches of 20 MB come through with 16 MB of /dev/shm, on a read-only disk, without privileges."""
     command = engine(writable)
     if engine is _in_docker:

@@ -273,9 +273,7 @@ def test_example_ends_with_what_it_shows(example: Path, run: Any) -> None:
 
 
 @pytest.mark.parametrize(("name", "package"), PACKAGES.items())
-def test_example_without_its_package_names_the_command(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_example_without_its_package_names_the_command(name: str, package: str, monkeypatch: Any) -> None:
     """An example whose package is missing ends with one line, which has the command that installs it."""
     monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -204,11 +204,11 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
 # --- a source ---------------------------------------------------------------------------------------------
 
 
-def _photos(root: Path, *, num_images: int, side: int = 300) -> Path:
-    """A folder of JPEGs of noise, `side` x `side` pixels."""
+def _photos(root: Path, *, num_images: int) -> Path:
+    """A folder of JPEGs of noise."""
     folder = root / "photos" / "noise"
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), np.uint8)
     for number in range(num_images):
         Image.fromarray(noise).save(folder / f"{number}.jpg")
     return folder.parent
@@ -232,7 +232,10 @@ def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert CliRunner().invoke(main.app, shlex.split(options[name]["how"])[1:]).exit_code == 0
 
     monkeypatch.setattr(sizing, "available_bytes", lambda: 600_000)
-    lines = run(str(root)).stdout.splitlines()
+    text, remote = run(str(root)).stdout, run(f"local://{root}").stdout
+    for one, is_remote in ((text, False), (remote, True)):  # whose files are in memory when they are measured
+        assert ("requests to it take longer" in one) == is_remote
+    lines = text.splitlines()
     assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
     (best,) = [line for line in lines if line.startswith(">")]
     assert "decoded in RAM" not in best
@@ -245,14 +248,6 @@ def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) 
         path.write_bytes(add_restarts(path.read_bytes()))
     Image.new("RGB", (300, 300)).save(root / "noise" / "progressive.jpg", progressive=True)
     assert not any("tiles" in option["name"] for option in as_json(str(root))["options"])
-
-
-def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:
-    """A remote file is in memory when its decoding is measured; a local folder has no such line."""
-    root = _photos(tmp_path, num_images=2, side=64)
-    said = "requests to it take longer"
-    assert said in run(f"local://{root}").stdout
-    assert said not in run(str(root)).stdout
 
 
 def test_a_source_without_undecoded_images() -> None:

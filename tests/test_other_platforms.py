@@ -95,8 +95,9 @@ for num_workers in WORKERS:
     except fastload.errors.ResumeError as error:
         assert num_workers
         found["not resumed"] = str(error)
-threads = made(fastload.DataLoader, caches["ram"], num_workers=2, worker_type="thread", device="cpu")
-assert [plain(batch) for batch in threads] == expected
+threads = {"num_workers": 1, "worker_type": "thread", "device": "cpu"}
+for options in (threads, {"num_workers": "auto" if 1 in WORKERS else 0}):
+    assert [plain(batch) for batch in made(fastload.DataLoader, caches["ram"], **options)] == expected
 names = fastload.SharedList(["a", {"b": 1}])
 assert list(names) == ["a", {"b": 1}]
 assert fastload.memory_report()

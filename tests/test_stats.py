@@ -286,9 +286,7 @@ def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
 
 
 @given(st.lists(WAIT_NS, max_size=50), st.lists(WAIT_NS, min_size=1, max_size=300))
-def test_quantiles_are_those_of_the_sorted_waits_between_two_moments(
-    earlier_ns: list[int], later_ns: list[int]
-) -> None:
+def test_quantiles_are_those_of_the_sorted_waits_between_two_moments(earlier_ns: Any, later_ns: Any) -> None:
     """Within the width of a bucket, whatever the waits are; the longest of all is exact."""
     counts = Counts()
     for wait_ns in earlier_ns:
@@ -375,9 +373,7 @@ def test_a_reset_starts_over_and_returns_what_was() -> None:
 # --- reports ----------------------------------------------------------------------------------------------
 
 
-def test_reports_have_the_figures_of_each_interval(
-    clock: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reports_have_the_figures_of_each_interval(clock: Any, caplog: Any) -> None:
     """For a callback, or a line of the log, when the caller asks for a batch and the interval is over."""
     loader = DataLoader(ROWS, 1)
     reports: list[fastload.LoaderStats] = []

@@ -86,9 +86,7 @@ def one_thread() -> Iterator[None]:
 # --- the list -----------------------------------------------------------------------------------------------
 
 
-def test_each_habit_is_a_flag_that_is_practised(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_habit_is_a_flag_that_is_practised(monkeypatch: Any, capsys: Any) -> None:
     """--na-me and --no-na-me set the option that the code reads; what a CPU cannot have is said."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")  # put back afterwards
     for habit in HABITS:
@@ -141,9 +139,7 @@ def test_training_lowers_the_loss_and_resumes(run: Callable[..., Any], tmp_path:
 
 
 @pytest.mark.parametrize("name", SAME_LOSS)
-def test_a_habit_changes_the_way_not_the_result(
-    name: str, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_habit_changes_the_way_not_the_result(name: str, run: Any, monkeypatch: Any) -> None:
     """Each habit but those that change the model trains to the same loss, off and on."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     habit = next(habit for habit in HABITS if habit.name == name)
@@ -187,9 +183,7 @@ def test_a_step_out_of_memory_is_done_again_in_halves(photos: Path) -> None:
     assert not torch.equal(before, trainer.network.head[2].weight)
 
 
-def test_metrics_stay_on_the_device_until_they_are_read(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_stay_on_the_device_until_they_are_read(photos: Path, monkeypatch: Any) -> None:
     """A step calls .item() twice with --no-metrics-on-device, and never without."""
     calls: list[int] = []
     item = torch.Tensor.item
@@ -203,9 +197,7 @@ def test_metrics_stay_on_the_device_until_they_are_read(
     assert counts == [0, 2]
 
 
-def test_debug_finds_the_line_and_starts_no_worker(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_finds_the_line_and_starts_no_worker(photos: Path, monkeypatch: Any, capfd: Any) -> None:
     """--debug sets CUDA_LAUNCH_BLOCKING, loads in this process, and a NaN in backward is an error there."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     trainer, options = _trainer(photos, "--debug")
@@ -229,9 +221,7 @@ def test_varying_sizes_are_a_hint_against_cudnn_benchmark(photos: Path) -> None:
     assert trainer.hints() == ["batches came in 2 shapes: --no-cudnn-benchmark might be faster"]
 
 
-def test_pictures_or_a_device_that_are_not_there_end_with_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_or_a_device_that_are_not_there_end_with_one_line(tmp_path: Path, monkeypatch: Any) -> None:
     """It names `make photos` and --photos, or the devices that training can use here."""
     with pytest.raises(SystemExit, match=r"`make photos`.*--photos"):
         train.main(["--device", "cpu", "--photos", str(tmp_path / "none")])
@@ -252,9 +242,7 @@ def test_pictures_or_a_device_that_are_not_there_end_with_one_line(
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-def test_the_table_has_a_row_for_each_habit(
-    photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_has_a_row_for_each_habit(photos: Path, monkeypatch: Any, capsys: Any) -> None:
     """--ablate prints each habit once: figures for off and on, or why there are none."""
     monkeypatch.setattr(torch, "compile", lambda model: model)  # half a minute of a compiler's time
     for name in ("WARM_UP_STEPS", "PROBE_STEPS"):  # for true figures, which this test does not claim

@@ -14,24 +14,18 @@ import pytest
 import fastload
 from fastload.system import worker_memory
 from fastload.system.worker_memory import keep_freed_memory
+from tests.kit.datasets import Made
 
 MIB = 1 << 20
 IMAGE_BYTES = 40 * MIB  # above 32 MiB, which glibc maps and unmaps each time unless it is told otherwise
 FEW, MANY = 5, 15  # page faults; huge pages of 2 MiB take 20 for an image, others 10,000
 
 
-class Decodes:
-    """Sample i is the number of page faults of making and freeing an image."""
-
-    nbytes = IMAGE_BYTES
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, _: int) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        np.full(self.nbytes, 1, np.uint8)  # of malloc, as a decoder's; bytes need not be, without the GIL
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def decode(_: int) -> int:
+    """The number of page faults of making and freeing an image."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.full(IMAGE_BYTES, 1, np.uint8)  # of malloc, as a decoder's; bytes need not be, without the GIL
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.parametrize(
@@ -44,7 +38,7 @@ def test_a_worker_faults_in_the_memory_of_an_image_once(
     if has_thresholds:
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     options: Any = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
-    first, *others = (int(batch) for batch in fastload.DataLoader(Decodes(), 1, **options))
+    first, *others = (int(batch) for batch in fastload.DataLoader(Made(decode, 6), 1, **options))
     assert first >= MANY or not keeps
     assert min(others) <= FEW if keeps else statistics.median(others) >= MANY, others
 
