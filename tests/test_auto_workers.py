@@ -75,11 +75,7 @@ def ends(index: int) -> Any:
 
 
 class InWorker(datasets.Made):
-    """Can be read only in a process that worker_init_fn has prepared, as the documentation shows it.
-
-    Torch's worker info describes it as its one worker; signals are blocked as in the process of the test, and
-    handlers do not run.
-    """
+    """Can be read only in its one worker, prepared by worker_init_fn; it blocks what the test blocks."""
 
     def __getitem__(self, index: int) -> Any:
         info: Any = torch.utils.data.get_worker_info()
@@ -392,11 +388,9 @@ def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: 
 
     def run(num_workers: Any) -> Any:
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
-        generator = torch.Generator().manual_seed(4)
+        generator, dataset = torch.Generator().manual_seed(4), datasets.Made(datasets.draws, 64)
         options: Any = {"generator": generator, "persistent_workers": persistent_workers, "rng": rng}
-        with fastload.DataLoader(
-            datasets.Made(datasets.draws, 64), 16, shuffle=True, num_workers=num_workers, **options
-        ) as loader:
+        with fastload.DataLoader(dataset, 16, shuffle=True, num_workers=num_workers, **options) as loader:
             batches = [[part.tolist() for part in batch.values()] for batch in loader]
             return batches, streams(generator), loader.num_workers
 
@@ -425,10 +419,7 @@ def test_the_trial_prepares_the_dataset_as_a_worker_does(worker_type: Any, chose
 def test_a_handler_that_raises_while_the_trial_is_started_is_heard(
     method: str, is_heard_at_once: bool, monkeypatch: pytest.MonkeyPatch, chosen: Any
 ) -> None:
-    """After the start, or in the middle of it if another thread receives the signal; no process stays.
-
-    Its exception reaches the caller, and the next epoch makes the trial.
-    """
+    """Its exception reaches the caller, no process stays, and the next epoch makes the trial."""
     launcher = importlib.import_module(f"multiprocessing.popen_{method}").Popen
     launch = launcher._launch
 

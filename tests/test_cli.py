@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ MODULES = {
     "opens": "open('nowhere')",
     "exits": "raise SystemExit(3)",
     "has_no_memory": "def data(): raise MemoryError",
-    "with_objects": "data = [object()]\nROOT = '/data/photos'\nlisted = [1]",
+    "with_objects": "data, listed, number, ROOT = [object()], [1], 3, '/data/photos'\ndef gives(): return 3",
 }
 PLAIN_FILES = """
 file movie.partial no_photos/cat/notes.txt half_photos/dog/notes.txt left.partial/plan.json notes.txt
@@ -161,8 +162,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ),
     ("cache build tests.no_such_module:factory made", 2, "no module"),
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
-    ("cache build tests.cli_zoo:number made", 2, "is of type int"),
-    ("cache build tests.cli_zoo:gives_a_number made", 2, "of type int"),
+    ("cache build with_objects:number made", 2, "is of type int"),
+    ("cache build with_objects:gives made", 2, "of type int"),
     ("cache build with_objects:ROOT made", 2, ":ROOT should be a dataset or .*, but is of type str$"),
     ("cache build with_objects:data made", 1, r" \(in sample 0 of the dataset\)$"),
     ("cache build divides:data made", 1, r"^(Zero\w+: ){2}division by zero \(while module 'divides'"),
@@ -189,7 +190,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     # bench
     ("bench photos", 2, "add a size with both sides such as --size 224x224"),
     ("bench tests.cli_zoo:Empty", 1, "has no samples"),
-    ("bench ZOO --transform tests.cli_zoo:number", 2, "is not callable"),
+    ("bench ZOO --transform with_objects:number", 2, "is not callable"),
     ("bench ZOO --transform 'no name'", 2, "should be MODULE:NAME"),
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
     ("bench ZOO --workers 0,two", 2, "--workers should be numbers from 0"),
@@ -556,11 +557,7 @@ def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(tmp_path: Path) ->
 
 def test_ctrl_c_ends_every_command_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typer would end it without a word; --json has its object here too."""
-
-    def interrupted(directory: str) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(inventory, "list_caches", interrupted)
+    monkeypatch.setattr(inventory, "list_caches", Mock(side_effect=KeyboardInterrupt))
     result = run("ls", tmp_path, "--json")
     assert result.exit_code == 130
     assert json.loads(result.stdout) == {"error": "interrupted", "type": "KeyboardInterrupt"}

@@ -26,7 +26,8 @@ from fastload.bench.result import Result
 from fastload.cli import arguments, main
 from fastload.cli.source_argument import setup_code
 from tests.bench import made_up
-from tests.cli_zoo import NUM_SAMPLES, Plain
+from tests.cli_zoo import NUM_SAMPLES, Plain, pixels
+from tests.kit.datasets import Made
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
@@ -37,12 +38,9 @@ QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--workers", "
 ALONE = ("--rounds", "1", "--workers", "0", "--cache", "none")
 
 
-class WithLambda(Plain):
+def with_lambda() -> Any:
     """Cannot be pickled, so that no worker can be spawned with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.function = lambda: None
+    return Made(lambda index: (pixels(index), index), NUM_SAMPLES)
 
 
 def cached() -> Any:
@@ -75,13 +73,10 @@ def run(*words: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The folder for temporary files; each run has one later epoch.
-
-    Pytest's own folder, which must exist before, has too long a path for a socket in it.
-    """
-    monkeypatch.setattr(measure, "LATER_S", 1e-9)
-    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "tempdir", name)
+    """The folder for temporary files; pytest's own, made before, has too long a path for a socket in it."""
+    monkeypatch.setattr(measure, "LATER_S", 1e-9)  # each run has one later epoch
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
         yield Path(name)
 
 
@@ -160,7 +155,7 @@ PROBLEMS: list[tuple[str, Any, str, Callable[[Any], bool], str]] = [
     ("tests.cli_zoo:Random", SOME, "the dataset is random", lambda row: row["cache"] != "none", ""),
     (f"{__name__}:cached", SOME, "a CachedDataset", lambda row: row["cache"] != "none", "only later epochs"),
     # Python 3.13: "Can't get local object", other releases: "Can't pickle local object".
-    (f"{__name__}:WithLambda", METHODS, "local object", lambda row: row["start_method"] == "spawn", ""),
+    (f"{__name__}:with_lambda", METHODS, "local object", lambda row: row["start_method"] == "spawn", ""),
     (ZOO, SOME, "but a cache in RAM can take", lambda row: row["cache"] == "ram", ""),
     (ZOO, FEW, "", lambda row: False, "rates of the measured part"),
 ]

@@ -107,10 +107,9 @@ def test_the_memory_format_is_not_lost(num_workers: int) -> None:
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_our_own_iterators_use_the_collate_fn_itself(num_workers: int, way: dict[str, Any]) -> None:
     """Nothing is lost here, and nothing is warned of."""
-    names: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _first, **CHANNELS_LAST}
-    batches, texts = warned(
-        DataLoader(IMAGES, 4, collate_fn=_collate, num_workers=num_workers, **names, **way)
-    )
+    options: Any = {"num_workers": num_workers, "collate_fn": _collate, **way, **CHANNELS_LAST}
+    lost: Any = {"rng": "sample", "device": "cpu", "device_transform": _first}
+    batches, texts = warned(DataLoader(IMAGES, 4, **options, **lost))
     assert texts == []
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 8, 8)] * 3
 
