@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import select
 import signal
 import sys
@@ -34,10 +33,7 @@ class Plain:
 
 
 class Signalled(Plain):
-    """Sends the signal that CLI_ZOO_SIGNAL names to the process that made it, once, while it is read.
-
-    It does so when the file of CLI_ZOO_AFTER exists: a worker may be far ahead of the process that writes.
-    """
+    """Sends the signal CLI_ZOO_SIGNAL to its maker, when CLI_ZOO_AFTER exists: a worker may be far ahead."""
 
     def __getitem__(self, index: int) -> Any:
         if index == SIGNAL_AT and "CLI_ZOO_SIGNAL" in os.environ:
@@ -69,7 +65,7 @@ class Random(Plain):
     """Another sample at each access."""
 
     def __getitem__(self, index: int) -> Any:
-        return random.random()
+        return np.random.randint(256, size=(6, 8, 3), dtype=np.uint8)
 
 
 class Broken(Plain):
@@ -89,15 +85,10 @@ class Empty(Plain):
 
 
 ready = Plain()
-number = 3
 
 
 def factory() -> Plain:
     return Plain()
-
-
-def gives_a_number() -> int:
-    return 3
 
 
 def fails() -> None:

@@ -21,31 +21,13 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(fastload.__file__).parent
 
-# Rooms from the bottom up; a file may import from its own row and from rows before it, never in a circle.
+# Rooms from the bottom up; a file may import from its own room and from rooms before it, never in a circle.
 # A folder imports from itself and from folders before it, for types too.
-LAYERS = [
-    "errors",
-    "system",
-    "memory",
-    "files",
-    "images",
-    "nested",
-    "rng",
-    "batch",
-    "cache",
-    "device",
-    "transforms",
-    "workers",
-    "epochs",
-    "training",
-    "loader",
-    "profiling",
-    "integrations",
-    "bench",
-    "cli",
-    "__init__",
-    "__main__",
-]
+FROM_THE_BOTTOM = """
+errors system memory files images nested rng batch cache device transforms workers epochs training loader
+profiling integrations bench cli __init__ __main__
+"""
+LAYERS = FROM_THE_BOTTOM.split()
 
 
 def _name(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
@@ -14,10 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+import typer
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -28,13 +29,12 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import cache_commands, main
 from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
+from tests.kit.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from tests.kit.processes import Interpreter
 
-ROOT = Path(__file__).parents[1]  # of the checkout: the package itself may be an installed wheel
 MODULE = "import runpy; runpy.run_module('fastload', run_name='__main__', alter_sys=True)"
 ZOO = "tests.cli_zoo:factory"
 
@@ -63,17 +63,18 @@ def advised(line: str) -> Any:
     return eval(code[0])
 
 
-def start(interpreter: Interpreter, *words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `fastload cache ...` in a process of its own, which has torch."""
-    return interpreter.run(MODULE, "cache", *map(str, words), environment=environment, limit_s=90)
+def streamed(capfd: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+    """The exit code of `fastload cache ...`, and what came out of this process, from Python or below."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        typer.main.get_command(main.app)(["cache", *map(str, words)])
+    return ended.value.code, *capfd.readouterr()  # type: ignore[return-value]
 
 
-def from_shell(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def from_shell(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` in a new interpreter."""
     command, environment = [sys.executable, *words], {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=-1, stderr=-1, text=True, timeout=90, **options
-    )
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
 
 
 def built(dest: Path, *options: str, source: str = ZOO) -> Path:
@@ -93,13 +94,6 @@ def images(root: Path, *names: str, shape: tuple[int, ...] = (20, 30, 3)) -> Pat
     return root
 
 
-def with_bad_image(root: Path) -> Path:
-    """A folder of three images, of which the second cannot be read."""
-    folder = images(root, "a/1.png", "a/2.png", "b/3.png")
-    (folder / "a" / "2.png").write_bytes(b"no image")
-    return folder
-
-
 def flip_a_bit(path: Path, content: bytes) -> None:
     """Damage a file where it has this content."""
     data = bytearray(path.read_bytes())
@@ -117,33 +111,30 @@ MODULES = {
     "opens": "open('nowhere')",
     "exits": "raise SystemExit(3)",
     "has_no_memory": "def data(): raise MemoryError",
-    "with_objects": "data = [object()]\nROOT = '/data/photos'\nlisted = [1]",
+    "with_objects": "data, listed, number, ROOT = [object()], [1], 3, '/data/photos'\ndef gives(): return 3",
 }
-PLAIN_FILES = (
-    *(
-        "file",
-        "movie.partial",
-        "no_photos/cat/notes.txt",
-        "half_photos/dog/notes.txt",
-        "left.partial/plan.json",
-    ),
-    *("notes.txt", "half_photos/cat/1.png", "flat/1.png"),
-)
+PLAIN_FILES = """
+file movie.partial no_photos/cat/notes.txt half_photos/dog/notes.txt left.partial/plan.json notes.txt
+half_photos/cat/1.png flat/1.png
+"""
 CACHE_PATHS = ("info", "verify", "ls", "join", "rm --yes")
 NEITHER = "such as my_data:train_set.* {!r} is neither"
+
+
+def for_each(*rows: Any) -> list[Any]:
+    """Rows for each command that takes the path of a cache."""
+    return [(f"cache {command} {path}", *rest) for command in CACHE_PATHS for path, *rest in rows]
+
+
 # Command lines in a folder with the files above: the exit code, and the error after its type.
 MISTAKES: list[tuple[str, int, str]] = [
-    *(
-        (f"cache {command} {path}", code, said)
-        for command in CACHE_PATHS
-        for path, code, said in (
-            ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
-            ("file/x", 2, "UsageError: .*file/x"),
-            ("file", 2 if command == "ls" else 1, ": .*file"),
-            ("''", 2, "is empty: pass a path$"),
-            ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
-        )
+    *for_each(
+        ("nope", 2, "UsageError: there is (no|neither) .* at .*nope$"),
+        ("file/x", 2, "UsageError: .*file/x"),
+        ("''", 2, "is empty: pass a path$"),
+        ("\udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
     ),
+    *((f"cache {command} file", 2 if command == "ls" else 1, ": .*file") for command in CACHE_PATHS),
     ("cache build ZOO ''", 2, "is empty: pass a path$"),
     ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
     *((f"cache {command} caches", 1, "'fastload cache ls .*caches' lists") for command in ("info", "verify")),
@@ -161,12 +152,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO memory://bucket/cache --force", 2, "--force"),
     ("cache build ZOO", 2, "DEST"),
     # SOURCE
-    (
-        "cache build empty made",
-        2,
-        "Couldn't find any class folder in empty: images of .* belong in empty/cat",
-    ),
-    ("cache build flat made", 2, "Couldn't find any class folder in flat: images of a class belong in flat/"),
+    ("cache build empty made", 2, "find any class folder in empty: images of .* belong in empty/cat"),
+    ("cache build flat made", 2, "find any class folder in flat: images of a class belong in flat/"),
     ("cache build no_photos made", 2, "no valid file for the classes cat in no_photos. Supported extensions"),
     ("cache build half_photos made", 2, "Found no valid file for the classes dog in half_photos."),
     *(
@@ -175,15 +162,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ),
     ("cache build tests.no_such_module:factory made", 2, "no module"),
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
-    ("cache build tests.cli_zoo:number made", 2, "is of type int"),
-    ("cache build tests.cli_zoo:gives_a_number made", 2, "of type int"),
+    ("cache build with_objects:number made", 2, "is of type int"),
+    ("cache build with_objects:gives made", 2, "of type int"),
     ("cache build with_objects:ROOT made", 2, ":ROOT should be a dataset or .*, but is of type str$"),
     ("cache build with_objects:data made", 1, r" \(in sample 0 of the dataset\)$"),
     ("cache build divides:data made", 1, r"^(Zero\w+: ){2}division by zero \(while module 'divides'"),
     ("cache build imports_nothing:data made", 1, r"^Module.* 'not_there' \(while module 'imports_nothing'"),
     ("cache build asks_os:data made", 1, r"^Attr.*'os' has no attribute 'nothing' \(while module 'asks_os'"),
     ("cache build breaks_off:data made", 1, "^SyntaxError: SyntaxError: .*breaks_off"),
-    ("cache build opens:data made", 1, r"nowhere: No such file or directory \(while module 'opens'"),
+    ("cache build opens:data made", 1, r"nowhere: No such file .* \(while module 'opens'"),
     ("cache build exits:data made", 1, "exits.* ended the process with exit code 3"),
     ("cache build has_no_memory:data made", 1, "^MemoryError: MemoryError$"),
     ("cache build tests.cli_zoo:fails made", 1, "^RuntimeError: RuntimeError: the factory failed$"),
@@ -202,11 +189,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build-shard ZOO made 1/2/3", 2, "should be K/N"),
     # bench
     ("bench photos", 2, "add a size with both sides such as --size 224x224"),
-    ("bench no/such/folder", 2, "neither"),
-    ("bench ZOO --size 8x8", 2, "--size is for folders"),
     ("bench tests.cli_zoo:Empty", 1, "has no samples"),
-    ("bench exits:data", 1, "exit code 3"),
-    ("bench ZOO --transform tests.cli_zoo:number", 2, "is not callable"),
+    ("bench ZOO --transform with_objects:number", 2, "is not callable"),
     ("bench ZOO --transform 'no name'", 2, "should be MODULE:NAME"),
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
     ("bench ZOO --workers 0,two", 2, "--workers should be numbers from 0"),
@@ -219,20 +203,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --relative", 2, "--relative is for --baseline"),
     ("bench ZOO --baseline nope", 2, "make one with --output"),
     ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
-    ("bench ZOO --baseline file", 2, "is no result of this release"),
     ("doctor with_objects:listed", 1, "have no image"),
-    ("--install-completion help", 2, "knows the shells bash, zsh, fish, powershell, pwsh, but got 'help'$"),
-    ("--show-completion help", 2, "knows the shells bash, zsh, fish, powershell, pwsh, but got 'help'$"),
+    ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
+    ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]
 # What may not be read or written in these command lines, and the mode that it has.
 CLOSED: list[tuple[str, str, int, str]] = [
-    *(
-        (f"cache {command} {path}", place, 0, f"{path}{said}")
-        for command in CACHE_PATHS
-        for path, place, said in (
-            ("caches/one", "caches/one", ": Permission denied: change its permissions"),
-            ("locked/cache", "locked", ".*: Permission denied"),
-        )
+    *for_each(
+        ("caches/one", "caches/one", 0, "caches/one: Permission denied: change its permissions"),
+        ("locked/cache", "locked", 0, "locked/cache.*: Permission denied"),
     ),
     ("cache rm --yes caches/one", "caches", 0o500, "Permission denied"),
     ("cache build ZOO empty/made --workers 0", "empty", 0o500, "denied: change the permissions of .*empty,"),
@@ -253,7 +232,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mixed" / "thesis.txt").write_text("mine")
     for name, code in MODULES.items():
         (folder / f"{name}.py").write_text(f"{code}\n")
-    for name in PLAIN_FILES:
+    for name in PLAIN_FILES.split():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     (folder / "notes.txt").write_text("FLlmdb1")  # what a cache ends with
@@ -288,76 +267,55 @@ def test_a_mistake_is_one_line(line: str, code: int, said: str, here: Path) -> N
     assert sorted(here.rglob("*")) == before
 
 
-class Header(ctypes.Structure):
-    """Of capset(2)."""
-
-    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-
-class Sets(ctypes.Structure):
-    """Of capget(2): capabilities as bits."""
-
-    _fields_ = tuple((name, ctypes.c_uint32) for name in ("effective", "permitted", "inherited"))
-
-
 @pytest.fixture
-def ordinary_user() -> Iterator[None]:
-    """Permissions count in this test, also where root runs it, whom they do not stop otherwise."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header, sets = Header(0x20080522, 0), (Sets * 2)()
-    assert libc.capget(ctypes.byref(header), sets) == 0
-    before = sets[0].effective
-    sets[0].effective &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
-    assert libc.capset(ctypes.byref(header), sets) == 0
-    try:
-        yield
-    finally:
-        sets[0].effective = before
-        assert libc.capset(ctypes.byref(header), sets) == 0
+def close() -> Iterator[Callable[..., None]]:
+    """Takes permissions of a path away. They count in this test, also where root runs it."""
+    libc, modes = ctypes.CDLL(None, use_errno=True), {}
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522), (ctypes.c_uint32 * 6)()  # as in capset(2)
+    assert libc.capget(header, sets) == 0
+    effective = sets[0]
+    sets[0] &= ~(1 << 1 | 1 << 2)  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+
+    def close(path: Path, mode: int = 0) -> None:
+        modes[path] = path.stat().st_mode
+        path.chmod(mode)
+
+    assert libc.capset(header, sets) == 0
+    yield close
+    for path, mode in modes.items():
+        path.chmod(mode)
+    sets[0] = effective
+    assert libc.capset(header, sets) == 0
 
 
-@contextlib.contextmanager
-def closed(path: Path, mode: int = 0) -> Iterator[None]:
-    """Nobody but the superuser may read the path; with a mode, what the mode says."""
-    before = path.stat().st_mode
-    path.chmod(mode)
-    try:
-        yield
-    finally:
-        path.chmod(before)
-
-
-@pytest.mark.usefixtures("ordinary_user")
 @pytest.mark.parametrize(("line", "path", "mode", "said"), CLOSED)
 def test_what_may_not_be_read_or_written_is_said_in_words(
-    line: str, path: str, mode: int, said: str, here: Path
+    line: str, path: str, mode: int, said: str, here: Path, close: Callable[..., None]
 ) -> None:
     """It is named, not taken for a path at which there is nothing, and still there afterwards."""
-    with closed(here / path, mode):
-        plain = fastload_(*(ZOO if word == "ZOO" else word for word in shlex.split(line)))
+    close(here / path, mode)
+    plain = fastload_(*(ZOO if word == "ZOO" else word for word in shlex.split(line)))
     assert (plain.exit_code, plain.stdout, plain.stderr.count("\n")) == (1, "", 1)
     assert re.search(said, plain.stderr)
     assert (here / path).exists()
     assert (here / "caches" / "one").exists()
 
 
-@pytest.mark.usefixtures("ordinary_user")
-def test_ls_passes_over_what_may_not_be_read(here: Path) -> None:
+def test_ls_passes_over_what_may_not_be_read(here: Path, close: Callable[..., None]) -> None:
     """One closed file or folder does not keep the caches beside it from being listed."""
-    with closed(here / "caches" / "damaged"), closed(here / "caches" / "folder"):
-        listed = [item["path"] for item in told("ls", here / "caches")["disk"]]
+    close(here / "caches" / "damaged"), close(here / "caches" / "folder")
+    listed = [item["path"] for item in told("ls", here / "caches")["disk"]]
     assert listed == [f"{here}/caches/one", f"{here}/caches/two"]
 
 
-@pytest.mark.parametrize("by", ["option", "environment"])
-def test_debugging_shows_the_traceback(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("options", "variable"), [(["--debug"], "0"), ([], "1")])
+def test_debugging_shows_the_traceback(
+    options: list[str], variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--debug, or FASTLOAD_DEBUG=1, adds where it happened, and changes nothing else."""
-    if by == "environment":
-        monkeypatch.setenv("FASTLOAD_DEBUG", "1")
-    options = ["--debug"] if by == "option" else []
+    monkeypatch.setenv("FASTLOAD_DEBUG", variable)
     result = fastload_(*options, "cache", "build", "tests.cli_zoo:fails", tmp_path / "cache")
-    assert result.exit_code == 1
-    assert "Traceback" in result.stderr
+    assert (result.exit_code, "Traceback" in result.stderr) == (1, True)
     assert result.stderr.endswith("fastload: error: RuntimeError: the factory failed\n")
 
 
@@ -385,43 +343,29 @@ for commands in (HELP, ON_DISK, IN_MEMORY):
 def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     """Help needs neither NumPy nor LMDB, and caches are managed without torch: answers come sooner."""
     one, two = built(tmp_path / "a", "--codec", "png"), built(tmp_path / "b")
-    cached = fastload.CachedDataset(
-        [(torch.arange(9), 0)], cache_key="listed without torch", max_memory="1MB"
-    )
+    samples = [(torch.arange(9), 0)]
+    cached = fastload.CachedDataset(samples, cache_key="listed without torch", max_memory="1MB")
     assert cached[0][0].tolist() == list(range(9))
-    commands = {
-        "HELP": [["--help"], ["--version"], ["cache", "build", "--help"]],
-        "ON_DISK": [
-            *(["cache", command, str(one)] for command in ("info", "verify")),
-            *(["cache", "ls", str(tmp_path)], ["cache", "rm", str(two), "--yes"]),
-        ],
-        "IN_MEMORY": [["cache", "ls"]],
-    }
-    try:
-        done = from_shell(
-            "-c", "".join(f"{name} = {words!r}\n" for name, words in commands.items()) + _BROUGHT
-        )
-    finally:
-        cached.cache.close()
+    on_disk = [*(["cache", command, str(one)] for command in ("info", "verify"))]
+    on_disk += [["cache", "ls", str(tmp_path)], ["cache", "rm", str(two), "--yes"]]
+    settings = f"HELP = {[['--help'], ['--version'], ['cache', 'build', '--help']]}\nON_DISK = {on_disk}\n"
+    done = from_shell("-c", f"{settings}IN_MEMORY = [['cache', 'ls']]\n{_BROUGHT}")
+    cached.cache.close()
     assert done.returncode == 0, done.stderr
-    for_help, on_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
+    for_help, for_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
-    assert "fastload.cache.lmdb.lmdb_cache" in on_disk
+    assert "fastload.cache.lmdb.lmdb_cache" in for_disk
     assert "fastload.cache.ram.registry" in in_memory
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 
-@pytest.mark.parametrize("words", [[], ["cache"]])
-def test_without_a_command_the_help_is_printed_line_by_line(words: list[str]) -> None:
-    """As --help has it, but on standard error and with the exit code of wrong usage."""
-    result = fastload_(*words)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == fastload_(*words, "--help").stdout
-
-
 @pytest.mark.slow
-def test_the_module_without_a_command_prints_its_help() -> None:
-    """`python -m fastload` does so, too, with the exit codes, and --version prints one line."""
+def test_without_a_command_the_help_is_printed_line_by_line() -> None:
+    """As --help has it, but on standard error and with exit code 2; `python -m fastload` does so, too."""
+    for words in ((), ("cache",)):
+        result = fastload_(*words)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr == fastload_(*words, "--help").stdout
     done = from_shell("-m", "fastload")
     assert (done.returncode, done.stdout) == (2, "")
     assert re.match(r"Usage: python -m fastload \[OPTIONS\] \[?COMMAND\]? \[ARGS\]\.\.\.\n", done.stderr)
@@ -429,22 +373,16 @@ def test_the_module_without_a_command_prints_its_help() -> None:
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
     assert listed == ["0", "1", "2", "3", "4", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
+    assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS  # what --codec offers
 
 
-def test_codecs_are_those_of_the_caches() -> None:
-    """What --codec offers is what there is."""
-    assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_installed_for_the_shell_that_was_named(
-    shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
     """Not for the one that runs the command."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    result = fastload_("--install-completion", shell)
-    assert result.exit_code == 0, result.output
-    assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
+    for shell in ("bash", "zsh", "fish"):
+        result = fastload_("--install-completion", shell)
+        assert result.exit_code == 0, result.output
+        assert f"{shell} completion installed in {tmp_path}" in result.output.replace("\n", "")
 
 
 # --- build, info and verify ------------------------------------------------------------------------------
@@ -485,27 +423,20 @@ def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
     for result in (whole, run(*command[2:])):
         assert result.exit_code == 0, result.stderr
         assert advised(result.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
-
-
-def test_mixed_shapes_are_told_with_the_fix(tmp_path: Path) -> None:
-    """--size 10 scales the shorter side alone: the build says so."""
-    folder = images(images(tmp_path / "photos", "a/1.png", "a/2.png"), "a/3.png", shape=(30, 20, 3))
-    mixed = run("build", folder, tmp_path / "mixed", "--size", "10", "--json")
-    equal = run("build", folder, tmp_path / "equal", "--size", "10x12", "--json")
+    images(folder, "a/4.png", shape=(30, 20, 3))
+    mixed = run("build", folder, tmp_path / "mixed", "--size", "10")
     assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
     assert "--size 256x256" in mixed.stderr
-    assert "different shapes" not in equal.stderr
+    assert "different shapes" not in whole.stderr
 
 
-@pytest.mark.parametrize("name", ["factory", "Plain", "ready"])
-def test_a_function_a_class_or_a_dataset_can_be_named(name: str, tmp_path: Path) -> None:
+def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
     """MODULE:NAME gives a dataset by whatever NAME is; --shards, --codec and --quality are passed on."""
     options = ("--shards", "3", "--codec", "jpeg", "--quality", "80")
-    dest = built(tmp_path / "cache", *options, source=f"tests.cli_zoo:{name}")
-    cache = LMDBCache(dest)
-    assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-    assert dest.is_dir()
-    assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
+    for name in ("factory", "Plain", "ready"):
+        cache = LMDBCache(built(tmp_path / name, *options, source=f"tests.cli_zoo:{name}"))
+        assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+        assert (cache.num_shards, cache.codec, cache.quality) == (3, "jpeg", 80)
 
 
 @pytest.mark.slow
@@ -520,7 +451,7 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     assert told("build", ZOO, dest, "--codec", "raw", code=1)["type"] == "CacheMismatchError"
     assert dest.stat() == before
     assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
-    assert dest.stat().st_ino != before.st_ino
+    assert LMDBCache(dest).codec == "raw"
     (tmp_path / "half.partial").mkdir()
     assert run("build", ZOO, tmp_path / "half", "--force").exit_code == 0
 
@@ -530,9 +461,8 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
 def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path) -> None:
     """The line names the error, its type and the sample, wherever it was read."""
     result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--workers", workers, "--json")
-    assert result.exit_code == 1
     error = json.loads(result.stdout)
-    assert error["type"] == "ValueError"
+    assert (result.exit_code, error["type"]) == (1, "ValueError")
     assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
     assert "--on-error skip" in error["error"]
     assert f"fastload: error: {error['error']}\n" in result.stderr
@@ -540,41 +470,40 @@ def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_a_build_that_skips_finishes_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_that_skips_finishes_and_says_what_is_missing(tmp_path: Path, monkeypatch: Any) -> None:
     """With --strict the exit code is 3, in a later run too; the advice then is from_cache(), and says why."""
-    monkeypatch.chdir(tmp_path)
-    folder, report = with_bad_image(tmp_path / "photos"), tmp_path / "cache.errors.jsonl"
-    words = ("build", folder, tmp_path / "cache", "--on-error", "skip")
+    monkeypatch.chdir(images(tmp_path, *(f"photos/{name}.png" for name in ("a/1", "a/2", "b/3"))))
+    broken, report = tmp_path / "photos" / "a" / "2.png", tmp_path / "cache.errors.jsonl"
+    broken.write_bytes(b"no image")
+    words = ("build", tmp_path / "photos", tmp_path / "cache", "--on-error", "skip")
     result = run(*words)
     assert result.exit_code == 0
     assert told(*words, "--strict", code=3)["num_skipped"] == 1
     assert result.output.count("could not be read") == 1 + result.output.count(" that could not be read")
     assert f"1 of 3 samples could not be read and are left out: see {report}" in result.stderr
-    assert json.loads(report.read_text())["path"] == str(folder / "a" / "2.png")
+    assert json.loads(report.read_text())["path"] == str(broken)
     info = run("info", tmp_path / "cache").stdout
     assert f"1 of 3 samples could not be read: see {report}" in info
     for text in (run("build", "photos", "cache").stdout, info):
         line = text.splitlines()[-1]
-        dataset = advised(line)
-        assert [int(label) for _, label in fastload.DataLoader(dataset, batch_size=None)] == [0, 1]
+        labels = [int(label) for _, label in fastload.DataLoader(advised(line), batch_size=None)]
+        assert labels == [0, 1]
         assert "would read them from the dataset again and fail" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", ["0", "9"])
-def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, interpreter: Interpreter) -> None:
+@pytest.mark.usefixtures("needs_lmdb")
+@pytest.mark.filterwarnings("error:This DataLoader will create")
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """What a dataset prints, in Python or below, goes to standard error; many workers are no warning."""
-    result = start(
-        interpreter, "build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("\n") == 1
-    assert json.loads(result.stdout)["num_cached"] == NUM_SAMPLES
-    assert "reading 7" in result.stderr
-    assert "from below" in result.stderr
-    assert "Warning" not in result.stderr
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
+    code, out, err = streamed(capfd, *words)
+    assert (code, out.count("\n")) == (0, 1), err
+    assert json.loads(out)["num_cached"] == NUM_SAMPLES
+    assert "reading 7" in err
+    assert "from below" in err
 
 
 def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
@@ -591,29 +520,28 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("sent", "workers"), [("SIGINT", "0"), ("SIGINT", "2"), ("SIGKILL", "0")])
-def test_a_build_that_was_ended_goes_on(
-    sent: str, workers: str, tmp_path: Path, interpreter: Interpreter
-) -> None:
+def test_a_build_that_was_ended_goes_on(sent: str, workers: str, tmp_path: Path, interpreter: Any) -> None:
     """After Ctrl-C (exit code 130, one line) or SIGKILL, `ls` lists it, and the same command finishes it."""
-    words = ("build", "tests.cli_zoo:Signalled", tmp_path / "cache", "--workers", workers, "--shards", "5")
-    first = str(tmp_path / "cache.partial" / "00000-of-00005.lmdb")
-    stopped = start(interpreter, *words, "--json", CLI_ZOO_SIGNAL=sent, CLI_ZOO_AFTER=first)
+    dest = f"{tmp_path}/cache"
+    words = ("build", "tests.cli_zoo:Signalled", dest, "--workers", workers, "--shards", "5")
+    signals = {"CLI_ZOO_SIGNAL": sent, "CLI_ZOO_AFTER": f"{dest}.partial/00000-of-00005.lmdb"}
+    stopped = interpreter.run(MODULE, "cache", *words, "--json", environment=signals, limit_s=90)
     if sent == "SIGINT":
         assert stopped.returncode == 130, stopped.stderr
         assert json.loads(stopped.stdout)["type"] == "KeyboardInterrupt"
-        assert f"kept at {tmp_path / 'cache'}.partial: build again to resume" in stopped.stderr
+        assert f"kept at {dest}.partial: build again to resume" in stopped.stderr
         assert "Traceback" not in stopped.stderr
     else:
         assert stopped.returncode == -9
     listed = told("ls", tmp_path)["disk"]
-    assert [(item["path"], item["state"]) for item in listed] == [(f"{tmp_path}/cache", "unfinished")]
+    assert [(item["path"], item["state"]) for item in listed] == [(dest, "unfinished")]
     resumed = run(*words)
     assert resumed.exit_code == 0
     num_kept = SIGNAL_AT // 20 * 20 if workers == "0" else r"\d+"
     assert re.search(
         rf"continues, {num_kept} of {NUM_SAMPLES} samples are in finished shards", resumed.stderr
     )
-    cache = LMDBCache(tmp_path / "cache")
+    cache = LMDBCache(dest)
     assert all(np.array_equal(cache.get(index)[0], pixels(index)) for index in range(NUM_SAMPLES))
     assert cache.verify() == []
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
@@ -629,15 +557,10 @@ def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(tmp_path: Path) ->
 
 def test_ctrl_c_ends_every_command_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typer would end it without a word; --json has its object here too."""
-
-    def interrupted(directory: str) -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(inventory, "list_caches", interrupted)
+    monkeypatch.setattr(inventory, "list_caches", Mock(side_effect=KeyboardInterrupt))
     result = run("ls", tmp_path, "--json")
-    assert result.exit_code == 130
+    assert (result.exit_code, result.stderr) == (130, "fastload: error: interrupted\n")
     assert json.loads(result.stdout) == {"error": "interrupted", "type": "KeyboardInterrupt"}
-    assert result.stderr == "fastload: error: interrupted\n"
 
 
 @pytest.mark.usefixtures("needs_lmdb")
@@ -677,9 +600,7 @@ def test_without_a_directory_ls_lists_memory_and_the_working_directory(
     assert (found["owners"], found["num_samples"]) == ([os.getpid()], len(dataset))
     assert found["label"] == f"ImageFolder({str(tmp_path)!r})"
     assert all(part in text for part in (key, found["label"], f"{tmp_path}/on disk"))
-    removal = run("rm", key, "--yes")
-    assert removal.exit_code == 2
-    assert f"it is freed when process {os.getpid()} ends" in removal.stderr
+    assert f"it is freed when process {os.getpid()} ends" in told("rm", key, "--yes", code=2)["error"]
 
 
 @pytest.mark.slow
@@ -693,29 +614,25 @@ def test_rm_removes_all_of_several_caches(tmp_path: Path) -> None:
     (tmp_path / "cache.partial" / "00000-of-00001.lmdb").write_bytes(b"half")
     (tmp_path / ".cache.fastload-lock").touch()
     removed = told("rm", tmp_path / "cache", built(tmp_path / "two"), "--yes")["caches"]
-    assert all(one["nbytes"] > 0 for one in removed)
-    assert len(removed) == 2
+    assert [one["nbytes"] > 0 for one in removed] == [True, True]
     assert [path.name for path in tmp_path.iterdir()] == ["other"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("answer", "code"), [(b"y\n", 0), (b"n\n", 1)])
-def test_on_a_terminal_rm_asks(answer: bytes, code: int, tmp_path: Path) -> None:
+def test_on_a_terminal_rm_asks(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """Only yes is yes; the question goes to standard error."""
     dest = built(tmp_path / "cache")
     ours, theirs = pty.openpty()
-    try:
-        os.write(ours, answer)
-        result = from_shell("-m", "fastload", "cache", "rm", str(dest), "--json", stdin=theirs)
-    finally:
-        os.close(ours)
-        os.close(theirs)
-    assert result.returncode == code, result.stderr
-    assert f"remove {dest} and all" in result.stderr
-    assert dest.exists() == (code == 1)
-    said = json.loads(result.stdout)
-    assert said.get("caches", [{}])[0].get("removed") == (None if code else [str(dest)])
-    assert said.get("type") == ("Abort" if code else None)
+    with open(ours, "wb", 0) as user, open(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        user.write(b"n\n")
+        assert "remove" not in streamed(capfd, "rm", dest)[1]
+        for answer, expected in ((b"n\n", 1), (b"y\n", 0)):
+            user.write(answer)
+            code, out, err = streamed(capfd, "rm", dest, "--json")
+            assert (code, dest.exists()) == (expected, expected == 1), err
+            assert f"remove {dest} and all" in err
+            said = json.loads(out)
+            assert said.get("type") == "Abort" if code else said["caches"][0]["removed"] == [str(dest)]
 
 
 # --- shards ----------------------------------------------------------------------------------------------
@@ -747,19 +664,13 @@ def test_the_recipe_for_slurm(tmp_path: Path) -> None:
     (tmp_path / "build.sh").write_text(script.replace("64", "2"))
     programs = tmp_path / "programs"
     programs.mkdir()
-    command = f'#!/bin/sh\nexec {sys.executable} -m fastload "$@"\n'
-    for name, text in (("sbatch", SBATCH), ("fastload", command)):
+    ours = f'#!/bin/sh\nexec {sys.executable} -m fastload "$@"\n'
+    for name, text in (("sbatch", SBATCH), ("fastload", ours)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
-    path = {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["bash", "-ec", submission],
-        cwd=tmp_path,
-        env={**os.environ, **path},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    path = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = ["bash", "-ec", submission]
+    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert "joined: 12 of 12 samples" in done.stdout, (done.stdout, done.stderr)
     assert sorted(os.listdir(tmp_path)) == ["build.sh", "photos", "photos.lmdb", "programs"]
@@ -772,14 +683,10 @@ def test_shards_and_their_join_are_told(tmp_path: Path) -> None:
     """What was built and what to do next, the first time and again; a join lacks no shard."""
     dest = tmp_path / "cache"
     words = [("build-shard", ZOO, dest, f"{number}/3", "--workers", "0") for number in (1, 2, 3)]
-    first, again = run(*words[1]), told(*words[1])
-    assert re.fullmatch(
-        rf"{dest}: shard 2 of 3: built in .* s: 33 samples, .* kB\n"
-        rf"when all shards are built, run 'fastload cache join {dest}'\n",
-        first.stdout,
-    )
-    assert again.pop("elapsed_s") >= 0
-    assert again.pop("nbytes") > 0
+    first, again = run(*words[1]).stdout.splitlines(), told(*words[1])
+    assert re.fullmatch(rf"{dest}: shard 2 of 3: built in .* s: 33 samples, .* kB", first[0])
+    assert first[1:] == [f"when all shards are built, run 'fastload cache join {dest}'"]
+    assert (again.pop("elapsed_s") >= 0, again.pop("nbytes") > 0) == (True, True)
     expected = {"path": str(dest), "shard": 2, "num_shards": 3, "num_samples": 33, "num_skipped": 0}
     assert again == {**expected, "was_built": False, "is_joined": False}
     error = told("join", dest, code=1)["error"]
@@ -794,8 +701,8 @@ def test_shards_and_their_join_are_told(tmp_path: Path) -> None:
 def test_skipped_samples_and_their_limit(tmp_path: Path) -> None:
     """With --strict, exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
     pytest.importorskip("lmdb")
+    words = ("--on-error", "skip", "--max-errors", "1", "--strict", "--workers", "0")
     for text, code in (("1/2", 3), ("2/2", 0)):
-        words = ("--on-error", "skip", "--max-errors", "1", "--strict", "--workers", "0")
         result = run("build-shard", "tests.cli_zoo:Broken", tmp_path / "cache", text, *words)
         assert result.exit_code == code, result.stderr
     assert "`max_errors` allows 0" in told("join", tmp_path / "cache", "--max-errors", "0", code=1)["error"]

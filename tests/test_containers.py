@@ -12,14 +12,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.kit.processes import ROOT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from tests.kit.processes import Interpreter
 
@@ -39,8 +39,8 @@ unshare 272 userfaultfd 323
 DENIED_AS_MISSING = [435]  # clone3, which libraries then do without
 
 _PROGRAM = """
-import errno, json, logging, os, sys
-from tests.kit.faults import refuse_numbers
+import errno, json, os, sys
+from tests.kit.faults import log_lines, refuse_numbers
 if FILTERED:
     refuse_numbers(DENIED, errno.EPERM)
     refuse_numbers(MISSING, errno.ENOSYS)
@@ -48,12 +48,7 @@ import numpy as np
 from PIL import Image
 import fastload
 
-class Lines(logging.Handler):
-    def emit(self, record):
-        lines.append(record.getMessage())
-
-lines = []
-logging.getLogger("fastload").addHandler(Lines())
+lines = log_lines()
 shm = os.statvfs("/dev/shm")
 found = {"shm": shm.f_blocks * shm.f_frsize, "uid": os.getuid(), "writable": []}
 for folder in ("/", "/tmp", "/mnt"):
@@ -109,9 +104,7 @@ def _in_docker(writable: str) -> list[str]:
 
 @pytest.mark.parametrize("engine", [_in_bubblewrap, _in_docker])
 @pytest.mark.parametrize("writable", ["/tmp", "/mnt"])
-def test_loaders_and_caches_work_in_a_container(
-    writable: str, engine: Callable[[str], list[str]], request: pytest.FixtureRequest
-) -> None:
+def test_loaders_and_caches_work_in_a_container(writable: str, engine: Any, request: Any) -> None:
     """Batches of 20 MB come through with 16 MB of /dev/shm, on a read-only disk, without privileges."""
     command = engine(writable)
     if engine is _in_docker:
@@ -120,19 +113,14 @@ def test_loaders_and_caches_work_in_a_container(
     is_filtered = engine is _in_bubblewrap and platform.machine() == "x86_64"  # Docker has its own filter
     denied = [int(word) for word in DENIED.split()[1::2]]
     settings = f"FILTERED, DENIED, MISSING = {is_filtered}, {denied}, {DENIED_AS_MISSING}"
-    variables = {
-        "TMPDIR": writable,
-        "HOME": "/nonexistent",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
-    run = [*command, "/usr/bin/env", *(f"{name}={value}" for name, value in variables.items())]
-    run += [sys.executable, "-c"]
-    trial = subprocess.run([*run, "import tests.kit"], capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    variables = (f"TMPDIR={writable}", "HOME=/nonexistent", "PYTHONDONTWRITEBYTECODE=1", f"PYTHONPATH={path}")
+    run = [*command, "/usr/bin/env", *variables, sys.executable, "-c"]
+    options = {"capture_output": True, "text": True, "timeout": 100}
+    trial = subprocess.run([*run, "import tests.kit"], **options)
     if trial.returncode:
         pytest.skip(f"this machine makes no containers: {trial.stderr.strip()}")
-    program = f"{settings}\n{_PROGRAM}"
-    done = subprocess.run([*run, program], capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run([*run, f"{settings}\n{_PROGRAM}"], **options)
     assert done.returncode == 0, done.stderr
     found, lines = json.loads(done.stdout)
     assert found["shm"] == SHM_BYTES < found["batch_bytes"]

@@ -7,7 +7,6 @@ each class. The ```text blocks of the page are what the script prints. A block b
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -15,7 +14,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,6 +26,7 @@ from tests.kit.processes import AS_A_SCRIPT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from subprocess import CompletedProcess
 
     from tests.kit.processes import Interpreter
 
@@ -52,28 +52,21 @@ runpy.run_module("fastload", run_name="__main__", alter_sys=True)
 """
 
 
-class Block(NamedTuple):
-    """A fenced block of a page."""
-
-    note: str
-    language: str
-    text: str
-
-
 def _name(page: Path) -> str:
     return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
 
 
-def _blocks(page: Path) -> list[Block]:
-    return [Block(*match) for match in FENCE.findall(page.read_text())]
+def _blocks(page: Path) -> list[tuple[str, str, str]]:
+    """The fenced blocks of a page: why each is not run, its language, and its text."""
+    return FENCE.findall(page.read_text())
 
 
 def _script(page: Path) -> str:
-    return "\n".join(block.text for block in _blocks(page) if block.language == "python" and not block.note)
+    return "\n".join(text for note, language, text in _blocks(page) if language == "python" and not note)
 
 
-def _without_code(page: Path) -> str:
-    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))
+def _shown(page: Path, shown: str = "text") -> str:
+    return "".join(text for _, language, text in _blocks(page) if language == shown)
 
 
 WITH_CODE = [page for page in ALL if _script(page)]
@@ -91,119 +84,80 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _registry(folder: Path) -> dict[str, str]:
-    """A registry of shared caches that no other test uses."""
-    return {"FASTLOAD_RUNTIME_DIR": str(folder / "runtime")}
+@pytest.fixture
+def run(folder: Path, ready_interpreter: Interpreter) -> Callable[..., CompletedProcess[str]]:
+    """Runs a program in the folder, with a registry of caches of its own; Hugging Face asks no server."""
+    environment = {"FASTLOAD_RUNTIME_DIR": f"{folder}/runtime", "HF_HOME": f"{folder}/huggingface"}
+    environment["HF_HUB_OFFLINE"] = "1"
 
+    def run(*words: str, program: str = AS_A_SCRIPT, **more: str) -> CompletedProcess[str]:
+        return ready_interpreter.run(
+            program, *words, cwd=folder, environment={**environment, **more}, limit_s=100, exits=False
+        )
 
-def _hugging_face(folder: Path) -> dict[str, str]:
-    """A folder for the files of Hugging Face datasets, which then ask no server."""
-    return {"HF_HOME": str(folder / "huggingface"), "HF_HUB_OFFLINE": "1"}
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE, ids=_name)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
-    page: Path, folder: Path, ready_interpreter: Interpreter
-) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page: Path, folder: Path, run: Any) -> None:
     """All Python blocks of the page, in order, are one program."""
     (folder / "page.py").write_text(_script(page))
-
-    done = ready_interpreter.run(
-        AS_A_SCRIPT,
-        str(folder / "page.py"),
-        cwd=folder,
-        environment={
-            **_registry(folder),
-            **_hugging_face(folder),
-            **(ONE_RANK if page.stem in OF_RANKS else {}),
-        },
-        limit_s=100,
-        exits=False,
-    )
-
+    done = run("page.py", **(ONE_RANK if page.stem in OF_RANKS else {}))
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(block.text for block in _blocks(page) if block.language == "text")
+    assert done.stdout == _shown(page)
 
 
 @pytest.mark.slow
-def test_the_recipe_with_checkpoints_goes_on_after_a_kill(
-    folder: Path, ready_interpreter: Interpreter
-) -> None:
+def test_the_recipe_with_checkpoints_goes_on_after_a_kill(folder: Path, run: Any) -> None:
     """Killed in the middle of its first epoch, the script continues there, and ends as the page shows."""
     page = DOCS / "howto" / "imagenet.md"
-    script = _script(page)
-    first_checkpoint = "                save(epoch)\n"
-    assert first_checkpoint in script
+    script, checkpoint = _script(page), "                save(epoch)\n"
     (folder / "killed.py").write_text(
-        script.replace(first_checkpoint, first_checkpoint + "                os._exit(9)\n")
+        script.replace(checkpoint, f"{checkpoint}                os._exit(9)\n")
     )
     (folder / "train.py").write_text(
         script.replace("optimizer.step()", "optimizer.step(); steps = globals().get('steps', 0) + 1", 1)
         .replace("def main():", "def main():\n    global steps", 1)
         .replace('print(f"trained', "print(steps, 'steps'); print(f\"trained", 1)
     )
-    environment = {**_registry(folder), **ONE_RANK}
-
-    killed = ready_interpreter.run(
-        AS_A_SCRIPT, str(folder / "killed.py"), cwd=folder, environment=environment, limit_s=100
-    )
+    killed = run("killed.py", **ONE_RANK)
     assert killed.returncode == 9, killed.stderr
-    done = ready_interpreter.run(
-        AS_A_SCRIPT, str(folder / "train.py"), cwd=folder, environment=environment, limit_s=100
-    )
-
+    done = run("train.py", **ONE_RANK)
     assert done.returncode == 0, done.stderr
-    shown = next(block.text for block in _blocks(page) if block.language == "text")
-    assert done.stdout == "11 steps\n" + shown  # of 15, four were trained before
+    assert done.stdout == "11 steps\n" + _shown(page)  # of 15, four were trained before
 
 
 def test_code_that_is_not_run_compiles() -> None:
     """What needs a package that is not installed here is Python at least, and its page says what it needs."""
     for page in ALL:
-        for number, block in enumerate(_blocks(page)):
-            if block.note:
-                assert block.language == "python", page
-                compile(block.text, f"{page.name}, block {number}", "exec")
+        for text in (text for note, language, text in _blocks(page) if note and language == "python"):
+            compile(text, page.name, "exec")
+        assert all(language == "python" for note, language, _ in _blocks(page) if note), page
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_command_line_page_succeed(folder: Path, ready_interpreter: Interpreter) -> None:
+def test_the_commands_of_the_command_line_page_succeed(folder: Path, run: Any) -> None:
     """Each `$ fastload ...`, in order, in one folder."""
     (folder / "my_data.py").write_text(
         "import fastload\ntrain_set = fastload.ImageFolder('photos', size=32)\n"
         "def random_part(sample): return sample[0][:, ::-1].copy(), sample[1]\n"
     )
-    shown = [
-        block.text for block in _blocks(DOCS / "howto" / "command-line.md") if block.language == "console"
-    ]
-    commands = re.findall(r"^\$ fastload ([^#\n]*)", "".join(shown), re.MULTILINE)
-
+    shown = _shown(DOCS / "howto" / "command-line.md", "console")
+    commands = re.findall(r"^\$ fastload ([^#\n]*)", shown, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:
-        done = ready_interpreter.run(
-            COMMAND,
-            *shlex.split(command),
-            cwd=folder,
-            environment=_registry(folder),
-            limit_s=100,
-            exits=False,
-        )
+        done = run(*shlex.split(command), program=COMMAND)
         assert done.returncode == 0, (command, done.stderr)
 
 
 def test_relative_links_lead_to_files() -> None:
     """Every link of a page is a file of the repository, an anchor, or an address."""
-    links = [
-        page.parent / link.partition("#")[0]
-        for page in ALL
-        for link in LINK.findall(_without_code(page))
-        if not re.match(r"#|\w+:", link)
-    ]
-    paths = [os.path.relpath(link, ROOT) for link in links]
-    # The package itself may be installed elsewhere.
-    roots = [PACKAGE.parent if path.startswith("fastload/") else ROOT for path in paths]
-    assert [path for root, path in zip(roots, paths, strict=True) if not (root / path).exists()] == []
+    for page in ALL:
+        for link in LINK.findall(re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text()))):
+            path = os.path.relpath(page.parent / link.partition("#")[0], ROOT)
+            root = PACKAGE.parent if path.startswith("fastload/") else ROOT  # it may be installed elsewhere
+            assert re.match(r"#|\w+:", link) or (root / path).exists(), (page, link)
 
 
 def _errors() -> list[str]:
@@ -243,7 +197,7 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     pages = sorted(str(page.relative_to(DOCS)) for page in PAGES)
     linked = {link.partition("#")[0] for link in LINK.findall((DOCS / "index.md").read_text())}
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1]
-    assert [page for page in pages if page not in linked and page != "index.md"] == []
+    assert set(pages) - linked == {"index.md"}
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
@@ -260,24 +214,16 @@ def test_the_prose_of_the_pages() -> None:
 # --- README and examples ---------------------------------------------------------------------------------
 
 
-README = (ROOT / "README.md").read_text()
-# Those of one page. `train.py` has tests of its own; `pictures.py` is what the others read.
-LONG_ONES = {"train"}
-IN_CLIENTS = {"ray_workers"}  # tests/clients/test_ray_workers.py runs it
 ALL_EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-EXAMPLES = [
-    path for path in ALL_EXAMPLES if path.stem != "pictures" and path.stem.split("_")[0] not in LONG_ONES
-]
-RUN_HERE = [path for path in EXAMPLES if path.stem not in IN_CLIENTS]
+# Those of one page. `train.py` has tests of its own; `pictures.py` is what the others read.
+EXAMPLES = [path for path in ALL_EXAMPLES if path.stem.split("_")[0] not in ("pictures", "train")]
+RUN_HERE = [path for path in EXAMPLES if path.stem != "ray_workers"]  # which tests/clients runs
 # The last lines that each example prints, as a regular expression, and the package that it needs.
 LAST_LINES = {
-    "ddp": r"rank 0: .*; 24 of 24 images are cached\n"
-    r"rank 1: .*; 24 of 24 images are cached\n"
-    r"2 ranks ended with equal weights",
+    "ddp": r"(rank [01]: .*; 24 of 24 images are cached\n){2}2 ranks ended with equal weights",
     "detection": r"24 of 24 images kept all of their boxes, in order and in size",
     "huggingface_datasets": r"datasets \S+: 24 of 24 rows are cached",
-    "iterable": r"0 workers: 24 of 24 images came once, short batches: 1\n"
-    r"1 workers: 24 of 24 images came once, short batches: 1\n"
+    "iterable": r"([01] workers: 24 of 24 images came once, short batches: 1\n){2}"
     r"2 workers: 24 of 24 images came once, short batches: 2",
     "lightning_module": r"lightning \S+: 6 steps, validation accuracy \d+%",
     "lmdb_cache": r"24 of 24 images in the file are equal to the decoded ones",
@@ -299,40 +245,33 @@ PACKAGES = {
 
 
 @pytest.mark.slow
-def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(
-    tmp_path: Path, ready_interpreter: Interpreter
-) -> None:
+def test_readme_snippets_run_as_one_script_and_print_what_the_readme_shows(folder: Path, run: Any) -> None:
     """All Python blocks, in order, are one program over a folder of images; its output is the README's."""
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    shown = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     for number in range(64):
-        path = tmp_path / "photos" / "train" / f"class {number % 2}" / f"{number}.jpg"
+        path = folder / "photos" / "train" / f"class {number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (96, 72), (number, 0, 0)).save(path)
-    script = tmp_path / "readme.py"
-    script.write_text("\n".join(blocks))
-    done = ready_interpreter.run(AS_A_SCRIPT, str(script), cwd=tmp_path, limit_s=100, exits=False)
+    (folder / "readme.py").write_text(_script(ROOT / "README.md"))
+    done = run("readme.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(shown)
+    assert done.stdout == _shown(ROOT / "README.md")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", RUN_HERE, ids=lambda path: path.stem)
-def test_example_ends_with_what_it_shows(
-    example: Path, tmp_path: Path, ready_interpreter: Interpreter
-) -> None:
+def test_example_ends_with_what_it_shows(example: Path, run: Any) -> None:
     """Each example trains on the drawn photographs, and its last lines are those of the table above."""
-    done = ready_interpreter.run(AS_A_SCRIPT, str(example), cwd=tmp_path, limit_s=100, exits=False)
+    done = run(str(example))
     assert done.returncode == 0, done.stderr
     assert re.search(rf"(?:^|\n){LAST_LINES[example.stem]}\n$", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_example_without_its_package_names_the_command(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "package"), PACKAGES.items())
+def test_example_without_its_package_names_the_command(name: str, package: str, monkeypatch: Any) -> None:
     """An example whose package is missing ends with one line, which has the command that installs it."""
-    monkeypatch.setitem(sys.modules, PACKAGES[name], None)  # makes the import fail
+    monkeypatch.setitem(sys.modules, package, None)  # makes the import fail
     monkeypatch.syspath_prepend(ROOT / "examples")
-    with pytest.raises(SystemExit, match=rf"^This example needs .*: pip install {PACKAGES[name]}$"):
+    with pytest.raises(SystemExit, match=rf"^This example needs .*: pip install {package}$"):
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
 
 
@@ -357,12 +296,8 @@ def test_every_example_is_in_the_list() -> None:
 
 def test_every_figure_comes_from_a_results_file() -> None:
     """benchmarks/figures.py writes benchmarks/README.md and parts of other pages; they are up to date."""
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    figures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(figures)
-    for page, parts in figures.blocks().items():
+    figures = runpy.run_path(str(ROOT / "benchmarks" / "figures.py"))
+    for page, parts in figures["blocks"]().items():
         for name, content in parts.items():
             assert f"<!-- {name} -->\n{content}\n<!-- /{name} -->" in page.read_text()
-    assert figures.tables().strip() == (ROOT / "benchmarks" / "README.md").read_text().strip()
+    assert figures["tables"]().strip() == (ROOT / "benchmarks" / "README.md").read_text().strip()

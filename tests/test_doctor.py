@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shlex
 import sys
 import types
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +34,10 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(main.app, ["doctor", *words])
 
 
+def as_json(*words: str) -> Any:
+    return json.loads(run(*words, "--json").stdout)
+
+
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose torch has no CUDA, without NVML."""
@@ -41,45 +45,31 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
 
 
-class _Ray(types.ModuleType):
-    """A Ray that is connected to two machines."""
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 24.0, "node:10.0.0.1": 1.0, "node:10.0.0.2": 1.0, "node:__internal_head__": 1.0}
-
-    def available_resources(self) -> dict[str, float]:
-        return {"CPU": 7.0}
-
-
 def test_the_free_cpus_of_a_ray_cluster(without_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the one that this process uses; without one there is no line, and a dead address gives its error."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert "ray cluster" not in run().stdout
-    module: Any = _Ray("ray")
-    module.exceptions = types.ModuleType("ray.exceptions")
-    monkeypatch.setitem(sys.modules, "ray", module)
-    monkeypatch.setitem(sys.modules, "ray.exceptions", module.exceptions)
-    found = json.loads(run("--json").stdout)["ray_cluster"]
-    text = run().stdout
-    monkeypatch.setattr(module, "is_initialized", lambda: False)
+    ray: Any = types.ModuleType("ray")
+    ray.exceptions, ray.is_initialized = types.ModuleType("ray.exceptions"), lambda: True
+    nodes = ("node:10.0.0.1", "node:10.0.0.2", "node:__internal_head__")
+    ray.cluster_resources = lambda: {"CPU": 24.0, **dict.fromkeys(nodes, 1.0)}
+    ray.available_resources = lambda: {"CPU": 7.0}
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", ray.exceptions)
+    assert as_json()["ray_cluster"] == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
+    assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", run().stdout)
+    ray.is_initialized = lambda: False
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    assert found == {"machines": 2, "cpus": 24.0, "free_cpus": 7.0}
-    assert re.search(r"ray cluster\n  machines +2\n  cpus +24.0\n  free cpus +7.0\n", text)
     assert "there is no Ray cluster at '127.0.0.1:1'" in run().stdout
 
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_without_a_gpu_all_else_is_found(without_gpu: None) -> None:
     """Versions, CPUs, memory and hints, as one object and as text, which says why GPUs are unknown."""
-    result, text = run("--json"), run().stdout
-    found = json.loads(result.stdout)
-    assert result.exit_code == 0
-    assert found["versions"]["fastload"] == fastload.__version__
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["lmdb"] is not None
+    found, text = as_json(), run().stdout
+    versions = found["versions"]
+    assert (versions["fastload"], versions["torch"]) == (fastload.__version__, torch.__version__)
+    assert versions["lmdb"] is not None
     assert 1 <= found["num_usable_cpus"] <= found["num_cpus"]
     assert "spawn" in found["start_methods"]
     assert found["memory"]["host_total_bytes"] > found["memory"]["process_rss_bytes"] > 0
@@ -108,28 +98,21 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
         gpu(0, "Big", **figures, **rates, page_locking="works"),
         gpu(1, "Full", problem="CUDA out of memory"),
     ]
-    processes = [
-        {"index": 0, "pid": 4711, "used_bytes": 3 << 30},
-        {"index": 1, "pid": 4712, "used_bytes": None},
-    ]
+    processes = [{"index": 1, "pid": 4712, "used_bytes": None}]
     monkeypatch.setattr(machine_report, "why_unavailable", lambda index: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(machine_report, "examine_gpu", gpus.__getitem__)
     monkeypatch.setattr(machine_report, "gpu_processes", lambda: (processes, ""))
-    words = [re.split("  +", line.strip()) for line in run().stdout.splitlines()]
-
-    for line in (["name", "Big"], ["total", "80.00 GiB"], ["pageable bytes per s", "9.31 GiB"]):
-        assert line in words
-    for line in (["problem", "CUDA out of memory"], ["pid", "4712"], ["used", "unknown"]):
-        assert line in words
-    assert json.loads(run("--json").stdout)["gpus"][0]["page_locking"] == "works"
-
-    def fail(index: int) -> Any:
-        raise RuntimeError("CUDA error: out of memory\nwith many more lines")
-
+    text = re.sub("  +", "  ", run().stdout)
+    for line in ("name  Big", "total  80.00 GiB", "pageable bytes per s  9.31 GiB"):
+        assert f"  {line}\n" in text
+    for line in ("problem  CUDA out of memory", "pid  4712", "used  unknown"):
+        assert f"  {line}\n" in text
+    assert as_json()["gpus"][0]["page_locking"] == "works"
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
-    monkeypatch.setattr(torch.cuda, "device", fail)
+    fails = Mock(side_effect=RuntimeError("CUDA error: out of memory\nwith many more lines"))
+    monkeypatch.setattr(torch.cuda, "device", fails)
     assert machine_report.examine_gpu(1) == gpu(1, "GPU 1", problem="CUDA error: out of memory")
 
 
@@ -147,26 +130,16 @@ def test_page_locking_works_or_has_its_reason(
     monkeypatch: pytest.MonkeyPatch, refusals: dict[str, str], is_pinned: bool, outcome: str
 ) -> None:
     """The driver's or the host's; what is registered for the trial is unregistered after it."""
-    calls = []
-
-    def answer(name: str, *arguments: int) -> str:
-        calls.append((name, arguments[0]))
-        return refusals.get(name, "")
-
-    def refuse_segment(*_: Any, **__: Any) -> Any:
-        raise SegmentError(refusals["create"])
-
-    backend = types.SimpleNamespace(
-        register=functools.partial(answer, "register"), unregister=functools.partial(answer, "unregister")
-    )
+    backend = Mock(**{f"{name}.return_value": refusals.get(name, "") for name in ("register", "unregister")})
     monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: backend)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     if "create" in refusals:
-        monkeypatch.setattr(machine_report.Segment, "create", refuse_segment)
+        fails = Mock(side_effect=SegmentError(refusals["create"]))
+        monkeypatch.setattr(machine_report.Segment, "create", fails)
     assert machine_report.try_page_locking(0) == outcome
     num_calls = 0 if "create" in refusals else 1 if "register" in refusals else 2
-    assert [name for name, _ in calls] == ["register", "unregister"][:num_calls]
-    assert len({address for _, address in calls}) == bool(calls)
+    assert [call[0] for call in backend.method_calls] == ["register", "unregister"][:num_calls]
+    assert len({call.args[0] for call in backend.method_calls}) == bool(num_calls)
 
 
 # --- processes on GPUs ------------------------------------------------------------------------------------
@@ -174,10 +147,6 @@ def test_page_locking_works_or_has_its_reason(
 
 class NVMLError(Exception):
     """As NVML's module has it."""
-
-
-def refuse(*_: Any) -> Any:
-    raise NVMLError("Driver Not Loaded")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +161,7 @@ def test_processes_are_those_that_nvml_tells(monkeypatch: pytest.MonkeyPatch, re
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetComputeRunningProcesses": users.__getitem__,
-        refused: refuse,
+        refused: Mock(side_effect=NVMLError("Driver Not Loaded")),
     }
     monkeypatch.setitem(sys.modules, "pynvml", types.SimpleNamespace(**functions))
     known = [{"index": 1, "pid": 99, "used_bytes": 1 << 30}], ""
@@ -235,11 +204,11 @@ def test_without_proc_the_command_answers(interpreter: Interpreter) -> None:
 # --- a source ---------------------------------------------------------------------------------------------
 
 
-def _photos(root: Path, *, num_images: int, side: int = 300) -> Path:
-    """A folder of JPEGs of noise, `side` x `side` pixels."""
+def _photos(root: Path, *, num_images: int) -> Path:
+    """A folder of JPEGs of noise."""
     folder = root / "photos" / "noise"
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 255, (side, side, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 255, (300, 300, 3), np.uint8)
     for number in range(num_images):
         Image.fromarray(noise).save(folder / f"{number}.jpg")
     return folder.parent
@@ -250,7 +219,7 @@ def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Each way has its bytes, by images and files; commands run as printed; the best that fits is marked."""
     root = _photos(tmp_path, num_images=3)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
-    found = json.loads(run(str(root), "--json").stdout)
+    found = as_json(str(root))
     options = {option["name"]: option for option in found["options"]}
     assert found["num_samples"] == found["num_measured"] == 3
     assert options["decoded in RAM"]["needed_bytes"] == pytest.approx(3 * 300 * 300 * 3, abs=100)
@@ -263,7 +232,10 @@ def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert CliRunner().invoke(main.app, shlex.split(options[name]["how"])[1:]).exit_code == 0
 
     monkeypatch.setattr(sizing, "available_bytes", lambda: 600_000)
-    lines = run(str(root)).stdout.splitlines()
+    text, remote = run(str(root)).stdout, run(f"local://{root}").stdout
+    for one, is_remote in ((text, False), (remote, True)):  # whose files are in memory when they are measured
+        assert ("requests to it take longer" in one) == is_remote
+    lines = text.splitlines()
     assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
     (best,) = [line for line in lines if line.startswith(">")]
     assert "decoded in RAM" not in best
@@ -275,43 +247,15 @@ def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) 
     for path in root.rglob("*.jpg"):
         path.write_bytes(add_restarts(path.read_bytes()))
     Image.new("RGB", (300, 300)).save(root / "noise" / "progressive.jpg", progressive=True)
-    found = json.loads(run(str(root), "--json").stdout)
-    assert not any("tiles" in option["name"] for option in found["options"])
+    assert not any("tiles" in option["name"] for option in as_json(str(root))["options"])
 
 
-def test_the_rate_of_a_remote_source_is_told_to_lack_the_requests(tmp_path: Path) -> None:
-    """A remote file is in memory when its decoding is measured; a local folder has no such line."""
-    root = _photos(tmp_path, num_images=2, side=64)
-    said = "requests to it take longer"
-    assert said in run(f"local://{root}").stdout
-    assert said not in run(str(root)).stdout
-
-
-@pytest.mark.parametrize(
-    ("sample", "is_random"),
-    [
-        ("np.full((260, 300, 3), index, np.uint8), index", False),
-        ("np.random.randint(0, 256, (64, 64, 3)).astype(np.uint8)", True),
-    ],
-)
-def test_a_source_without_undecoded_images(
-    sample: str, is_random: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_without_undecoded_images() -> None:
     """A dataset of arrays has no files to keep; random samples have no cache at all, which refuses them."""
-    name = f"samples_of_mine_{is_random}"
-    (tmp_path / f"{name}.py").write_text(
-        "import numpy as np\n"
-        "class Mine:\n"
-        "    def __len__(self): return 4\n"
-        f"    def __getitem__(self, index): return {sample}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    found = json.loads(run(f"{name}:Mine", "--json").stdout)
-    names = {option["name"] for option in found["options"]}
+    names = {option["name"] for option in as_json("tests.cli_zoo:Plain")["options"]}
+    assert {"no cache", "decoded in RAM"} <= names
     assert not any(name.startswith("files") for name in names)
-    assert ("decoded in RAM" in names) != is_random
-    assert "no cache" in names
-    if is_random:
-        assert names == {"no cache"}
-        assert "Mine[0] returns a different sample on every access" in found["notes"][-1]
-        assert "no cache can hold these samples" in run(f"{name}:Mine").stdout
+    found = as_json("tests.cli_zoo:Random")
+    assert [option["name"] for option in found["options"]] == ["no cache"]
+    assert "Random[0] returns a different sample on every access" in found["notes"][-1]
+    assert "no cache can hold these samples" in run("tests.cli_zoo:Random").stdout

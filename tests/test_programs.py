@@ -13,32 +13,32 @@ from typing import Any
 
 import pytest
 
-PEERS = Path(__file__).parents[1] / "benchmarks" / "peers"
+ROOT = Path(__file__).parents[1]
+PEERS = ROOT / "benchmarks" / "peers"
+PINS = ROOT / "tests" / "clients" / "requirements"
+PAGE = ROOT / "docs" / "howto" / "integrations.md"
+
+
+def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The folder's run.py as a module; what it imports from there is forgotten after the test."""
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return importlib.import_module("run")
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module; what it imports from its folder is forgotten afterwards."""
-    monkeypatch.setattr(sys, "path", [str(PEERS), *sys.path])
-    known = set(sys.modules)
-    module = importlib.import_module("run")
-    yield module
-    for name in ("run", "common", "harness"):
-        if name not in known:
-            sys.modules.pop(name, None)
+    return imported(PEERS, monkeypatch)
 
 
-def photos(folder: Path, each: int) -> Path:
-    for name in ("a", "b"):
-        (folder / name).mkdir(parents=True)
-        for number in range(each):
-            (folder / name / f"{number:02d}.jpg").touch()
-    return folder
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return imported(ROOT / "tests" / "compatibility", monkeypatch)
 
 
 def test_every_contender_has_its_file_and_its_pins(run: Any) -> None:
     """Each row has a configuration, and an environment that the Makefile makes from pinned releases."""
-    makefile = (PEERS.parents[1] / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
     for peer in run.PEERS:
         assert (PEERS / f"{peer.module}.py").is_file()
         if peer.environment:
@@ -59,11 +59,12 @@ def test_workers_get_equal_shares_of_whole_batches(run: Any) -> None:
 
 def test_photographs_come_from_all_classes(run: Any, tmp_path: Path) -> None:
     """A part of a folder holds each class equally often; a folder that is too small is refused."""
-    folder = photos(tmp_path / "photos", 4)
-    found = run.some_photos(folder, 5)
-    assert [label for _, label in found] == [0, 0, 0, 1, 1]
+    for path in (tmp_path / name / f"{number}.jpg" for name in "ab" for number in range(4)):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    assert [label for _, label in run.some_photos(tmp_path, 5)] == [0, 0, 0, 1, 1]
     with pytest.raises(ValueError, match="too few photographs"):
-        run.some_photos(folder, 9)
+        run.some_photos(tmp_path, 9)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,7 @@ def test_photographs_come_from_all_classes(run: Any, tmp_path: Path) -> None:
         ({"cannot": "it has no crop"}, "it has no crop"),
     ],
 )
-def test_wrong_batches_become_the_row(
-    run: Any, tmp_path: Path, wrong: dict[str, Any], objection: str
-) -> None:
+def test_wrong_batches_become_the_row(run: Any, tmp_path: Path, wrong: Any, objection: str) -> None:
     """A contender that delivers other images than asked for has a row that says so."""
     task = run.Task("jpeg_folder", "", 512, 0, 64, True)
     job = run.Job(task, tmp_path, [("photo.jpg", index % 2) for index in range(512)], tmp_path)
@@ -89,26 +88,6 @@ def test_wrong_batches_become_the_row(
 
 
 # --- make test-matrix ------------------------------------------------------------------------------------
-
-
-ROOT = Path(__file__).parents[1]
-FOLDER = ROOT / "tests" / "compatibility"
-
-
-@pytest.fixture(scope="module")
-def program() -> Any:
-    """tests/compatibility/run.py as a module."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec = importlib.util.spec_from_file_location("compatibility_run", FOLDER / "run.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look their module up
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
 
 
 def test_the_oldest_row_has_every_lower_bound(program: Any) -> None:
@@ -154,10 +133,6 @@ def test_interpreters_are_known_by_what_they_answer(program: Any, tmp_path: Path
 # --- docs/howto/integrations.md --------------------------------------------------------------------------
 
 
-PINS = ROOT / "tests" / "clients" / "requirements"
-PAGE = ROOT / "docs" / "howto" / "integrations.md"
-
-
 def _pins(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(\S+)", text, re.MULTILINE))
 
@@ -173,19 +148,13 @@ def test_the_table_names_each_client_with_its_pinned_release() -> None:
 
 
 def test_each_requirement_is_pinned() -> None:
-    """A run of the clients' tests is the same on any day, and the Makefile makes each environment."""
+    """A run of the clients' tests is the same on any day; albumentationsx (AGPL) is in one alone."""
     makefile = (ROOT / "Makefile").read_text()
+    environments = makefile.split("CLIENTS_ENVIRONMENTS := ")[1].splitlines()[0]
     for path in PINS.glob("*.txt"):
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         assert lines
         assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines)
-        assert (
-            path.name in makefile
-            or f"{path.stem}" in makefile.split("CLIENTS_ENVIRONMENTS := ")[1].splitlines()[0]
-        )
-
-
-def test_albumentationsx_is_no_dependency() -> None:
-    """Its licence is the AGPL: only an environment of its own has it."""
-    assert "albumentationsx==" not in (ROOT / "pyproject.toml").read_text().lower()
-    assert "albumentationsx==" not in (PINS / "shared.txt").read_text().lower()
+        assert path.name in makefile or path.stem in environments
+    for path in (ROOT / "pyproject.toml", PINS / "shared.txt"):
+        assert "albumentationsx==" not in path.read_text().lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,24 +14,18 @@ import pytest
 import fastload
 from fastload.system import worker_memory
 from fastload.system.worker_memory import keep_freed_memory
+from tests.kit.datasets import Made
 
 MIB = 1 << 20
 IMAGE_BYTES = 40 * MIB  # above 32 MiB, which glibc maps and unmaps each time unless it is told otherwise
 FEW, MANY = 5, 15  # page faults; huge pages of 2 MiB take 20 for an image, others 10,000
 
 
-class Decodes:
-    """Sample i is the number of page faults of making and freeing an image."""
-
-    nbytes = IMAGE_BYTES
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, _: int) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        np.full(self.nbytes, 1, np.uint8)  # of malloc, as a decoder's; bytes need not be, without the GIL
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+def decode(_: int) -> int:
+    """The number of page faults of making and freeing an image."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.full(IMAGE_BYTES, 1, np.uint8)  # of malloc, as a decoder's; bytes need not be, without the GIL
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 @pytest.mark.parametrize(
@@ -43,24 +38,9 @@ def test_a_worker_faults_in_the_memory_of_an_image_once(
     if has_thresholds:
         monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     options: Any = {"num_workers": num_workers, "multiprocessing_context": "fork" if num_workers else None}
-    first, *others = (int(batch) for batch in fastload.DataLoader(Decodes(), 1, **options))
+    first, *others = (int(batch) for batch in fastload.DataLoader(Made(decode, 6), 1, **options))
     assert first >= MANY or not keeps
     assert min(others) <= FEW if keeps else statistics.median(others) >= MANY, others
-
-
-class Library:
-    """A C library that accepts thresholds up to a limit."""
-
-    def __init__(self, largest_bytes: int) -> None:
-        self.largest_bytes = largest_bytes
-        self.calls: list[tuple[int, int]] = []
-
-    def mallopt(self, name: int, value: int) -> int:
-        """1 if the value is accepted."""
-        if name == -3 and value > self.largest_bytes:
-            return 0
-        self.calls.append((name, value))
-        return 1
 
 
 @pytest.mark.parametrize(
@@ -77,19 +57,21 @@ class Library:
     ],
 )
 def test_the_largest_threshold_that_the_library_accepts_is_set(
-    largest: int | None,
-    free_bytes: int,
-    num_workers: int,
-    variables: dict[str, str],
-    mapped: int,
-    kept: int,
-    monkeypatch: pytest.MonkeyPatch,
+    largest: Any, free_bytes: int, num_workers: int, variables: Any, mapped: int, kept: int, monkeypatch: Any
 ) -> None:
     """Where memory is short, the library is another, or the environment has settings, nothing changes."""
-    library: Any = object() if largest is None else Library(largest)
+    calls: list[tuple[int, int]] = []
+
+    def mallopt(name: int, value: int) -> int:
+        if name == -3 and value > largest:
+            return 0
+        calls.append((name, value))
+        return 1
+
+    library: Any = object() if largest is None else SimpleNamespace(mallopt=mallopt)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     monkeypatch.setattr(worker_memory, "available_bytes", lambda: free_bytes)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert keep_freed_memory(num_workers) == kept
-    assert getattr(library, "calls", []) == ([(-3, mapped), (-1, kept)] if kept else [])
+    assert calls == ([(-3, mapped), (-1, kept)] if kept else [])
