@@ -192,13 +192,6 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
         assert min(again.reads[13:]) == 1
 
 
-def test_interrupt_in_the_first_shard_leaves_nothing(tmp_path: Path) -> None:
-    """There is nothing to resume, and nothing in the way of another build."""
-    with pytest.raises(KeyboardInterrupt):
-        here(BrokenImages(stop=4), str(tmp_path / "cache"))
-    assert os.listdir(tmp_path) == []
-
-
 DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
     (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
     (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
@@ -250,57 +243,39 @@ def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Build
     assert (again.reads[1:9], builder.reported()) == ([0] * 8, [14])
 
 
-def test_left_out_samples_are_refused_where_none_may_be_left_out(builder: Builder) -> None:
-    """Whoever wants all samples does not get a cache without some."""
-    builder.stopped(bad=[3])
-    with pytest.raises(CacheError, match="leaves out 1 samples"):
-        builder(BrokenImages())
-
-
 def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
-    """One sample of each shard is left out, and two may be; a larger limit finishes the build."""
-    options: dict[str, Any] = {"on_error": "skip"}
+    """One sample of each shard is left out; two may be, none by default, and a larger limit is enough."""
+    bad, options = BrokenImages(bad=[1, 8, 19]), {"on_error": "skip"}
     with pytest.raises(TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
-        builder(BrokenImages(bad=[1, 8, 19]), max_errors=2, **options)
+        builder(bad, max_errors=2, **options)
     with pytest.raises(FileNotFoundError):
         LMDBCache(builder.place)
-    assert builder(BrokenImages(bad=[1, 8, 19]), max_errors=0.15, **options).num_cached == 17
+    with pytest.raises(CacheError, match=r"leaves out \d samples"):
+        builder(BrokenImages())
+    assert builder(bad, max_errors=0.15, **options).num_cached == 17
 
 
-@pytest.mark.parametrize(
-    ("call", "is_begun"),
-    [
-        *((call, False) for call in ("fsync", "link", "ftruncate", "makedirs", "rename")),
-        ("fsync", True),
-        ("rename", True),
-    ],
-)
-def test_a_full_disk_is_an_error_whichever_call_meets_it(
-    call: str, is_begun: bool, builder: Builder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "makedirs", "rename"])
+def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Builder) -> None:
     """The error says that a file could not be written, and the build goes on where there is room."""
-    if is_begun:
-        builder.stopped(bad=[3])
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, refuse)
-        with pytest.raises(CacheError, match=r"cannot write .*No space left"):
-            builder(BrokenImages(bad=[3]), on_error="skip")
+    for begin in (lambda: None, lambda: builder.stopped(bad=[3]))[: 1 + (call in ("fsync", "rename"))]:
+        begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            with pytest.raises(CacheError, match=r"cannot write .*No space left"):
+                builder(BrokenImages(bad=[3]), on_error="skip")
 
     assert builder(BrokenImages(bad=[3]), on_error="skip").num_cached == 19
     assert not [path for path in builder.content() if ".partial" in path]
 
 
-@pytest.mark.parametrize(
-    "builder", ["here", "by_shards", "by_tasks"], indirect=True
-)  # a URL's plan has digests
+@pytest.mark.parametrize("builder", ["here", "by_shards", "by_tasks"], indirect=True)  # URLs have digests
 @pytest.mark.parametrize("damage", ["cut", "of another build", "its report"])
-def test_a_finished_shard_that_is_damaged_is_built_again(
-    damage: str, builder: Builder, tmp_path: Path
-) -> None:
+def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path: Path) -> None:
     """A shard is taken over whole, of the same build, and with the reasons of what it leaves out."""
     builder.stopped(bad=[3])
     shard = Path(builder.files, "00000-of-00003.lmdb")
@@ -340,28 +315,21 @@ def dataset_for(settings: Mapping[str, Any]) -> Images:
     return BrokenImages(24, bad=[3, 4, 11, 23]) if "on_error" in settings else RaggedImages(24)
 
 
-def build(dataset: Images, path: Path, settings: Mapping[str, Any]) -> Any:
+def build(path: Path, settings: Mapping[str, Any], dataset: Images | None = None) -> Any:
     """In this process, so that there is one to kill."""
-    return build_lmdb(dataset, path, num_workers=0, progress=False, **settings)
+    return build_lmdb(dataset or dataset_for(settings), path, num_workers=0, progress=False, **settings)
 
 
-def check(dataset: Images, cache: Any) -> None:
+def build_and_check(path: Path, settings: Mapping[str, Any], dataset: Images) -> None:
     """The cache equals its source."""
+    cache, bad = build(path, settings, dataset), getattr(dataset, "bad", ())
     assert cache.verify() == []
     for index in range(len(dataset)):
-        try:
-            expected = dataset.sample(index)
-        except ImageReadError:
-            expected = None
-        assert_same_samples(cache.get(index), expected)
+        assert_same_samples(cache.get(index), None if index in bad else dataset.sample(index))
 
 
 class Countdown:
-    """Kills its process just before a certain call that the cache's code makes to the system or to C.
-
-    Args:
-        calls: Number of calls that are let through.
-    """
+    """Kills its process just before a certain call that the cache's code makes to the system or to C."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -375,11 +343,11 @@ class Countdown:
 
 def count_calls(path: Path, settings: Mapping[str, Any]) -> int:
     """How many such calls a whole build makes, once what is computed once is there."""
-    build(dataset_for(settings), path.with_name("warm"), settings)
+    build(path.with_name("warm"), settings)
     counter = Countdown(1 << 40)
     sys.setprofile(counter)
     try:
-        build(dataset_for(settings), path, settings)
+        build(path, settings)
     finally:
         sys.setprofile(None)
     return (1 << 40) - counter.calls
@@ -404,12 +372,12 @@ def test_a_build_that_was_killed_is_completed_by_the_next(
         def killed(path: Path = path, at: int = at, turn: int = turn) -> None:
             if way == "before a call":
                 sys.setprofile(Countdown(at))
-                build(dataset_for(settings), path, settings)
+                build(path, settings)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL if turn % 2 else signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 * at, 64 * at))
             try:
-                build(dataset_for(settings), path, settings)
+                build(path, settings)
             except CacheError as error:  # what the system cuts short, LMDB reports
                 said = "\n".join([str(error), *getattr(error, "__notes__", [])])
                 is_kept = Path(f"{path}.partial/plan.json").exists()
@@ -420,8 +388,7 @@ def test_a_build_that_was_killed_is_completed_by_the_next(
         code = exit_codes(killed)[0]
         expected = [-signal.SIGKILL] if way == "before a call" else [0, -signal.SIGXFSZ]
         assert code in expected, f"turn {turn}, call {at} of {total}"
-        dataset = dataset_for(settings)
-        check(dataset, build(dataset, path, settings))
+        build_and_check(path, settings, dataset_for(settings))
         # Killed at its very end, a build leaves small files that are in nobody's way.
         left = {name for name in os.listdir(tmp_path) if f"cache{turn}" in name}
         known = {f"cache{turn}", f"cache{turn}.errors.jsonl", f".cache{turn}.fastload-lock"}
@@ -447,7 +414,7 @@ def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.Mon
     child.kill()
     child.join()
     try:
-        check(Images(400), build(Images(400), path, {}))
+        build_and_check(path, {}, Images(400))
     finally:
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
