@@ -11,13 +11,12 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import threading
-import weakref
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
@@ -31,16 +30,11 @@ from fastload.cache.build.upload import build_at_url
 from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
-from fastload.errors import (
-    CacheBusyError,
-    CacheCorruptError,
-    CacheError,
-    CacheMismatchError,
-)
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files import attempts
 from fastload.system.locks import held
 from tests.cache.build_zoo import BrokenImages, Calling, exit_codes
-from tests.cache.zoo import Images, KnownImages
+from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
 from tests.test_cli import run
@@ -93,10 +87,7 @@ def change(name: str, data: bytes, url: str = URL) -> None:
 
 def copied() -> list[str]:
     """The names of copies and unfinished downloads."""
-    try:
-        return sorted(os.listdir(copies.copies_directory()))
-    except FileNotFoundError:
-        return []
+    return sorted(path.name for path in Path(copies.copies_directory()).glob("*"))
 
 
 def kept_builds(cache_dir: Path) -> list[str]:
@@ -116,10 +107,8 @@ def reads() -> list[str]:
     return sorted(path.rpartition("/")[2] for path in FaultyFileSystem.reads.elements())
 
 
-@pytest.mark.parametrize("mask", [0o000, 0o002, 0o077])
-def test_a_cache_at_a_url_gives_the_samples(
-    mask: int, cache_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_a_cache_at_a_url_gives_the_samples(mask: int, cache_dir: Path, caplog: Any) -> None:
     """Nothing of the build stays on the disk; the copy is whole, and this user's alone."""
     manifest, was_built = build()
     before = os.umask(mask)
@@ -149,16 +138,13 @@ def make_foreign(path: Path, change: str, monkeypatch: pytest.MonkeyPatch) -> No
         path.rename(path.with_name("elsewhere"))
         path.symlink_to("elsewhere")
     else:
-        inode, lstat = path.lstat().st_ino, os.lstat
-        kept = os.open(path, os.O_RDONLY)  # so that no other file gets this number
+        own, lstat = path.lstat(), os.lstat
 
         def lstat_of_another(name: Any, **options: Any) -> os.stat_result:
-            found = lstat(name, **options)
-            fields = list(found)
-            fields[4] += 4321 if found.st_ino == inode else 0
-            return os.stat_result(fields)
+            found = lstat(name, **options)  # a new file may have the same number, but not the same time
+            is_own = (found.st_ino, found.st_mtime_ns) == (own.st_ino, own.st_mtime_ns)
+            return os.stat_result([*found[:4], found.st_uid + 4321 * is_own, *found[5:]])
 
-        weakref.finalize(lstat_of_another, os.close, kept)
         monkeypatch.setattr(os, "lstat", lstat_of_another)
 
 
@@ -207,9 +193,8 @@ def test_a_copy_that_another_user_can_have_written_is_downloaded_again(
     if change == "removed":
         (copy / name).unlink()
     elif change == "the digest of a shard":
-        fields = json.loads((copy / name).read_text())
-        fields["shards"][0]["blake2b"] = "0" * len(fields["shards"][0]["blake2b"])
-        (copy / name).write_text(json.dumps(fields))
+        digest = json.loads((copy / name).read_text())["shards"][0]["blake2b"]
+        (copy / name).write_text((copy / name).read_text().replace(digest, "0" * len(digest)))
     elif change == "unfinished":
         (copy / name).chmod(0o666)
         copy = copy.rename(f"{copy}.partial")
@@ -269,31 +254,23 @@ def test_uploads_are_tried_again_or_an_error_with_the_url(
     copy_of()
 
 
-def test_at_most_two_finished_shards_wait_on_the_disk(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_at_most_two_finished_shards_wait_on_the_disk(cache_dir: Path, monkeypatch: Any) -> None:
     """The first upload ends only after the build has begun to wait for room."""
-    is_waiting = threading.Event()
-    found: list[int] = []
-    result, put_file = Future.result, FaultyFileSystem.put_file
+    found, is_waiting, put_file = [], threading.Event(), FaultyFileSystem.put_file
 
-    def watched(future: Any, timeout: float | None = None) -> Any:
-        is_upload = sys._getframe(1).f_globals is vars(upload)  # requests wait for futures too
-        if is_upload and not is_waiting.is_set():
+    class Uploads(ThreadPoolExecutor):
+        def submit(self, *args: Any, **_: Any) -> Any:
+            return Mock(result=functools.partial(self.wait, super().submit(*args)))
+
+        def wait(self, future: Any) -> None:
             found.append(len(list(cache_dir.rglob("*-of-*.lmdb"))))
             is_waiting.set()
-        return result(future, timeout)
+            future.result()
 
-    def put(fs: Any, local: str, path: str, **options: Any) -> None:
-        until_set(is_waiting)
-        put_file(fs, local, path, **options)
-
-    monkeypatch.setattr(Future, "result", watched)
-    monkeypatch.setattr(FaultyFileSystem, "put_file", put)
-
+    monkeypatch.setattr(upload, "ThreadPoolExecutor", Uploads)
+    monkeypatch.setattr(FaultyFileSystem, "put_file", lambda *to: until_set(is_waiting) or put_file(*to))
     build(shards=6)
-
-    assert found == [2]
+    assert (found[0], max(found)) == (2, 2)
 
 
 def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
@@ -340,13 +317,13 @@ def test_a_cache_is_kept_and_uploaded(state: str, tmp_path: Path) -> None:
 
 def test_a_cached_dataset_takes_the_url_of_a_finished_cache_of_its_samples() -> None:
     """Else the error has the URL and the command; nothing is built or uploaded that nobody asked for."""
-    for begin in (lambda: None, lambda: build(BrokenImages(20, stop=15))):
-        with contextlib.suppress(KeyboardInterrupt):
-            begin()
+    for _ in range(2):
         before = names()
         with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
             fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")
         assert names() == before
+        with contextlib.suppress(KeyboardInterrupt):
+            build(BrokenImages(20, stop=15))
     build()
     assert fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")[3][1] == 3
     instead = rf"from_cache\('{URL}'\). If the dataset is right, build its cache at a different URL"
@@ -498,18 +475,15 @@ def open_it(url: str, log: Path) -> None:
     assert LMDBCache(url).get(19)[1] == 19
 
 
-@pytest.mark.slow
 def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
     """One downloads, and the others wait for it."""
     build(url=store)
-    assert exit_codes(*[functools.partial(open_it, store, tmp_path / "log")] * 4) == [0] * 4
+    assert exit_codes(*[functools.partial(open_it, store, tmp_path / "log")] * 3) == [0] * 3
     assert len((tmp_path / "log").read_text().splitlines()) == 3
     assert len(copied()) == 1
 
 
-def test_a_process_that_waits_for_a_download_says_so(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_waits_for_a_download_says_so(caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks again until the lock is free."""
     build()
     path = copy_of()
@@ -530,26 +504,21 @@ def test_a_process_that_waits_for_a_download_says_so(
 
 
 @pytest.mark.parametrize("moment", ["removed before", "removed after", "exchanged"])
-def test_a_copy_that_changes_at_its_opening_is_downloaded_again(
-    moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_changes_at_its_opening_is_downloaded_again(moment: str, monkeypatch: Any) -> None:
     """Whoever may write in the directory of several users can also rename the directories in it."""
     build()
     copy, inner, opened = copy_of(), copies.open_cache, []
+    good, shard = Path(shutil.copy(copy / SHARDS[0], f"{copy}.good")), copy / SHARDS[0]
+    before = {"removed before": lambda: shutil.rmtree(copy), "exchanged": lambda: shard.chmod(0o666)}
+    after = {"removed after": lambda: shutil.rmtree(copy), "exchanged": lambda: good.replace(shard)}
 
     def open_cache(path: str) -> Any:
         opened.append(path)
-        is_first, shard = len(opened) == 1, copy / SHARDS[0]
-        if is_first and moment == "removed before":
-            shutil.rmtree(path)
-        if is_first and moment == "exchanged":  # what is open has another mode than what is there later
-            good = Path(shutil.copy(shard, f"{copy}.good"))
-            shard.chmod(0o666)
-        found = inner(path)
-        if is_first and moment == "exchanged":
-            good.replace(shard)
-        if is_first and moment == "removed after":
-            shutil.rmtree(path)
+        if len(opened) > 1:
+            return inner(path)
+        before.get(moment, str)()
+        found = inner(path)  # if exchanged, this has another mode than what is there later
+        after.get(moment, str)()
         return found
 
     monkeypatch.setattr(copies, "open_cache", open_cache)
@@ -623,12 +592,9 @@ def test_lists_and_checks_of_copies_have_their_urls(three: list[str]) -> None:
     """The name of a copy is a digest, from which nobody sees the URL; a damaged one is downloaded again."""
     for url in three[:2]:
         LMDBCache(url).close()
-    own = Path(copies.copies_directory(), "own.lmdb")
-    build_lmdb(KnownImages(4), str(own), num_workers=0, progress=False)
-    found = inventory.list_caches(copies.copies_directory())
-    finished = [("", "finished"), *((url, "finished") for url in sorted(three[:2]))]
-    assert sorted((cache.url or "", cache.state) for cache in found) == finished
-    (copy,) = (cache.path for cache in found if cache.url == three[0])
+    found = {cache.url: cache for cache in inventory.list_caches(copies.copies_directory())}
+    assert [found[url].state for url in three[:2]] == ["finished"] * 2
+    copy = found[three[0]].path
     shard = min(Path(copy).glob("*.lmdb"))
     data = bytearray(shard.read_bytes())
     data[data.index(Images(20).sample(0)[0].tobytes())] ^= 1
@@ -666,32 +632,21 @@ def test_prune_removes_the_copies_that_nobody_uses() -> None:
 
 @pytest.mark.parametrize("used", ["again", "here", "by a fork", "no more"])
 def test_the_copy_that_was_not_used_for_longest_is_removed(
-    used: str, three: list[str], start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+    used: str, three: list[str], start: Callable[..., Job]
 ) -> None:
-    """The first, unless it was opened again since, or a process has it open; it loses its name first."""
-    with ExitStack() as stack:
-        first, second = LMDBCache(three[0]), copy_of(three[1])
+    """The first, unless it was opened again since, or a process has it open."""
+    with contextlib.closing(LMDBCache(three[0])) as first:
+        second = copy_of(three[1])
         os.utime(first.path, (1, 1))
         os.utime(second, (2, 2))
-        stack.callback(first.close)
         if used == "by a fork":  # the lock belongs to the open file, which the child has inherited
             start(lambda: (None, None)).answer()
         if used != "here":
             first.close()
         if used == "again":
             copy_of(three[0])
-        rmtree, removed = shutil.rmtree, []
-
-        def watched(path: str, **options: Any) -> None:
-            removed.append((path, os.path.exists(path.removesuffix(".partial"))))
-            rmtree(path, **options)
-
-        monkeypatch.setattr(shutil, "rmtree", watched)
         copy_of(three[2])
-
-        gone = first.path if used == "no more" else second
         assert [has_copy(url) for url in three] == [used != "no more", used == "no more", True]
-        assert (f"{gone}.partial", False) in removed
 
 
 def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
