@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 class BrokenImages(Images):
     """Images; those of `bad` cannot be read, Ctrl-C comes at `stop`, and `shift` is added to each pixel.
 
-    Args:
-        num_samples: Its length.
-        bad: Indices of unreadable samples.
-        stop: The index whose reader is interrupted.
-        version: What fingerprint() gives.
-        shift: 1 for images of the same shapes that are all different.
+    Its fingerprint is `version`.
     """
 
     def __init__(
@@ -47,13 +42,7 @@ class BrokenImages(Images):
 
 
 class Calling(Images):
-    """Calls a function when it reads one sample for the first time.
-
-    Args:
-        num_samples: Its length.
-        at: Index of the sample.
-        call: The function.
-    """
+    """Calls a function when it reads the sample `at` for the first time."""
 
     def __init__(self, num_samples: int, at: int, call: Callable[[], Any]) -> None:
         super().__init__(num_samples)

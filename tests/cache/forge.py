@@ -38,15 +38,7 @@ class SmallSamples(Images):
 
 
 class Forgery:
-    """A finished file, taken apart.
-
-    Args:
-        content: Of the file.
-
-    Attributes:
-        body: LMDB's environment; may be changed.
-        fields: The description; may be changed.
-    """
+    """A finished file, taken apart: `body` is LMDB's environment, `fields` the description; change them."""
 
     def __init__(self, content: bytes) -> None:
         _, length, self._magic = _TRAILER.unpack(content[-_TRAILER.size :])
@@ -55,11 +47,7 @@ class Forgery:
         self.fields: dict[str, Any] = json.loads(content[end : -_TRAILER.size])
 
     def sealed(self, text: bytes | None = None) -> bytes:
-        """The file with right checksums.
-
-        Args:
-            text: The description, in place of the fields.
-        """
+        """The file with right checksums; `text` is the description, in place of the fields."""
         if text is None:
             text = json.dumps(self.fields).encode()
         return bytes(self.body) + text + _TRAILER.pack(zlib.crc32(text), len(text), self._magic)
@@ -73,19 +61,11 @@ class Forgery:
 
     def pages(self, flags: int) -> list[int]:
         """Offsets of the live pages of one kind that the newest state refers to."""
-        found: list[int] = []
-        level = [self.root]
-        while level:
-            children: list[int] = []
-            for page in level:
-                at = page * PAGE_BYTES
-                kind = self.u16(at + 10)
-                if kind == flags:
-                    found.append(at)
-                if kind == BRANCH:
-                    children += [self.u32(node) | self.u16(node + 4) << 32 for node in self.nodes(at)]
-            level = children
-        return found
+        level = [self.root * PAGE_BYTES]
+        for at in level:
+            if self.u16(at + 10) == BRANCH:
+                level += [self.u32(node) * PAGE_BYTES for node in self.nodes(at)]
+        return [at for at in level if self.u16(at + 10) == flags]
 
     @property
     def meta(self) -> int:
@@ -96,6 +76,11 @@ class Forgery:
     def root(self) -> int:
         """Number of the root page."""
         return int(struct.unpack_from("=Q", self.body, self.meta + ROOT_AT)[0])
+
+    @property
+    def first_overflow(self) -> int:
+        """Number of the page at which the first record lies that is not in the tree."""
+        return self.u32(self.nodes(self.pages(LEAF)[0])[0] + 16)
 
     def nodes(self, page_at: int) -> list[int]:
         """Offsets of the nodes on a page."""
@@ -114,13 +99,7 @@ class Forgery:
 
 
 def forge(path: Path, change: Callable[[Forgery], Any], *, tree: bool = False) -> None:
-    """Replace a file by one that was changed and has right checksums; it is a new file, as a copy would be.
-
-    Args:
-        path: Of a finished file.
-        change: Changes it.
-        tree: Whether the tree's checksum has to be made anew.
-    """
+    """Replace a file by a changed one with right checksums, of the `tree` too; a new file, as a copy is."""
     forgery = Forgery(path.read_bytes())
     text = change(forgery)
     if tree:
@@ -130,11 +109,7 @@ def forge(path: Path, change: Callable[[Forgery], Any], *, tree: bool = False) -
 
 
 class Reader:
-    """A child process that opens caches and compares all samples: what ends it ends no test run.
-
-    Args:
-        expected: The samples that were written; None for one that was left out.
-    """
+    """A child process that opens caches and compares all samples: what ends it ends no test run."""
 
     def __init__(self, expected: list[Any]) -> None:
         self._expected = expected
