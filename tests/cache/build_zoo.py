@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.build.build_lock import only_builder
 from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
+from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,22 +90,19 @@ def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:
 @contextlib.contextmanager
 def building(path: Path) -> Iterator[int]:
     """Another process holds the lock of a builder; gives its number."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_hold, args=(str(path), theirs))
-    child.start()
-    theirs.close()
-    ours.recv_bytes()
+    job = Job(_hold, str(path))
     try:
-        yield child.pid or 0
+        yield job.answer()
     finally:
-        ours.send_bytes(b"end")
-        child.join()
-        ours.close()
-        child.close()
+        job.ask(_release)
+        job.end()
 
 
-def _hold(path: str, pipe: Any) -> None:
-    with only_builder(path):
-        pipe.send_bytes(b"held")
-        pipe.recv_bytes()
+def _hold(path: str) -> tuple[Any, int]:
+    lock = only_builder(path)
+    lock.__enter__()
+    return lock, os.getpid()
+
+
+def _release(lock: Any) -> None:
+    lock.__exit__(None, None, None)
