@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload.files.read_ahead import ReadAhead
-from tests.kit.remote import TIMEOUT_S, meet, until_set
+from tests.kit.remote import TIMEOUT_S, until_set
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,99 +24,68 @@ def content(number: int) -> bytes:
     return number.to_bytes(4, "big") * (NBYTES // 4)
 
 
-class Store:
-    """Records which files are read."""
-
-    def __init__(self, gate: Callable[[], object] = lambda: None) -> None:
-        self.gate = gate
-        self.reads: list[int] = []
-
-    def read(self, number: int) -> bytes:
-        """The content."""
-        self.gate()
-        self.reads.append(number)
-        return content(number)
-
-
 @pytest.fixture
-def opened() -> Iterator[Callable[..., ReadAhead]]:
-    """Makes readers, and closes them after the test."""
+def opened() -> Iterator[Callable[..., tuple[ReadAhead, list[int]]]]:
+    """Makes readers, each with the list of its reads, which go through a gate; closes them after the test."""
     made: list[ReadAhead] = []
 
-    def make(read: Callable[[int], bytes], **options: int) -> ReadAhead:
+    def make(gate: Callable[[int], object] = str, **options: int) -> tuple[ReadAhead, list[int]]:
+        reads: list[int] = []
+
+        def read(number: int) -> bytes:
+            gate(number)
+            reads.append(number)
+            return content(number)
+
         made.append(ReadAhead(read, lambda _: NBYTES, **{"num_threads": 8, **options}))
-        return made[-1]
+        return made[-1], reads
 
     yield make
     for reader in made:
         reader.close()
 
 
-def test_announced_files_are_read_at_the_same_time(opened: Callable[..., ReadAhead]) -> None:
-    """No read ends before eight have begun."""
-    reader = opened(Store(meet(8, alone=0)).read)
-    reader.announce(range(8))
-    assert [reader.take(number) for number in range(8)] == [content(number) for number in range(8)]
-
-
-def test_an_announced_file_is_read_once(opened: Callable[..., ReadAhead]) -> None:
+def test_an_announced_file_is_read_once(opened: Any) -> None:
     """Announcing it again, or taking it while it is being read, does not read it again."""
-    store = Store()
-    reader = opened(store.read, num_threads=1)
+    reader, reads = opened(num_threads=1)
     reader.announce([1, 2, 1])
     reader.announce([2, 1])
     found = [reader.take(number) for number in (1, 2)]
     _until(reader._for_threads.empty)  # the thread would have read them again
     assert found == [content(1), content(2)]
-    assert sorted(store.reads) == [1, 2]
+    assert sorted(reads) == [1, 2]
 
 
-def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Callable[..., ReadAhead]) -> None:
+def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Any) -> None:
     """The only thread is stuck in another file."""
     begun, may_end = threading.Event(), threading.Event()
-
-    def read(number: int) -> bytes:
-        if number == 0:
-            begun.set()
-            until_set(may_end)
-        return content(number)
-
-    reader = opened(read, num_threads=1)
+    gate = lambda number: number or (begun.set(), until_set(may_end))  # noqa: E731
+    reader, _ = opened(gate, num_threads=1)
     reader.announce([0, 1])
     until_set(begun)
-
     found = reader.take(1)
     may_end.set()
-
-    assert found == content(1)
-    assert reader.take(0) == content(0)
+    assert [found, reader.take(0)] == [content(1), content(0)]
 
 
-def test_the_window_is_filled_and_files_that_nobody_takes_make_room(opened: Callable[..., ReadAhead]) -> None:
+def test_the_window_is_filled_and_files_that_nobody_takes_make_room(opened: Any) -> None:
     """With room for five files, five are read, and one more for each that is taken."""
-    store = Store()
-    reader = opened(store.read, num_threads=8, window_bytes=5 * NBYTES)
+    reader, reads = opened(window_bytes=5 * NBYTES)
     reader.announce(range(100, 150))  # nobody takes these
-    _until(lambda: len(store.reads) >= 5)
+    _until(lambda: len(reads) >= 5)
     reader.announce(range(20))
-    first = len(store.reads)
+    first = len(reads)
     assert [reader.take(number) for number in range(5)] == [content(number) for number in range(5)]
     for number in range(5, 15):
         _until(lambda: reader._for_threads.empty() and reader._used_bytes == 5 * NBYTES)
         assert reader.take(number) == content(number)
-    assert len(store.reads) <= first + 20
+    assert len(reads) <= first + 20
 
 
-def test_close_ends_the_threads(opened: Callable[..., ReadAhead]) -> None:
+def test_close_ends_the_threads(opened: Any) -> None:
     """Files that are being read come to an end first; `take` reads by itself afterwards."""
     begun, may_end = threading.Semaphore(0), threading.Event()
-
-    def gate() -> None:
-        begun.release()
-        until_set(may_end)
-
-    store = Store(gate)
-    reader = opened(store.read)
+    reader, reads = opened(lambda _: (begun.release(), until_set(may_end)))
     reader.announce(range(20))
     assert all(begun.acquire(timeout=TIMEOUT_S) for _ in range(8))
 
@@ -125,14 +94,14 @@ def test_close_ends_the_threads(opened: Callable[..., ReadAhead]) -> None:
     may_end.set()
 
     _until(lambda: not any(t.name == "fastload-read-ahead" for t in threading.enumerate()))
-    assert sorted(store.reads) == list(range(8))
+    assert sorted(reads) == list(range(8))
     assert reader.take(3) == content(3)
-    assert store.reads[8:] == [3]
+    assert reads[8:] == [3]
 
 
-def test_close_in_a_forked_child_returns(opened: Callable[..., ReadAhead]) -> None:
+def test_close_in_a_forked_child_returns(opened: Any) -> None:
     """The child has a copy of a lock that a thread of its parent holds, and no such thread."""
-    reader = opened(Store().read)
+    reader, _ = opened()
     reader.announce(range(20))
     with reader._lock:
         pid = os.fork()
