@@ -14,7 +14,7 @@ import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import aiohttp
 import fsspec
@@ -28,7 +28,7 @@ import fastload
 from fastload.files import attempts
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, arrange, from_bytes, to_bytes
 from fastload.files.remote import RemoteFolder, is_url
-from tests.kit.remote import FaultyFileSystem, cut, meet, raising, register, until_set
+from tests.kit.remote import TIMEOUT_S, FaultyFileSystem, cut, meet, raising, register
 
 URL = "faulty://bucket/train"
 
@@ -53,29 +53,18 @@ DENIED = "Check the credentials for faulty://"
 @pytest.mark.parametrize(
     ("faults", "num_pauses", "said"),
     [
-        *(
-            ([raising(kind("x")), cut], 2, None)
-            for kind in (ConnectionResetError, TimeoutError, OSError, EOFError)
-        ),
-        ([http(429)], 1, None),  # only two of the client errors are about credentials
+        *(([raising(kind("x")), cut], 2, None) for kind in (ConnectionResetError, TimeoutError, EOFError)),
+        ([http(429), raising(OSError("x"))], 2, None),  # only two of the client errors are about credentials
         ([cut] * 10, 5, "2 bytes.*of the 5 that"),
         ([raising(ConnectionError(f"attempt {n}")) for n in range(10)], 5, "attempt 5 .tried 6 times in "),
         ([raising(FileNotFoundError("gone"))], 0, "FileNotFoundError: "),
-        *(
-            ([raising(error)] * 2, 0, DENIED)
-            for error in (PermissionError("forbidden"), NoCredentialsError())
-        ),
-        *(([http(status)] * 2, 0, DENIED) for status in (401, 403)),
+        *(([fault] * 2, 0, DENIED) for fault in (http(401), http(403), raising(PermissionError("no")))),
+        ([raising(NoCredentialsError())] * 2, 0, DENIED),
         ([raising(obstore.exceptions.UnauthenticatedError("no key"))] * 2, 0, DENIED),
     ],
 )
 def test_a_fault_passes_or_is_an_error_with_its_url(
-    folder: RemoteFolder,
-    faulty: type[FaultyFileSystem],
-    pauses: list[float],
-    faults: list[Any],
-    num_pauses: int,
-    said: str | None,
+    folder: RemoteFolder, faulty: Any, pauses: list[float], faults: list[Any], num_pauses: int, said: Any
 ) -> None:
     """At most six attempts, none where an error cannot pass; pauses grow, and draw no random numbers."""
     faulty.faults["3.jpg"] = list(faults)
@@ -96,26 +85,20 @@ def test_a_fault_passes_or_is_an_error_with_its_url(
     assert random.getstate() == state
 
 
+@pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize(("each_s", "level"), [(1.0, "INFO"), (6.0, "WARNING")])
 def test_a_store_that_does_not_answer_for_long_is_a_warning(
-    folder: RemoteFolder,
-    faulty: type[FaultyFileSystem],
-    pauses: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    each_s: float,
-    level: str,
+    each_s: float, level: str, folder: RemoteFolder, faulty: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
     clock = itertools.count(0.0, each_s)
     monkeypatch.setattr(attempts, "_now_s", lambda: next(clock))
     monkeypatch.setattr(attempts, "_warned", {"at_s": float("-inf")})
     monkeypatch.setattr(attempts, "_WARN_EVERY_S", 1000.0)
-    for name in ("1.jpg", "3.jpg"):
-        faulty.faults[name] = [raising(ConnectionError("no route")), raising(ConnectionError("no route"))]
+    faulty.faults[".jpg"] = [raising(ConnectionError("no route"))] * 2
     caplog.set_level("INFO", "fastload")
-
     assert folder.read("cat/1.jpg", 3) == b"one"
+    faulty.faults[".jpg"] = [raising(ConnectionError("no route"))] * 2
     assert folder.read("dog/3.jpg", 5) == b"three"
 
     assert len(caplog.records) == 4
@@ -129,11 +112,8 @@ def test_the_list_has_folders_and_files_with_lengths_and_versions(folder: Remote
     """Files beside the folders are left out."""
     classes, files = folder.list_files()
     assert classes == ["cat", "dog"]
-    assert sorted((file.name, file.nbytes) for file in files) == [
-        ("cat/1.jpg", 3),
-        ("cat/more/2.jpg", 3),
-        ("dog/3.jpg", 5),
-    ]
+    found = sorted((file.name, file.nbytes) for file in files)
+    assert found == [("cat/1.jpg", 3), ("cat/more/2.jpg", 3), ("dog/3.jpg", 5)]
     assert all(file.version for file in files)
 
 
@@ -193,9 +173,11 @@ def test_copies_and_forked_processes_make_their_own_file_system(folder: RemoteFo
 
 def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[FaultyFileSystem]) -> None:
     """The first read is finished before others begin; those are made at the same time."""
-    others, opened = Arrivals(8), folder._open()
-    opened._connecting = others  # type: ignore[assignment]
-    together, num_alone = meet(7, alone=0), 0
+    opened, together, num_alone = folder._open(), meet(7, alone=0), 0
+    lock, come = threading.Lock(), threading.Semaphore(0)
+    opened._connecting = MagicMock(  # it tells when a thread has come to it
+        __enter__=lambda _: (come.release(), lock.acquire()), __exit__=lambda *_: lock.release()
+    )
 
     def gate(path: str) -> None:
         nonlocal num_alone
@@ -203,34 +185,13 @@ def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[Faulty
             together()
         else:
             num_alone += 1
-            until_set(others.are_all_there)  # each of them would begin now, if it did not wait
+            assert all(come.acquire(timeout=TIMEOUT_S) for _ in range(8))  # they would begin now
 
     faulty.gate = staticmethod(gate)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._open().fs)), range(8)))
-
-    assert {content for content, _ in found} == {b"one"}
-    assert len({fs for _, fs in found}) == 1
+    assert found == [(b"one", id(opened.fs))] * 8
     assert num_alone == 1
-
-
-class Arrivals:
-    """A lock that tells when a number of threads have come to it."""
-
-    def __init__(self, number: int) -> None:
-        self.are_all_there = threading.Event()
-        self._left = number
-        self._lock, self._counting = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._counting:
-            self._left -= 1
-            if not self._left:
-                self.are_all_there.set()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +203,7 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_urls_are_told_from_paths() -> None:
     """A colon alone makes no URL."""
-    urls = [
-        "s3://bucket/train",
-        "memory://x",
-        "zip://train::s3://bucket/train.zip",
-        "simplecache::s3://bucket",
-    ]
+    urls = ["s3://bucket/train", "memory://x", "zip://train::s3://bucket/train.zip", "simplecache::s3://b"]
     paths = ["file:///data/train", "/data/train", "train", "a:b", "./s3:/x"]
     assert [is_url(text) for text in urls + paths] == [True] * len(urls) + [False] * len(paths)
 
@@ -266,14 +222,9 @@ TEXT = gzip.decompress(GOOD)
 HEAD, *LINES = [json.loads(line) for line in TEXT.splitlines()]
 MAX_BYTES = 4 << 20  # for a list of a few files
 
+odd = ["a/../../b.jpg", "/etc/1.jpg", "cat/1.jpg", "", "..", 10**400, 2**63, -1, True]
 values = st.recursive(
-    st.one_of(
-        st.none(),
-        st.integers(),
-        st.floats(),
-        st.sampled_from(["a/../../b.jpg", "/etc/1.jpg", "cat/1.jpg", "", "..", 10**400, 2**63, -1, True]),
-        st.text(max_size=10),
-    ),
+    st.one_of(st.none(), st.integers(), st.floats(), st.sampled_from(odd), st.text(max_size=10)),
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=6,
 )
