@@ -97,9 +97,8 @@ def test_a_folder_at_a_server(store: str, web: str, root: Path, endpoint: str) -
     parts = found.fingerprint()
 
     assert found.classes == ["class0", "class1"]
-    assert [(path.rpartition("train/")[2], label) for path, label in found.samples] == [
-        (f"class{i // 10}/{i:02}.png", i // 10) for i in range(SIZE)
-    ]
+    images = [(f"class{i // 10}/{i:02}.png", i // 10) for i in range(SIZE)]
+    assert [(path.rpartition("train/")[2], label) for path, label in found.samples] == images
     assert found[3][0][0, 0, 0] == 3
     assert parts == (None if store == "web" else folder_of("s3", url).fingerprint())
     assert parts is None or parts["files"].startswith("20 files, digest ")
@@ -153,9 +152,8 @@ def test_a_cache_is_shared_by_versions_or_by_a_key(web: str, endpoint: str) -> N
 
 def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, s3fs asks for the size of an object first; the shards of a cache are moved as it does."""
-    monkeypatch.setattr(
-        fsspec.get_filesystem_class("s3"), "_info", lambda *_: pytest.fail("a second request")
-    )
+    s3 = fsspec.get_filesystem_class("s3")
+    monkeypatch.setattr(s3, "_info", lambda *_: pytest.fail("a second request"))
     shards, _ = remote_files("s3://photos/caches").file_system()
     images, _ = folder._remote.file_system()  # type: ignore[union-attr]
     by_default = fsspec.filesystem("s3", skip_instance_cache=True)
@@ -200,7 +198,7 @@ def run(*words: str) -> Any:
 def test_commands_build_and_manage_a_cache(host: Path) -> None:
     """Building again finds it; `info` downloads nothing, `verify` makes a copy; `ls` and `rm` take it."""
     url, copies = "s3://photos/caches/built", host / f"copies-{os.getuid()}"
-    command = ("build", "s3://photos/train", url, "--shards", "3", "--workers", "2")
+    command = ("build", "s3://photos/train", url, "--shards", "3", "--workers", "1")
     built = run(*command)
     assert (built["was_built"], run(*command)["was_built"]) == (True, False)
     assert os.listdir(host / f"builds-{os.getuid()}") == []
@@ -258,7 +256,6 @@ def test_a_cache_is_read_by_workers_through_its_local_copy(
         ("build s3://photos/train s9://b/c", 2, "Protocol not known: s9"),
         ("build s3://nowhere/train x.lmdb", 2, "there is no folder at s3://nowhere/train"),
         ("build gs://bucket/train x.lmdb", 2, "gs://bucket/train needs a package that is not installed"),
-        ("build s9://bucket/train x.lmdb", 2, "Protocol not known: s9"),
         ("build s3://photos/train s3://nowhere/cache", 1, "cannot write s3://nowhere/cache/plan.json"),
     ],
 )
