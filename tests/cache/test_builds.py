@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import random
 import resource
@@ -16,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -399,26 +397,16 @@ def test_a_build_that_was_killed_is_completed_by_the_next(
 def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A builder that is killed while its workers live is followed at once: they hold no lock."""
     monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
-    context, path = multiprocessing.get_context("fork"), tmp_path / "cache"
-    receiver, sender = context.Pipe(duplex=False)
+    path, worker = tmp_path / "cache", tmp_path / "worker"
 
-    def tell() -> None:
-        sender.send_bytes(b"300")
+    def kill_builder() -> None:
+        worker.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
 
-    telling = Calling(400, 300, tell)
-    child = context.Process(target=build_lmdb, args=(telling, path), kwargs={"num_workers": 2})
-    child.start()
-    receiver.recv_bytes()
-    workers = psutil.Process(child.pid).children()
-    child.kill()
-    child.join()
+    dataset = Calling(400, 300, kill_builder)
+    assert exit_codes(lambda: build_lmdb(dataset, path, num_workers=1)) == [-signal.SIGKILL]
     try:
         build_and_check(path, {}, Images(400))
     finally:
-        for worker in workers:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                worker.kill()  # they would find out by themselves, some seconds later
-        child.close()
-        receiver.close()
-        sender.close()
+        os.kill(int(worker.read_text()), signal.SIGKILL)

@@ -315,18 +315,11 @@ def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
 
 def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
     """A worker of a cluster runs other tasks later; the dataset keeps its directory while it is read."""
-    (tmp_path / "elsewhere").mkdir()
     before, during = os.getcwd(), []
-
-    def opened() -> Any:
-        os.chdir(tmp_path / "elsewhere")
-        return Calling(8, 3, lambda: during.append(os.getcwd()))
-
+    opened = lambda: os.chdir(tmp_path) or Calling(8, 3, lambda: during.append(os.getcwd()))  # noqa: E731
     settings = {"codec": None, "quality": None, "on_error": "raise"}
     assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), 1, settings)(0), str)
-
-    assert during == [os.fspath(tmp_path / "elsewhere")]
-    assert os.getcwd() == before
+    assert (during, os.getcwd()) == ([os.fspath(tmp_path)], before)
 
 
 def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
