@@ -68,9 +68,7 @@ def test_build_reads_each_sample_once(
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (100, 77, 3)], ids=["small", "in overflow pages"])
-def test_equal_plans_give_equal_files(
-    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_plans_give_equal_files(shape: tuple[int, ...], tmp_path: Path, monkeypatch: Any) -> None:
     """Unused bytes of pages are zeros, and nothing that this process had in memory gets into a file."""
     monkeypatch.setattr(os, "urandom", bytes)
     monkeypatch.setattr(time, "time", lambda: 1e9)

@@ -171,9 +171,7 @@ def test_datasets_over_folders(make: Any, is_encoded: bool, photos: Path) -> Non
 
 
 @pytest.mark.parametrize("key", [None, "photos-1"])
-def test_caches_of_one_dataset_are_never_mistaken(
-    key: str | None, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_of_one_dataset_are_never_mistaken(key: str | None, photos: Path, monkeypatch: Any) -> None:
     """Decoded and undecoded ones are found by equal caches alone, under other spellings of the path too."""
     kinds = {"ram": np.ndarray, "ram-encoded": EncodedImage}
     folder = ImageFolder(photos)

@@ -39,7 +39,6 @@ from tests.test_cli import run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.kit.jobs import Job
 
 URL = "faulty://bucket/caches/train"
 SHARDS = ["00000-of-00003.lmdb", "00001-of-00003.lmdb", "00002-of-00003.lmdb"]
@@ -381,9 +380,7 @@ def test_a_complete_copy_is_opened_while_the_network_is_down(
         (lambda data: None, f"there is no file at .*{SHARDS[1]}"),
     ],
 )
-def test_a_damaged_shard_is_an_error_and_never_a_copy(
-    damage: Callable[[bytes], Any], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Any, said: str, monkeypatch: Any) -> None:
     """Good shards are kept for the next attempt; faults that pass are tried again, each part by itself."""
     build()
     data = content(SHARDS[1])
@@ -606,9 +603,7 @@ def test_prune_removes_the_copies_that_nobody_uses() -> None:
 
 
 @pytest.mark.parametrize("used", ["again", "here", "by a fork", "no more"])
-def test_the_copy_that_was_not_used_for_longest_is_removed(
-    used: str, three: list[str], start: Callable[..., Job]
-) -> None:
+def test_the_copy_that_was_not_used_for_longest_is_removed(used: str, three: list[str], start: Any) -> None:
     """The first, unless it was opened again since, or a process has it open."""
     with contextlib.closing(LMDBCache(three[0])) as first:
         second = copy_of(three[1])

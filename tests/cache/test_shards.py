@@ -231,9 +231,7 @@ def test_foreign_files_stay(name: str, tmp_path: Path) -> None:
     assert files_at(tmp_path / "cache.partial") == before
 
 
-def test_a_file_system_without_locks_and_hard_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_system_without_locks_and_hard_links(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """The plan gets its name in another way, and shards are built and joined all the same."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -343,9 +341,7 @@ def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_
     assert cache.verify() == []
 
 
-def test_failures_are_told_together_and_the_rest_is_kept(
-    executors: Callable[..., OneByOne], tmp_path: Path
-) -> None:
+def test_failures_are_told_together_and_the_rest_is_kept(executors: Any, tmp_path: Path) -> None:
     """The error lists ten shards, with machines, reasons and samples; the next run builds only those."""
     host = os.uname().nodename
     with pytest.raises(CacheError) as caught:
@@ -371,9 +367,7 @@ def test_failures_are_told_together_and_the_rest_is_kept(
 
 
 @pytest.mark.parametrize("bad", [[2, 13, 23], [7, 8, 9]], ids=["together", "one shard alone"])
-def test_a_build_above_max_errors_ends_at_once(
-    executors: Callable[..., OneByOne], bad: list[int], tmp_path: Path
-) -> None:
+def test_a_build_above_max_errors_ends_at_once(executors: Any, bad: list[int], tmp_path: Path) -> None:
     """The other tasks are cancelled; finished shards are kept, and count again later."""
     executor = executors(before=lambda shard: shard == 6 and executor.is_ended.wait(100))
     path, options = tmp_path / "cache", {"num_cpus": 2, "on_error": "skip"}
@@ -385,9 +379,7 @@ def test_a_build_above_max_errors_ends_at_once(
     assert build_on(executors(), images(40, bad=bad), path, max_errors=3, **options).num_cached == 37
 
 
-def test_a_disk_that_is_full_once_is_tried_again(
-    executors: Callable[..., OneByOne], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_once_is_tried_again(executors: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The executor repeats such a task; if it never passes, the error says so."""
     real = os.rename
     refused = []

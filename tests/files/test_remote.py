@@ -131,9 +131,7 @@ def test_the_list_has_folders_and_files_with_lengths_and_versions(
     assert all(file.version for file in files)
 
 
-def test_a_saved_list_comes_back(
-    folder: RemoteFolder, faulty: type[FaultyFileSystem], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_list_comes_back(folder: RemoteFolder, faulty: Any, monkeypatch: Any) -> None:
     """With all files, lengths and versions; an error of the store is one, as the user asked for the list."""
     classes, files = folder.list_files()
     assert folder.saved_list() is None

@@ -124,9 +124,7 @@ def test_a_loader_gives_the_batches_of_the_local_folder(
     assert batches(url) == batches(local)
 
 
-def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(
-    url: str, faulty: type[FaultyFileSystem]
-) -> None:
+def test_the_files_of_a_workers_next_batch_are_read_before_it_begins(url: str, faulty: Any) -> None:
     """No read of the third batch ends before those of the fourth have begun.
 
     The second batch waits until the loader has sent both: it sends no second task to a worker before it knows
@@ -295,9 +293,7 @@ def test_the_fingerprint_changes_with_any_file(url: str) -> None:
     assert len(found - {"None"}) == 4
 
 
-def test_a_saved_list_is_used(
-    url: str, faulty: type[FaultyFileSystem], pauses: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_saved_list_is_used(url: str, faulty: Any, pauses: list[float], caplog: Any) -> None:
     """A file that was added later is not seen, the fingerprint is the same, and the log says so."""
     fs = fsspec.filesystem("faulty")
     fs.pipe_file(f"{url}/class0/99.xyz", png(99))
