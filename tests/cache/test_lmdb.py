@@ -30,7 +30,6 @@ from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.forge import Forgery
 from tests.cache.zoo import Collatable, Images, Made, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples
 
@@ -204,14 +203,8 @@ READS: dict[str, Callable[[LMDBCache], Any]] = {
 CHANGED = "was changed while it was open.* open the cache again"
 
 
-def overwrite(path: Path) -> None:
-    shutil.copyfile(built(path.with_name("other"), OTHER), path)
-
-
-def describe_anew(path: Path) -> None:
-    forgery = Forgery(path.read_bytes())
-    forgery.fields["plan"]["build_id"] = forgery.fields["plan"]["build_id"][::-1]
-    path.write_bytes(forgery.sealed())
+def overwrite(path: Path, dataset: Images = OTHER) -> None:
+    shutil.copyfile(built(path.with_name("other"), dataset), path)
 
 
 CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {  # and whether what is open can be read on
@@ -219,7 +212,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], bool]] = {  # and whether what i
     "cut to nothing": (lambda path: os.truncate(path, 0), False),
     "cut late": (lambda path: os.truncate(path, 50_000), False),
     "longer": (lambda path: os.truncate(path, path.stat().st_size + 4), False),
-    "another description": (describe_anew, False),
+    "another description": (lambda path: overwrite(path, Images(20)), False),
     "touched": (os.utime, True),
     "the same bytes again": (lambda path: path.write_bytes(path.read_bytes()), True),
     "another cache is moved over it": (lambda path: built(path.with_name("x"), OTHER).replace(path), True),

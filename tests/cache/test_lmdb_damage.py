@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import resource
 import shutil
+import struct
 import tracemalloc
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,9 +30,9 @@ from fastload.cache.lmdb.format import write_description
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.forge import BIG, BRANCH, LEAF, PAGE_BYTES, ROOT_AT, Forgery, Reader, SmallSamples, forge
-from tests.cache.zoo import Images
+from tests.cache.zoo import Images, Made
 from tests.kit.batches import assert_same_samples
+from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,10 +40,15 @@ if TYPE_CHECKING:
     Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 Caches: TypeAlias = "dict[str, tuple[Path, list[Any]]]"  # and the samples that were written
+PAGE_BYTES = 4096
+BRANCH, LEAF, BIG = 0x01, 0x02, 0x01  # LMDB's flags of pages, and of a node whose value lies elsewhere
+ROOT_AT = 128  # in a meta page
+TRAILER = struct.Struct("<IQ8s")
+SPARE_BYTES = 1 << 30  # that a child may take beyond what it has when it starts
 NUM_SMALL = 600  # enough for a branch page over the leaves
 SOURCES: dict[str, tuple[Images, dict[str, Any]]] = {
     "big": (Images(20), {}),  # in overflow pages
-    "small": (SmallSamples(NUM_SMALL), {}),  # in the tree
+    "small": (Made(lambda index: (np.full(7, index % 251, np.uint8), index), NUM_SMALL), {}),  # in the tree
     "shards": (BrokenImages(30, bad=[3, 4, 10, 28]), {"shards": 3, "on_error": "skip", "max_errors": 1.0}),
 }
 
@@ -61,6 +69,77 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Caches:
 def path(caches: Caches, tmp_path: Path) -> Path:
     """A file of 20 images."""
     return Path(shutil.copy(caches["big"][0], tmp_path / "cache"))
+
+
+class Forgery:
+    """A finished file, taken apart: `body` is LMDB's environment, `fields` the description; change them."""
+
+    def __init__(self, content: bytes) -> None:
+        _, length, self._magic = TRAILER.unpack(content[-TRAILER.size :])
+        end = len(content) - TRAILER.size - length
+        self.body = bytearray(content[:end])
+        self.fields: dict[str, Any] = json.loads(content[end : -TRAILER.size])
+
+    def sealed(self, text: bytes | None = None) -> bytes:
+        """The file with right checksums; `text` is the description, in place of the fields."""
+        if text is None:
+            text = json.dumps(self.fields).encode()
+        return bytes(self.body) + text + TRAILER.pack(zlib.crc32(text), len(text), self._magic)
+
+    def seal_tree(self) -> None:
+        """Let the description state the right checksum of the tree."""
+        crc = 0
+        for first, count in self.fields["tree_runs"]:
+            crc = zlib.crc32(self.body[first * PAGE_BYTES : (first + count) * PAGE_BYTES], crc)
+        self.fields["tree_crc32"] = crc
+
+    def pages(self, flags: int) -> list[int]:
+        """Offsets of the live pages of one kind that the newest state refers to."""
+        level = [self.root * PAGE_BYTES]
+        for at in level:
+            if self.u16(at + 10) == BRANCH:
+                level += [self.u32(node) * PAGE_BYTES for node in self.nodes(at)]
+        return [at for at in level if self.u16(at + 10) == flags]
+
+    @property
+    def meta(self) -> int:
+        """Offset of the meta page of the newest state."""
+        return max((struct.unpack_from("=Q", self.body, at + 144)[0], at) for at in (0, PAGE_BYTES))[1]
+
+    @property
+    def root(self) -> int:
+        """Number of the root page."""
+        return int(struct.unpack_from("=Q", self.body, self.meta + ROOT_AT)[0])
+
+    @property
+    def first_overflow(self) -> int:
+        """Number of the page at which the first record lies that is not in the tree."""
+        return self.u32(self.nodes(self.pages(LEAF)[0])[0] + 16)
+
+    def nodes(self, page_at: int) -> list[int]:
+        """Offsets of the nodes on a page."""
+        count = (self.u16(page_at + 12) - 16) // 2
+        return [page_at + self.u16(page_at + 16 + 2 * number) for number in range(count)]
+
+    def u16(self, at: int) -> int:
+        return int(struct.unpack_from("=H", self.body, at)[0])
+
+    def u32(self, at: int) -> int:
+        return int(struct.unpack_from("=I", self.body, at)[0])
+
+    def put(self, form: str, at: int, *values: int) -> None:
+        """Write numbers as struct does, in native order."""
+        struct.pack_into(f"={form}", self.body, at, *values)
+
+
+def forge(path: Path, change: Callable[[Forgery], Any], *, tree: bool = False) -> None:
+    """Replace a file by a changed one with right checksums, of the `tree` too; a new file, as a copy is."""
+    forgery = Forgery(path.read_bytes())
+    text = change(forgery)
+    if tree:
+        forgery.seal_tree()
+    path.unlink()
+    path.write_bytes(forgery.sealed(text if isinstance(text, bytes) else None))
 
 
 def rewrite(path: Path, change: Any) -> None:
@@ -309,11 +388,77 @@ OVERFLOWS: dict[str, Callable[[Forgery], Any]] = {
 }
 
 
+class Reader:
+    """A child process that opens caches and compares all samples: what ends it ends no test run."""
+
+    def __init__(self, expected: list[Any]) -> None:
+        self._expected = expected
+        self._start()
+
+    def _start(self) -> None:
+        self._job = Job(limited, self._expected)
+        self._job.answer()
+
+    def read(self, path: Path) -> str:
+        """`"right"`, `"refused"`, or `"damaged"` if samples raised; AssertionError for anything else."""
+        try:
+            answer: str = self._job.ask(read_all, str(path))
+        except EOFError:
+            answer = "the child ended, or raised what it has printed"
+            self.close()
+            self._start()  # hypothesis goes on, to find a simpler case
+        assert answer in ("right", "refused", "damaged"), answer
+        return answer
+
+    def close(self) -> None:
+        self._job.end()
+
+
+def limited(expected: list[Any]) -> tuple[list[Any], None]:
+    """Limits the memory of a child."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + SPARE_BYTES,) * 2)
+    return expected, None
+
+
+def read_all(expected: list[Any], path: str) -> str:
+    """What comes of reading a file in a child."""
+    try:
+        cache = LMDBCache(path)
+    except (CacheCorruptError, CacheMismatchError) as error:
+        return if_named(path, error, "refused")
+    answers = {"right"}
+    for start in range(0, len(expected), 5):
+        indices = np.arange(start, min(start + 5, len(expected)))
+        try:
+            batch = cache.gather(indices, np.empty)
+        except CacheCorruptError as error:
+            answers.add(if_named(path, error, "damaged"))
+            continue
+        if batch is not None:
+            assert_same_samples(batch[0].numpy(), np.stack([expected[index][0] for index in indices]))
+            assert batch[1].tolist() == indices.tolist()
+    for index, sample in enumerate(expected):
+        try:
+            assert_same_samples(cache.get(index), sample)
+        except CacheCorruptError as error:
+            answers.add(if_named(path, error, "damaged"))
+    assert cache.num_samples == len(expected)
+    cache.close()
+    return max(answers, key=("right", "damaged", "an error that does not name the file").index)
+
+
+def if_named(path: str, error: Exception, answer: str) -> str:
+    return answer if path in str(error) else "an error that does not name the file"
+
+
 @pytest.fixture(scope="module")
 def readers(caches: Caches) -> Iterator[dict[str, Reader]]:
     """A child for each cache, which reads its copies."""
-    with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(Reader(expected)) for name, (_, expected) in caches.items()}
+    found = {name: Reader(expected) for name, (_, expected) in caches.items()}
+    yield found
+    for reader in found.values():
+        reader.close()
 
 
 @pytest.mark.parametrize(
