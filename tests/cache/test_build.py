@@ -1,4 +1,4 @@
-"""build_lmdb in one process: what it reads, writes and refuses, of samples, systems and foreign files."""
+"""build_lmdb in one process: samples, systems, foreign files; what every way to build promises; kills."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import re
+import resource
+import signal
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,27 +23,37 @@ import lmdb
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from fastload.cache.build import inventory
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb, build_shard, join
 from fastload.cache.build.build_lock import lock_name, only_builder
+from fastload.cache.build.on_executor import build_on
+from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import (
     CacheBusyError,
     CacheError,
     CacheMismatchError,
     ImageReadError,
+    TooManyFailuresError,
     UnsupportedSampleError,
 )
-from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, odd
+from fastload.files import attempts
+from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd
 from tests.cache.zoo import BareImages, Collatable, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
+from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @pytest.mark.slow
@@ -341,3 +356,381 @@ def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytes
         build_lmdb(Images(4), tmp_path / "cache", num_workers=0)
     cached = CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'built'}")
     assert_same_samples(cached[3], Images(4).sample(3))
+
+
+# --- every way to build: here, by shards, by tasks, at a URL ----------------------------------------
+
+
+def here(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+    known = fingerprint_of(source)
+    return build_lmdb(source, place, shards=shards, num_workers=0, fingerprint=known, **options)
+
+
+def by_shards(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+    known, order = fingerprint_of(source), range(shards)
+    for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
+        build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
+    return join(place, max_errors=options.get("max_errors"))
+
+
+def by_tasks(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+    with ThreadPoolExecutor(1) as executor:
+        return build_on(executor, lambda: source, place, num_cpus=1, shards=shards, **options)
+
+
+def at_url(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+    build_at_url(source, place, shards=shards, num_workers=0, fingerprint=fingerprint_of(source), **options)
+    return LMDBCache(place)
+
+
+WAYS = {way.__name__: way for way in (here, by_shards, by_tasks, at_url)}
+URL = "faulty://bucket/cache"
+
+
+class Builder:
+    """One way to build, and its place."""
+
+    def __init__(self, way: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.way, self.folder, self.patch = way, folder, patch
+        self.place = URL if way == "at_url" else str(folder / "cache")
+        self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
+
+    def __call__(self, source: BrokenImages, **options: Any) -> LMDBCache:
+        cache = WAYS[self.way](source, self.place, progress=False, **options)
+        cache.close()
+        return LMDBCache(self.place)
+
+    def stopped(self, **options: Any) -> list[str]:
+        """Leave an unfinished build: the first two of three shards are finished; gives the error's notes."""
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self(BrokenImages(stop=15, **options), on_error="skip")
+        return getattr(caught.value, "__notes__", [])
+
+    def content(self) -> dict[str, bytes]:
+        """All files, but those of local copies, by their paths."""
+        local = {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        remote = {path: bytes(file.getvalue()) for path, file in FaultyFileSystem.store.items()}
+        return {path: data for path, data in (local | remote).items() if "/host/" not in path}
+
+    def plan(self, data: bytes) -> None:
+        """Replace the plan of an unfinished build."""
+        if self.way == "at_url":
+            FaultyFileSystem().pipe_file(f"{URL}/plan.json", data)
+        else:
+            Path(self.files).mkdir(exist_ok=True)
+            Path(self.files, "plan.json").write_bytes(data)
+
+    def reported(self) -> list[int]:
+        """The samples in the report."""
+        end = "/errors.jsonl" if self.way == "at_url" else ".errors.jsonl"
+        found = [data for path, data in self.content().items() if path.endswith(f"cache{end}")]
+        return [json.loads(line)["index"] for data in found for line in data.splitlines()]
+
+
+@contextlib.contextmanager
+def builder_in(folder: Path, way: str) -> Iterator[Builder]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(copies.DIRECTORY_VARIABLE, str(folder / "host"))
+        patch.setattr(attempts, "_sleep", lambda _: None)
+        register()
+        FaultyFileSystem.reset()
+        yield Builder(way, folder, patch)
+        FaultyFileSystem.reset()
+
+
+@pytest.fixture(params=WAYS)
+def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]:
+    with builder_in(tmp_path, request.param) as made:
+        yield made
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from([*WAYS]),
+    st.sampled_from(["raw", "png"]),
+    st.integers(1, 9000),
+    st.integers(0, 13),
+    st.integers(1, 6),
+    st.sets(st.integers(1, 12), max_size=3),
+    st.sets(st.integers(0, 12), max_size=4),
+    st.lists(st.sampled_from([raising(ConnectionError("reset")), cut]), max_size=4),
+)
+@settings(max_examples=50)
+def test_any_stops_and_faults_give_the_readable_samples(
+    way: str,
+    codec: str,
+    commit_bytes: int,
+    num_samples: int,
+    shards: int,
+    stops: set[int],
+    bad: set[int],
+    faults: list[Any],
+) -> None:
+    """Builds that end early and are run again, in any order of shards, give every readable sample."""
+    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards, "codec": codec}
+    bad = {index for index in bad if index < num_samples}
+    with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
+        build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+        FaultyFileSystem.faults[".lmdb"] = faults
+        for stop in sorted(stops - bad):
+            if stop < num_samples:
+                with contextlib.suppress(KeyboardInterrupt):  # its shard is finished, maybe
+                    build(BrokenImages(num_samples, stop=stop, bad=bad), **options)
+        cache = build(BrokenImages(num_samples, bad=bad), **options)
+
+        assert [index for index in range(num_samples) if index not in cache] == sorted(bad)
+        for index in range(num_samples):
+            assert_same_samples(cache.get(index), None if index in bad else BrokenImages().sample(index))
+        assert cache.verify() == []
+        assert build.reported() == sorted(bad)
+        assert not [path for path in build.content() if ".partial" in path]
+        cache.close()
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
+    """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
+    builder(BrokenImages(version=version))
+    before, again = builder.content(), BrokenImages(version=version)
+    assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
+    assert builder.content() == before
+    if builder.way in ("here", "by_shards"):
+        assert sum(again.reads) == (version is None) * (1 if builder.way == "here" else 3)
+    elif builder.way == "at_url":
+        assert sum(again.reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*((way, way) for way in WAYS), ("here", "by_shards"), ("here", "by_tasks"), ("by_shards", "here")],
+)
+def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: Path) -> None:
+    """A build goes on with those that are missing, but for samples that it compares, whoever began it."""
+    with builder_in(tmp_path, first) as one, builder_in(tmp_path, second) as other:
+        assert f"Finished shards are kept at {one.files.rstrip('/')}: build again to resume" in one.stopped()
+        again = BrokenImages()
+        assert other(again).verify() == []
+        assert again.reads[1:9] + again.reads[10:13] == [0] * 11
+        assert min(again.reads[13:]) == 1
+
+
+DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
+    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
+    (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
+    (BrokenImages(version="2"), {}, '"2" here and "1" there'),
+    (BrokenImages(shift=1), {}, "content of sample 0 is"),
+]
+
+
+@pytest.mark.parametrize("state", ["finished", "unfinished"])
+def test_a_build_of_other_samples_or_settings_is_refused(state: str, builder: Builder) -> None:
+    """The error says what differs and what to do, and nothing is changed."""
+    builder(BrokenImages(version="1")) if state == "finished" else builder.stopped(version="1")
+    before = builder.content()
+    for source, options, said in DIFFERENCES:
+        with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|use a different URL)"):
+            builder(source, **options)
+    assert builder.content() == before
+
+
+def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
+    """It is never replaced: it may be that of another release, which is at work elsewhere."""
+    builder.stopped()
+    good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
+    for data in (
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 1, "plan": 5}'),
+        good.replace(b'"num_samples": 20', b'"num_samples": -20'),
+        good.replace(b'"codec"', b'"coder"'),
+        good.replace(b'"version": 1', b'"version": 9'),
+    ):
+        builder.plan(data)
+        before = builder.content()
+        with pytest.raises(CacheError, match=rf"{builder.place}.*(plan\.json is damaged|format 9)"):
+            builder(BrokenImages())
+        assert builder.content() == before
+
+
+def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Builder) -> None:
+    """The error names the sample and what is kept; finished shards are not built again."""
+    kind = CacheError if builder.way == "by_tasks" else ImageReadError
+    with pytest.raises(kind, match=r"14\.jpg") as caught:
+        builder(BrokenImages(bad=[14]))
+    said = "\n".join([str(caught.value), *caught.value.__notes__])
+    again = BrokenImages(bad=[14])
+    assert "in sample 14 of the dataset" in said
+    assert 'on_error="skip"' in said
+    assert f"Finished shards are kept at {builder.files.rstrip('/')}" in said
+    assert builder(again, on_error="skip").num_cached == 19
+    assert (again.reads[1:9], builder.reported()) == ([0] * 8, [14])
+
+
+def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
+    """One sample of each shard is left out; two may be, none by default, and a larger limit is enough."""
+    bad, options = BrokenImages(bad=[1, 8, 19]), {"on_error": "skip"}
+    with pytest.raises(TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
+        builder(bad, max_errors=2, **options)
+    with pytest.raises(FileNotFoundError):
+        LMDBCache(builder.place)
+    with pytest.raises(CacheError, match=r"leaves out \d samples"):
+        builder(BrokenImages())
+    assert builder(bad, max_errors=0.15, **options).num_cached == 17
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "makedirs", "rename"])
+def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Builder) -> None:
+    """The error says that a file could not be written, and the build goes on where there is room."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for begin in (lambda: None, lambda: builder.stopped(bad=[3]))[: 1 + (call in ("fsync", "rename"))]:
+        begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, call, refuse)
+            with pytest.raises(CacheError, match=r"cannot write .*No space left"):
+                builder(BrokenImages(bad=[3]), on_error="skip")
+
+    assert builder(BrokenImages(bad=[3]), on_error="skip").num_cached == 19
+    assert not [path for path in builder.content() if ".partial" in path]
+
+
+@pytest.mark.parametrize("builder", ["here", "by_shards", "by_tasks"], indirect=True)  # URLs have digests
+@pytest.mark.parametrize("damage", ["cut", "of another build", "its report"])
+def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path: Path) -> None:
+    """A shard is taken over whole, of the same build, and with the reasons of what it leaves out."""
+    builder.stopped(bad=[3])
+    shard = Path(builder.files, "00000-of-00003.lmdb")
+    if damage == "its report":
+        lines = b'{"index": "x", "path": null, "type": "", "reason": ""}', b"[" * 100_000, b"5", b"\xff"
+        shard.with_name("00000-of-00003.errors.jsonl").write_bytes(b"\n".join(lines))
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-5])
+    else:
+        (tmp_path / "other").mkdir()
+        other = Builder("here", tmp_path / "other", builder.patch)
+        other.stopped(bad=[3])
+        shard.write_bytes(Path(other.files, shard.name).read_bytes())
+    again = BrokenImages(bad=[3])
+
+    cache = builder(again, on_error="skip")
+
+    assert (cache.num_cached, cache.verify(), builder.reported()) == (19, [], [3])
+    assert min(again.reads[1:6]) == 1
+    assert again.reads[6:9] == [0] * 3
+
+
+# --- killed builds -------------------------------------------------------------------------------------
+
+
+PACKAGE = str(Path(lmdb_writer.__file__).parent)
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"shards": 3},
+    {"on_error": "skip", "max_errors": 1.0},
+    {"on_error": "skip", "max_errors": 1.0, "shards": 4, "codec": "png"},
+]
+
+
+def dataset_for(settings: Mapping[str, Any]) -> Images:
+    """Ragged images, or some that cannot be read where these are left out."""
+    return BrokenImages(24, bad=[3, 4, 11, 23]) if "on_error" in settings else RaggedImages(24)
+
+
+def build(path: Path, settings: Mapping[str, Any], dataset: Images | None = None) -> Any:
+    """In this process, so that there is one to kill."""
+    return build_lmdb(dataset or dataset_for(settings), path, num_workers=0, progress=False, **settings)
+
+
+def build_and_check(path: Path, settings: Mapping[str, Any], dataset: Images) -> None:
+    """The cache equals its source."""
+    cache, bad = build(path, settings, dataset), getattr(dataset, "bad", ())
+    assert cache.verify() == []
+    for index in range(len(dataset)):
+        assert_same_samples(cache.get(index), None if index in bad else dataset.sample(index))
+
+
+class Countdown:
+    """Kills its process just before a certain call that the cache's code makes to the system or to C."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.calls -= 1
+            if self.calls < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_calls(path: Path, settings: Mapping[str, Any]) -> int:
+    """How many such calls a whole build makes, once what is computed once is there."""
+    build(path.with_name("warm"), settings)
+    counter = Countdown(1 << 40)
+    sys.setprofile(counter)
+    try:
+        build(path, settings)
+    finally:
+        sys.setprofile(None)
+    return (1 << 40) - counter.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["before a call", "in a write"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_a_build_that_was_killed_is_completed_by_the_next(
+    number: int, seed: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any call of the cache's code, or in LMDB's own writes, which may be cut short at any size."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
+    settings, chance = SETTINGS[number], random.Random(10 * number + seed)
+    total = count_calls(tmp_path / "counted", settings)
+    for turn in range(6):
+        path = tmp_path / f"cache{turn}"
+        # Now and then right at the end, where files are renamed and removed.
+        at = total - chance.randrange(5, 60) if turn % 3 == 0 else chance.randrange(total)
+
+        def killed(path: Path = path, at: int = at, turn: int = turn) -> None:
+            if way == "before a call":
+                sys.setprofile(Countdown(at))
+                build(path, settings)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL if turn % 2 else signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 * at, 64 * at))
+            try:
+                build(path, settings)
+            except CacheError as error:  # what the system cuts short, LMDB reports
+                said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+                is_kept = Path(f"{path}.partial/plan.json").exists()
+                assert "cannot write the cache" in said
+                assert "`ulimit -f`" in said
+                assert ("build again to resume" in said) == is_kept
+
+        code = exit_codes(killed)[0]
+        expected = [-signal.SIGKILL] if way == "before a call" else [0, -signal.SIGXFSZ]
+        assert code in expected, f"turn {turn}, call {at} of {total}"
+        build_and_check(path, settings, dataset_for(settings))
+        # Killed at its very end, a build leaves small files that are in nobody's way.
+        left = {name for name in os.listdir(tmp_path) if f"cache{turn}" in name}
+        known = {f"cache{turn}", f"cache{turn}.errors.jsonl", f".cache{turn}.fastload-lock"}
+        assert left - {f"cache{turn}.partial"} <= known, f"turn {turn}, call {at} of {total}"
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that is killed while its workers live is followed at once: they hold no lock."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
+    path, worker = tmp_path / "cache", tmp_path / "worker"
+
+    def kill_builder() -> None:
+        worker.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    dataset = Calling(400, 300, kill_builder)
+    assert exit_codes(lambda: build_lmdb(dataset, path, num_workers=1)) == [-signal.SIGKILL]
+    try:
+        build_and_check(path, {}, Images(400))
+    finally:
+        os.kill(int(worker.read_text()), signal.SIGKILL)
