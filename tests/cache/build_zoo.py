@@ -69,6 +69,15 @@ def odd() -> None:
     raise OddError("an odd picture", 7)
 
 
+def refusing(number: int) -> Callable[..., Any]:
+    """A call that the system refuses."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
 def die() -> None:
     """Ends its process."""
     os.kill(os.getpid(), signal.SIGKILL)

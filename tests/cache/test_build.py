@@ -47,7 +47,7 @@ from fastload.errors import (
     UnsupportedSampleError,
 )
 from fastload.files import attempts
-from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd
+from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Collatable, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
@@ -447,10 +447,9 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 @pytest.mark.slow
 @given(
     st.sampled_from([*WAYS]),
-    st.sampled_from(["raw", "png"]),
+    st.fixed_dictionaries({"shards": st.integers(1, 6), "codec": st.sampled_from(["raw", "png"])}),
     st.integers(1, 9000),
     st.integers(0, 13),
-    st.integers(1, 6),
     st.sets(st.integers(1, 12), max_size=3),
     st.sets(st.integers(0, 12), max_size=4),
     st.lists(st.sampled_from([raising(ConnectionError("reset")), cut]), max_size=4),
@@ -458,16 +457,15 @@ def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]
 @settings(max_examples=50)
 def test_any_stops_and_faults_give_the_readable_samples(
     way: str,
-    codec: str,
+    made: Any,
     commit_bytes: int,
     num_samples: int,
-    shards: int,
     stops: set[int],
     bad: set[int],
     faults: list[Any],
 ) -> None:
     """Builds that end early and are run again, in any order of shards, give every readable sample."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards, "codec": codec}
+    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, **made}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
         build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
@@ -580,14 +578,10 @@ def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
 @pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "makedirs", "rename"])
 def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Builder) -> None:
     """The error says that a file could not be written, and the build goes on where there is room."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     for begin in (lambda: None, lambda: builder.stopped(bad=[3]))[: 1 + (call in ("fsync", "rename"))]:
         begin()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, call, refuse)
+            patch.setattr(os, call, refusing(errno.ENOSPC))
             with pytest.raises(CacheError, match=r"cannot write .*No space left"):
                 builder(BrokenImages(bad=[3]), on_error="skip")
 

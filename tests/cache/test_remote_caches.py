@@ -30,7 +30,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files import attempts
-from tests.cache.build_zoo import BrokenImages, Calling, exit_codes
+from tests.cache.build_zoo import BrokenImages, Calling, exit_codes, refusing
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register, until_set
@@ -56,9 +56,25 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> str:
-    """The URL of a store that other processes see, too."""
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a store that other processes see, too; each read of a shard is a line of a file."""
+    inner = LocalFileSystem.cat_file
+
+    def cat_file(fs: Any, path: str, *args: Any, **options: Any) -> Any:
+        if path.endswith(".lmdb"):
+            with open(tmp_path / "log", "a") as file:
+                file.write(f"{path}\n")
+        return inner(fs, path, *args, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", cat_file)
     return f"local://{tmp_path}/store/train"
+
+
+def num_read(log: Path, url: str, num_processes: int = 1) -> int:
+    """How many shards these processes read that open a cache at the same time."""
+    log.unlink(missing_ok=True)
+    assert exit_codes(*[lambda: exit(LMDBCache(url).get(19)[1] - 19)] * num_processes) == [0] * num_processes
+    return log.read_bytes().count(b"\n")
 
 
 def build(dataset: Any = None, url: str = URL, **options: Any) -> tuple[Manifest, bool]:
@@ -422,11 +438,8 @@ def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the variable; with more space the download goes on."""
     build()
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
+        patch.setattr(os, "fsync", refusing(errno.ENOSPC))
         with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names a diff"):
             LMDBCache(URL)
     copy_of()
@@ -449,29 +462,10 @@ def test_a_manifest_with_any_damage_is_refused_or_names_its_shards(position: int
 # --- several processes -----------------------------------------------------------------------------------
 
 
-def log_reads(log: Path) -> None:
-    """Write a line for each read of a shard, in this process and its children."""
-    inner = LocalFileSystem.cat_file
-
-    def cat_file(fs: Any, path: str, *args: Any, **options: Any) -> Any:
-        if path.endswith(".lmdb"):
-            with open(log, "a") as file:
-                file.write(f"{path}\n")
-        return inner(fs, path, *args, **options)
-
-    LocalFileSystem.cat_file = cat_file
-
-
-def open_it(url: str, log: Path) -> None:
-    log_reads(log)
-    assert LMDBCache(url).get(19)[1] == 19
-
-
 def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -> None:
     """One downloads, and the others wait for it."""
     build(url=store)
-    assert exit_codes(*[functools.partial(open_it, store, tmp_path / "log")] * 3) == [0] * 3
-    assert len((tmp_path / "log").read_text().splitlines()) == 3
+    assert num_read(tmp_path / "log", store, 3) == 3
     assert len(copied()) == 1
 
 
@@ -537,8 +531,7 @@ def test_a_download_or_a_build_that_was_killed_continues(
     assert kept == (max(0, calls - 1) if is_download else 0)  # one call reads the manifest
 
     build(url=store, shards=None)
-    assert exit_codes(functools.partial(open_it, store, tmp_path / "log")) == [0]
-    assert len((tmp_path / "log").read_text().splitlines()) == (6 - kept if is_download else 3)
+    assert num_read(tmp_path / "log", store) == (6 - kept if is_download else 3)
     copy_of(store)
     assert [name for name in copied() if "." in name] == []
     assert kept_builds(cache_dir) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
 import logging
 import multiprocessing
 import os
@@ -26,9 +25,10 @@ from fastload.files.remote import RemoteFolder
 from tests.files.conftest import png
 from tests.kit.datasets import Made
 from tests.kit.remote import meet, raising, until_set, upload
+from tests.kit.stalling import Stalling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.kit.remote import FaultyFileSystem
@@ -342,40 +342,11 @@ def test_a_file_url_is_a_path(local: Path) -> None:
 # --- links that lead elsewhere ---------------------------------------------------------------------------
 
 
-class Page(http.server.BaseHTTPRequestHandler):
-    """Pages of links, of a server that knows them by path, and keeps the paths as they were asked for."""
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        server: Any = self.server
-        server.asked.append(self.path)
-        links = server.links.get(self.path.rstrip("/"))
-        if links is None:
-            self.send_error(404)
-            return
-        body = "".join(f'<a href="{link}">x</a>\n' for link in links).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-@pytest.fixture
-def pages() -> Iterator[Any]:
-    """A server of a folder `pub` with the class `a`, beside the folder `private`."""
-    server: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
-    with server:
-        server.daemon_threads, server.asked = True, []
-        server.url = f"http://127.0.0.1:{server.server_address[1]}"
-        server.links = {"/pub": ["a/"], "/pub/a": ["0.png"], "/private": ["secret.png"]}
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def write_pages(folder: Path, pages: dict[str, list[str]]) -> None:
+    """Puts pages of links at these paths of the web server of a folder."""
+    for path, links in pages.items():
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        (folder / path / "index.html").write_text("".join(f'<a href="{link}">x</a>\n' for link in links))
 
 
 @pytest.mark.parametrize(
@@ -390,29 +361,31 @@ def pages() -> Iterator[Any]:
         *("./", "%2e/", "", "/pub/a/", "gone/"),
     ],
 )
-def test_links_that_lead_out_of_the_folder_are_not_followed(link: str, pages: Any) -> None:
+def test_links_that_lead_out_of_the_folder_are_not_followed(link: str, tmp_path: Path) -> None:
     """Neither while the folder is listed, nor as a sample; the list of files can be saved and read."""
-    link = link.replace("{url}", pages.url).replace("{https}", pages.url.replace("http:", "https:"))
-    for page in ("/pub", "/pub/a"):
-        pages.links[page].append(link)
-    classes, files = RemoteFolder(f"{pages.url}/pub").list_files()
+    with Stalling(tmp_path) as server:
+        link = link.replace("{url}", server.url).replace("{https}", server.url.replace("http:", "https:"))
+        write_pages(tmp_path, {"pub": ["a/", link], "pub/a": ["0.png", link], "private": ["secret.png"]})
+        classes, files = RemoteFolder(f"{server.url}/pub").list_files()
+        asked = [path for path, _ in server.requests]
     assert [name for name in classes if name not in ("gone", "x")] == ["a"]
     assert [file.name for file in files if file.name.endswith(".png")] == ["a/0.png"]
     assert from_bytes(to_bytes(classes, files))[1:] == (classes, sorted(files))
-    assert [path for path in pages.asked if not path.startswith("/pub")] == []
-    assert [path for path in pages.asked if ".." in unquote(path)] == []
+    assert [path for path in asked if not path.startswith("/pub") or ".." in unquote(path)] == []
 
 
 @pytest.mark.parametrize(
     ("place", "links"),
     [
-        ("", {"": ["a/", "//127.0.0.2/1.png"], "/a": ["0.png", "//127.0.0.2/b/"]}),
-        ("/pub", {"/pub": ["./", "./a/"], "/pub/a": ["./", "./0.png"]}),
+        ("", {"": ["a/", "//127.0.0.2/1.png"], "a": ["0.png", "//127.0.0.2/b/"]}),
+        ("/pub", {"pub": ["./", "./a/"], "pub/a": ["./", "./0.png"]}),
     ],
 )
-def test_only_links_below_a_page_are_followed(place: str, links: dict[str, Any], pages: Any) -> None:
+def test_only_links_below_a_page_are_followed(place: str, links: dict[str, Any], tmp_path: Path) -> None:
     """Not those to another host, which look like paths; `./name` is the name, as some servers write it."""
-    pages.links = links
-    classes, files = RemoteFolder(f"{pages.url}{place}").list_files()
+    write_pages(tmp_path, links)
+    with Stalling(tmp_path) as server:
+        classes, files = RemoteFolder(f"{server.url}{place}").list_files()
+        asked = {normpath(path) for path, _ in server.requests}
     assert (classes, [file.name for file in files]) == (["a"], ["a/0.png"])
-    assert {normpath(path) for path in pages.asked} == {normpath(f"{page}/") for page in links}
+    assert asked == {normpath(f"/{page}") for page in links}
