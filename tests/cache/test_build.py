@@ -159,8 +159,6 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
     assert cache.gather(np.array([4, 5]), np.empty) is None
     assert sorted(os.listdir(tmp_path)) == ["cache", "cache.errors.jsonl"]
     assert build_lmdb(dataset, tmp_path / "cache").num_cached == 8  # compared without sample 0
-    with pytest.raises(CacheMismatchError, match="number of samples"):
-        build_lmdb(BrokenImages(13, bad=[0]), tmp_path / "cache")
 
 
 def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:

@@ -260,21 +260,20 @@ def test_exact_codecs_are_exact(shape: tuple[int, ...], way: tuple[str, int]) ->
     assert not back["image"].flags.writeable
 
 
-@pytest.mark.parametrize("codec", ["jpeg", "webp"])
-def test_lossy_codecs_are_close(codec: str) -> None:
+def test_lossy_codecs_are_close() -> None:
     """A photograph survives with a small mean error, in far fewer bytes; in fewer with less quality."""
     image = np.ascontiguousarray(photographs.astronaut())
-    text = record(image, codec)
-    back = decode(text)
-    assert (back.shape, back.dtype) == (image.shape, image.dtype)
-    assert 0 < np.abs(back.astype(int) - image).mean() < 3
-    assert len(record(image, codec, 30)) < len(text) < image.nbytes / 3
+    for codec in ("jpeg", "webp"):
+        text = record(image, codec)
+        back = decode(text)
+        assert (back.shape, back.dtype) == (image.shape, image.dtype)
+        assert 0 < np.abs(back.astype(int) - image).mean() < 3
+        assert len(record(image, codec, 30)) < len(text) < image.nbytes / 3
 
 
 def test_jpegs_have_tiles() -> None:
     """Restart markers change no pixel, take 1% more, and let a crop decode a part of the record."""
-    image = np.ascontiguousarray(photographs.astronaut())
-    plain = io.BytesIO()
+    image, plain = np.ascontiguousarray(photographs.astronaut()), io.BytesIO()
     Image.fromarray(image).save(plain, "JPEG", quality=95)
     file = encode_image("jpeg", image, 95)
     np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
