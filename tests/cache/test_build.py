@@ -23,6 +23,7 @@ import lmdb
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
@@ -359,25 +360,24 @@ def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytes
 # --- every way to build: here, by shards, by tasks, at a URL ----------------------------------------
 
 
-def here(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
-    known = fingerprint_of(source)
-    return build_lmdb(source, place, shards=shards, num_workers=0, fingerprint=known, **options)
+def here(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
+    return build_lmdb(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
 
 
-def by_shards(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def by_shards(source: BrokenImages, place: str, *, shards: int, **options: Any) -> LMDBCache:
     known, order = fingerprint_of(source), range(shards)
     for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
         build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
     return join(place, max_errors=options.get("max_errors"))
 
 
-def by_tasks(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
+def by_tasks(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
     with ThreadPoolExecutor(1) as executor:
-        return build_on(executor, lambda: source, place, num_cpus=1, shards=shards, **options)
+        return build_on(executor, lambda: source, place, num_cpus=1, **options)
 
 
-def at_url(source: BrokenImages, place: str, *, shards: int = 3, **options: Any) -> LMDBCache:
-    build_at_url(source, place, shards=shards, num_workers=0, fingerprint=fingerprint_of(source), **options)
+def at_url(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
+    build_at_url(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
     return LMDBCache(place)
 
 
@@ -394,8 +394,7 @@ class Builder:
         self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
 
     def __call__(self, source: BrokenImages, **options: Any) -> LMDBCache:
-        cache = WAYS[self.way](source, self.place, progress=False, **options)
-        cache.close()
+        WAYS[self.way](source, self.place, progress=False, **{"shards": 3, **options}).close()
         return LMDBCache(self.place)
 
     def stopped(self, **options: Any) -> list[str]:
@@ -412,11 +411,8 @@ class Builder:
 
     def plan(self, data: bytes) -> None:
         """Replace the plan of an unfinished build."""
-        if self.way == "at_url":
-            FaultyFileSystem().pipe_file(f"{URL}/plan.json", data)
-        else:
-            Path(self.files).mkdir(exist_ok=True)
-            Path(self.files, "plan.json").write_bytes(data)
+        fs = FaultyFileSystem() if self.way == "at_url" else LocalFileSystem()
+        fs.pipe_file(f"{self.files}plan.json", data)
 
     def reported(self) -> list[int]:
         """The samples in the report."""

@@ -109,10 +109,6 @@ def test_join_and_lists_name_what_is_missing(tmp_path: Path) -> None:
         join(path)
     for shard in (0, 1, 3, 4, 5):
         shard_of(Images(20), path, shard, 7)
-    command = f"fastload cache build-shard SOURCE {path}"
-    missing = r"^2 of 7 shards are missing or damaged: 3, 7\. .*"
-    with pytest.raises(CacheError, match=rf"{missing}'{command} 3/7', then join again"):
-        join(path)
     with pytest.raises(ValueError, match="max_errors"):
         join(path, max_errors=-1)
     for problem in ("2 of 7 shards are missing: run the build", "all 7 shards are built: run 'fastload"):
@@ -123,7 +119,8 @@ def test_join_and_lists_name_what_is_missing(tmp_path: Path) -> None:
             shard_of(Images(20), path, shard, 7)
     assert join(path).verify() == []
     shard_of(Images(500), tmp_path / "other", 4, 500)
-    with pytest.raises(CacheError, match=r"^499 of 500 shards are missing or damaged: 1, .*, \.\.\.\. Build"):
+    command = f"'fastload cache build-shard SOURCE {tmp_path}/other 1/500', then join again"
+    with pytest.raises(CacheError, match=rf"^499 of 500 shards are .*: 1, .*, \.\.\.\. Build.*{command}"):
         join(tmp_path / "other")
 
 
