@@ -18,7 +18,7 @@ from fastload.cache.lmdb.manifest import remote_files
 from fastload.cli.main import app
 from fastload.files import attempts
 from fastload.files.remote import RemoteFolder
-from tests.files.conftest import png
+from tests.files.conftest import png, write_images
 from tests.kit import servers
 from tests.kit.stalling import Stalling
 
@@ -44,10 +44,7 @@ def values(loader: Any) -> list[int]:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of the web server; a file lies beside the classes."""
     root = tmp_path_factory.mktemp("served")
-    for i in range(SIZE):
-        (root / f"train/class{i // 10}").mkdir(parents=True, exist_ok=True)
-        (root / f"train/class{i // 10}/{i:02}.png").write_bytes(png(i))
-    (root / "train/notes.txt").write_text("beside the classes")
+    (write_images(root / "train", SIZE) / "notes.txt").write_text("beside the classes")
     return root
 
 
