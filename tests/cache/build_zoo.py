@@ -88,10 +88,10 @@ def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:
     children = [multiprocessing.get_context("fork").Process(target=function) for function in functions]
     for child in children:
         child.start()
+    codes = []
     for child in children:
         child.join()
-    codes = [child.exitcode for child in children]
-    for child in children:
+        codes.append(child.exitcode)
         child.close()
     return codes
 

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 
+SKIP: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "method", "shards", "num_samples"),
@@ -147,8 +150,7 @@ def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> N
 def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
     """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
     dataset = BrokenImages(12, bad=[0, 5, 6, 11])
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, "shards": shards}
-    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, **options)
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, shards=shards, **SKIP)
     lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
 
     assert cache.stored_indices is not None
@@ -164,15 +166,14 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
 
 def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:
     """Its sample is not skipped; nothing is left, and nothing said, if no sample was built before."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0}
     kept = f"Finished shards are kept at {tmp_path}/cache.partial: build again to resume"
     for notes in ([], [kept]):
         with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
-            build_lmdb(Calling(12, 7, die), tmp_path / "cache", num_workers=1, **options)
+            build_lmdb(Calling(12, 7, die), tmp_path / "cache", num_workers=1, **SKIP)
         assert getattr(caught.value, "__notes__", []) == notes
         assert os.listdir(tmp_path) == ["cache.partial"] * len(notes)
         with contextlib.suppress(KeyboardInterrupt):
-            build_lmdb(BrokenImages(12, stop=5), tmp_path / "cache", num_workers=0, shards=3, **options)
+            build_lmdb(BrokenImages(12, stop=5), tmp_path / "cache", num_workers=0, shards=3, **SKIP)
 
 
 UNSUPPORTED = Made(lambda index: {1, 2} if index == 3 else index)
@@ -247,7 +248,7 @@ def test_mixed_shapes_are_told_with_an_example_and_the_fix(
 def test_equal_shapes_are_not_mentioned(dataset: Any, tmp_path: Path, caplog: Any, capfd: Any) -> None:
     """Where default_collate works a build logs its rate alone, and draws nothing without a terminal."""
     with caplog.at_level(logging.INFO, "fastload"):
-        build_lmdb(dataset, tmp_path / "x", num_workers=0, on_error="skip", max_errors=1.0).close()
+        build_lmdb(dataset, tmp_path / "x", num_workers=0, **SKIP).close()
     if not isinstance(dataset, BrokenImages):
         default_collate([dataset[index] for index in range(len(dataset))])
     assert "different shapes" not in caplog.text
@@ -459,7 +460,7 @@ def test_any_stops_and_faults_give_the_readable_samples(
     faults: list[Any],
 ) -> None:
     """Builds that end early and are run again, in any order of shards, give every readable sample."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0, **made}
+    options: dict[str, Any] = {**SKIP, **made}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
         build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
@@ -612,12 +613,7 @@ def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path:
 
 
 PACKAGE = str(Path(lmdb_writer.__file__).parent)
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"shards": 3},
-    {"on_error": "skip", "max_errors": 1.0},
-    {"on_error": "skip", "max_errors": 1.0, "shards": 4, "codec": "png"},
-]
+SETTINGS: list[dict[str, Any]] = [{}, {"shards": 3}, SKIP, {**SKIP, "shards": 4, "codec": "png"}]
 
 
 def dataset_for(settings: Mapping[str, Any]) -> Images:

@@ -38,17 +38,11 @@ from fastload.nested.tree import HiddenMemoryError, detached, leaves, outline
 from tests.cache.zoo import Everything, Pair, Triple
 from tests.kit.batches import assert_same_samples
 
-_DTYPES = st.one_of(
-    npst.boolean_dtypes(),
-    npst.integer_dtypes(endianness="?"),
-    npst.unsigned_integer_dtypes(endianness="?"),
-    npst.floating_dtypes(endianness="?"),
-    npst.complex_number_dtypes(),
-    npst.datetime64_dtypes(),
-    npst.timedelta64_dtypes(),
-    npst.byte_string_dtypes(min_len=1),
-    npst.unicode_string_dtypes(min_len=1),
-    npst.array_dtypes(npst.integer_dtypes(), min_size=1, max_size=3),
+_DTYPES = (
+    npst.scalar_dtypes()
+    | npst.byte_string_dtypes(min_len=1)
+    | npst.unicode_string_dtypes(min_len=1)
+    | npst.array_dtypes(npst.integer_dtypes(), min_size=1, max_size=3)
 )
 _ARRAYS = _DTYPES.flatmap(
     lambda dtype: npst.arrays(dtype, npst.array_shapes(min_dims=0, min_side=0, max_side=4))
@@ -58,17 +52,9 @@ _TENSORS = st.tuples(
     st.lists(st.integers(0, 4), max_size=3),
 ).map(lambda made: torch.arange(int(np.prod(made[1]))).reshape(made[1]).to(TENSOR_DTYPES[made[0]]))
 _TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates too
-_LEAVES = st.one_of(
-    _ARRAYS,
-    _TENSORS,
-    _DTYPES.flatmap(npst.from_dtype).filter(lambda value: isinstance(value, np.generic)),
-    st.integers(),
-    st.floats(),
-    st.booleans(),
-    _TEXT,
-    st.binary(),
-    st.none(),
-)
+_SCALARS = _DTYPES.flatmap(npst.from_dtype).filter(lambda value: isinstance(value, np.generic))
+_PLAIN = st.integers() | st.floats() | st.booleans() | st.binary() | st.none() | _TEXT
+_LEAVES = _ARRAYS | _TENSORS | _SCALARS | _PLAIN
 
 
 def nests(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

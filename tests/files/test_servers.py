@@ -193,7 +193,7 @@ def run(*words: str) -> Any:
 
 
 def test_commands_build_and_manage_a_cache(host: Path) -> None:
-    """Building again finds it; `info` downloads nothing, `verify` makes a copy; `ls` and `rm` take it."""
+    """Built again it is found; `info` downloads nothing, `verify` makes a copy; `ls` and `rm` take it."""
     url, copies = "s3://photos/caches/built", host / f"copies-{os.getuid()}"
     command = ("build", "s3://photos/train", url, "--shards", "3", "--workers", "1")
     built = run(*command)
@@ -207,10 +207,11 @@ def test_commands_build_and_manage_a_cache(host: Path) -> None:
     verified = run("verify", url)
     assert verified["num_damaged"] == 0
     listed = run("ls", str(copies))["disk"]
-    assert [(one["path"], one["state"]) for one in listed] == [(verified["path"], "finished")]
+    copy = verified["path"]
+    assert [(one["path"], one["state"], one["url"]) for one in listed] == [(copy, "finished", url)]
     assert run("ls")["copies"]["number"] == 1
     assert f"{copies}' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
-    run("rm", verified["path"], "--yes")
+    run("rm", copy, "--yes")
     assert os.listdir(copies) == []
 
 
