@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 class BrokenImages(Images):
-    """Images; those of `bad` cannot be read, Ctrl-C comes at `stop`, and `shift` is added to each pixel.
-
-    Its fingerprint is `version`.
-    """
+    """Images: those of `bad` cannot be read, Ctrl-C comes at `stop`, `shift` is added; `version` is known."""
 
     def __init__(
         self, num_samples: int = 20, *, bad: Any = (), stop: int = -1, version: Any = None, shift: int = 0

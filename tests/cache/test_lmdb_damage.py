@@ -433,7 +433,6 @@ def test_records_at_each_other_s_place_raise(path: Path) -> None:
     """A record that lies under another's key raises when it is read, with its index."""
     forge(path, lambda it: _of_leaves("Q", 16, it.first_overflow)(it), tree=True)
     cache = LMDBCache(path)
-
     assert_same_samples(cache.get(0), Images(20).sample(0))
     with pytest.raises(CacheCorruptError, match="sample 5: a different record"):
         cache.get(5)

@@ -82,7 +82,6 @@ def test_round_trip(sample: Any) -> None:
     text = encode(sample)
     found = decode(text)
     start = np.frombuffer(text, np.uint8).__array_interface__["data"][0]
-
     assert_same_samples(found, sample)
     assert text == encode(sample)  # two of them can be compared
     for array in leaves(found):
@@ -275,7 +274,6 @@ def test_jpegs_may_stay_undecoded() -> None:
     for codec in CODECS:
         text = record(sample, codec)
         expected, found = decode(text), decode(text, undecoded=True)
-
         assert (type(found["large"]) is EncodedImage) == (codec == "jpeg")
         assert_same_samples(decode_images(found), expected)
         assert type(found["small"]) is type(found["mask"]) is np.ndarray

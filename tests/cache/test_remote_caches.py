@@ -430,7 +430,6 @@ def test_a_forged_manifest_is_refused() -> None:
 def test_a_full_disk_ends_a_download(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the variable; with more space the download goes on."""
     build()
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", refusing(errno.ENOSPC))
         with pytest.raises(CacheError, match=r"No space left on device.*FASTLOAD_CACHE_DIR names a diff"):

@@ -18,17 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from fastload import errors
 from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb, build_shard, join
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
 from fastload.cache.fingerprint import Fingerprint
-from fastload.errors import (
-    CacheBusyError,
-    CacheError,
-    CacheMismatchError,
-    RandomDatasetError,
-    TooManyFailuresError,
-)
+from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, TooManyFailuresError
 from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages, Calling, die, exit_codes, odd, refusing
 from tests.cache.zoo import Everything, Images, RandomImages
@@ -88,7 +83,6 @@ def test_building_and_joining_twice_is_harmless(tmp_path: Path) -> None:
     """Three samples make three shards, whatever number was asked for; a second call builds or joins none."""
     path = tmp_path / "cache"
     built = [shard_of(Images(3), path, shard, 8) for shard in [*range(8), 1]]
-
     assert [one.num_samples for one in built] == [1, 1, 1, 0, 0, 0, 0, 0, 1]
     assert [one.was_built for one in built] == [True] * 3 + [False] * 6
     assert built[8].nbytes == built[1].nbytes > 0
@@ -232,7 +226,6 @@ def test_a_file_system_without_locks_and_hard_links(tmp_path: Path, monkeypatch:
         shard_of(Images(6), tmp_path / "cache", shard, 2)
     with caplog.at_level(logging.INFO, "fastload"):
         assert join(tmp_path / "cache").verify() == []
-
     assert "not locked, because" in caplog.text
     assert os.listdir(tmp_path) == ["cache"]
     inventory.remove(str(tmp_path / "cache"))
@@ -370,26 +363,23 @@ def test_a_build_above_max_errors_ends_at_once(executors: Any, bad: list[int], t
 
 def test_a_disk_that_is_full_once_is_tried_again(executors: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The executor repeats such a task; if it never passes, the error says so."""
-    real = os.rename
-    refused = []
+    real, left = os.rename, [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
 
-    def refuse_once(*args: Any, **options: Any) -> None:
-        if "00001-of" in str(args[1]) and (not refused or always):
-            refused.append(args[0])
-            raise OSError(28, os.strerror(28))
-        real(*args, **options)
+    def refuse(*args: Any) -> None:
+        if "00001-of" in str(args[1]) and left:
+            raise left.pop()
+        real(*args)
 
-    always = False
-    monkeypatch.setattr(os, "rename", refuse_once)
+    monkeypatch.setattr(os, "rename", refuse)
     assert build_on(executors(), images(), tmp_path / "cache", num_cpus=2, shards=3).verify() == []
-    assert len(refused) == 1
-    always = True
+    assert left == []
+    left += [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(9)]
     with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3 on .*No space left"):
         build_on(executors(), images(), tmp_path / "other", num_cpus=2, shards=3)
 
 
 def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
     """Before a plan is made."""
-    with pytest.raises(RandomDatasetError):
+    with pytest.raises(errors.RandomDatasetError):
         build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
     assert os.listdir(tmp_path) == []

@@ -326,6 +326,8 @@ def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str,
 
 
 NBYTES = 100
+NUMBERS = st.integers(0, 9)
+OPERATIONS = st.tuples(st.sampled_from(["announce", "take", "forget"]), st.lists(NUMBERS, max_size=6))
 
 
 def content(number: int) -> bytes:
@@ -397,11 +399,9 @@ def test_close_ends_the_threads(opened: Any) -> None:
     reader, reads = opened(lambda _: (begun.release(), until_set(may_end)))
     reader.announce(range(20))
     assert all(begun.acquire(timeout=TIMEOUT_S) for _ in range(8))
-
     reader.close()
     reader.announce([3])
     may_end.set()
-
     _until(lambda: not any(t.name == "fastload-read-ahead" for t in threading.enumerate()))
     assert sorted(reads) == list(range(8))
     assert reader.take(3) == content(3)
@@ -421,15 +421,7 @@ def test_close_in_a_forked_child_returns(opened: Any) -> None:
 
 
 @settings(max_examples=60)
-@given(
-    operations=st.lists(
-        st.tuples(st.sampled_from(["announce", "take", "forget"]), st.lists(st.integers(0, 9), max_size=6)),
-        max_size=20,
-    ),
-    num_threads=st.integers(1, 4),
-    window=st.integers(1, 6),
-    broken=st.sets(st.integers(0, 9)),
-)
+@given(st.lists(OPERATIONS, max_size=20), st.integers(1, 4), st.integers(1, 6), st.sets(NUMBERS))
 def test_take_returns_the_right_file_after_any_announcements(
     operations: list[tuple[str, list[int]]], num_threads: int, window: int, broken: set[int]
 ) -> None:

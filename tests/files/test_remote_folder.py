@@ -250,7 +250,6 @@ def test_a_forked_process_reads_by_itself(url: str, faulty: type[FaultyFileSyste
     faulty.gate = lambda _: os.getpid() == parent and (begun.set(), until_set(may_end))
     folder.read_ahead([9])
     until_set(begun)
-
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)  # a child that waits for a thread of its parent would never end
