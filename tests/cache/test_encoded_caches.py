@@ -215,7 +215,7 @@ def test_without_a_cache(tmp_path: Path) -> None:
 # --- what is refused, and damage -------------------------------------------------------------------------
 
 
-def test_refusals(photos: Path) -> None:
+def test_refusals(photos: Path, tmp_path: Path) -> None:
     """What cannot be cached undecoded is refused with advice; `decode` is also checked if it is set later."""
     folder = ImageFolder(photos)
     for dataset, options, said in (
@@ -227,6 +227,10 @@ def test_refusals(photos: Path) -> None:
         for cache in ("ram-encoded", BOTH):
             with pytest.raises(ValueError, match=said):
                 CachedDataset(dataset, cache=cache, **options)
+    arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
+    with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
+        build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
+    assert list(tmp_path.iterdir()) == []
     ds = CachedDataset(folder, pipeline(), cache=None)
     ds.decode = "quick"  # type: ignore[assignment]
     with pytest.raises(ValueError, match='"exact" or "fast"'):
@@ -335,11 +339,3 @@ def test_a_file_of_sources_knows_its_samples_in_another_place(photos: Path, tmp_
     shutil.copy(tmp_path / "there/odd/01.jpg", tmp_path / "there/even/00.jpg")
     with pytest.raises(CacheMismatchError, match="the content of sample 0 is"):
         CachedDataset(Files(tmp_path / "there"), cache=cache)
-
-
-def test_a_file_of_sources_needs_undecoded_images(tmp_path: Path) -> None:
-    """Decoded arrays would be stored as they are, under a name that promises files."""
-    arrays = Made(lambda i: (np.zeros((8, 8, 3), np.uint8), i))
-    with pytest.raises(ValueError, match=r"stores the files .* sample 0 is a tuple of .*EncodedImage"):
-        build_lmdb(arrays, tmp_path / "cache", codec="source", num_workers=0)
-    assert list(tmp_path.iterdir()) == []

@@ -253,10 +253,9 @@ def test_one_byte_of_the_same_file(is_set_back: bool, path: Path) -> None:
         os.utime(path, ns=(OLD_NS, OLD_NS))
         is_set_back = path.stat().st_ctime_ns == opened_ns
 
-    with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
-        cache.get(5)
-    with pytest.raises(CacheCorruptError, match="sample 5: its checksum is wrong"):
-        gather(cache)
+    for read in (lambda: cache.get(5), lambda: gather(cache)):
+        with pytest.raises(CacheCorruptError, match=f"{path}: sample 5: its checksum is wrong"):
+            read()
     assert cache.verify() == [5]
     assert_same_samples(cache.get(4), Images(20).sample(4))
 

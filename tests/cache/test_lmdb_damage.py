@@ -1,7 +1,6 @@
 """Damaged and forged LMDB files: a clear error or the written samples, never a wrong one, never a crash.
 
-Files of others may have right checksums and false content. Where a crash is possible, a child process opens
-them: whatever ends it is a failure of the test.
+Where false content with right checksums could crash its reader, a child process reads it.
 """
 
 from __future__ import annotations

@@ -101,10 +101,6 @@ def copied() -> list[str]:
     return sorted(path.name for path in Path(copies.copies_directory()).glob("*"))
 
 
-def kept_builds(cache_dir: Path) -> list[str]:
-    return sorted(os.listdir(cache_dir / f"builds-{os.getuid()}"))
-
-
 def copy_of(url: str = URL) -> Path:
     """Open a cache, which is right, and close it again; gives the place of its copy."""
     with contextlib.closing(LMDBCache(url)) as cache:
@@ -129,7 +125,7 @@ def test_a_cache_at_a_url_gives_the_samples(mask: int, cache_dir: Path, caplog: 
         os.umask(before)
     assert was_built
     assert names() == sorted([*SHARDS, "cache.json", "plan.json"])
-    assert kept_builds(cache_dir) == []
+    assert os.listdir(cache_dir / f"builds-{os.getuid()}") == []
     assert sorted(os.listdir(copy)) == [*SHARDS, "cache.json"]
     assert manifest.nbytes == sum((copy / name).stat().st_size for name in SHARDS)
     assert {path.name: path.stat().st_mode & 0o777 for path in cache_dir.iterdir()} == {
@@ -302,12 +298,10 @@ def test_two_builds_of_the_same_samples_are_not_mixed(tmp_path: Path) -> None:
 def test_a_cache_is_kept_and_uploaded(state: str, tmp_path: Path) -> None:
     """The local cache and the copy have the same files."""
     path = tmp_path / "local"
-    options: dict[str, Any] = {"num_workers": 0, "progress": False}
     if state == "finished":
-        build_lmdb(Images(20), path, shards=3, **options).close()
+        build_lmdb(Images(20), path, shards=3, num_workers=0).close()
     elif state == "unfinished":
-        build_shard(Images(20), path, 1, 3, **options)
-
+        build_shard(Images(20), path, 1, 3, num_workers=0)
     build(path=str(path), shards=None if state == "finished" else 3)
 
     cache = LMDBCache(URL)
@@ -526,7 +520,7 @@ def test_a_download_or_a_build_that_was_killed_continues(
     assert num_read(tmp_path / "log", store) == (6 - kept if is_download else 3)
     copy_of(store)
     assert [name for name in copied() if "." in name] == []
-    assert kept_builds(cache_dir) == []
+    assert os.listdir(cache_dir / f"builds-{os.getuid()}") == []
 
 
 # --- room ------------------------------------------------------------------------------------------------

@@ -126,13 +126,16 @@ def test_a_shard_above_max_errors_ends_early(tmp_path: Path) -> None:
     assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, on_error="skip").num_left_out == 3
 
 
-def test_numbers_that_are_not_valid(tmp_path: Path) -> None:
-    """The error states the range."""
+def test_what_no_shard_is_built_of(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+    """Numbers out of range, which the error states; random samples, before a plan is made."""
     wrong: list[Any] = [*((0, number, "shards should be an int from 1") for number in (0, True, "4"))]
     wrong += [(shard, 4, "shard should be an int from 0 to 3") for shard in (-1, 4, True, "1")]
     for shard, num_shards, said in wrong:
         with pytest.raises(ValueError, match=said):
             build_shard(Images(4), tmp_path / "cache", shard, num_shards)
+    with pytest.raises(errors.RandomDatasetError):
+        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_shard_that_is_being_built_is_neither_built_nor_removed(tmp_path: Path) -> None:
@@ -236,10 +239,7 @@ def test_a_file_system_without_locks_and_hard_links(tmp_path: Path, monkeypatch:
 
 
 class OneByOne(ThreadPoolExecutor):
-    """Runs tasks in one thread, as copies that were pickled, after a call of `before` with the shard.
-
-    A task that raises TransientTaskError is tried a second time.
-    """
+    """Runs tasks in one thread, as pickled copies, after `before`; tries a transient failure once again."""
 
     def __init__(self, before: Callable[[int], Any] = lambda _: None) -> None:
         super().__init__(1)
@@ -284,13 +284,8 @@ def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_pat
     again = executors()
     assert "match the dataset" in build_on(again, images(), tmp_path / "cache", num_cpus=3).explain()
     assert again.ran == []
-
-
-def test_a_pool_of_processes_is_an_executor(tmp_path: Path) -> None:
-    """The build needs no cluster."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as executor:
-        cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2)
-    assert (cache.num_shards, cache.verify()) == (8, [])
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # it needs no cluster
+        assert build_on(pool, images(), tmp_path / "third", num_cpus=2).verify() == []
 
 
 def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
@@ -325,11 +320,12 @@ def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_
 
 def test_failures_are_told_together_and_the_rest_is_kept(executors: Any, tmp_path: Path) -> None:
     """The error lists ten shards, with machines, reasons and samples; the next run builds only those."""
-    host = os.uname().nodename
     with pytest.raises(CacheError) as caught:
         build_on(executors(), images(40, bad=[7, 33]), tmp_path / "cache", num_cpus=2, shards=4)
     told = str(caught.value)
-    assert told.startswith(f"2 of 4 shards were not built: shard 1/4 on {host}: ImageReadError: ")
+    assert told.startswith(
+        f"2 of 4 shards were not built: shard 1/4 on {os.uname().nodename}: ImageReadError: "
+    )
     assert "; in sample 7 of the dataset; shard 4/4 on " in told
     assert f"Finished shards are kept at {tmp_path}/cache.partial" in caught.value.__notes__[-1]
     executor = executors()
@@ -376,10 +372,3 @@ def test_a_disk_that_is_full_once_is_tried_again(executors: Any, tmp_path: Path,
     left += [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(9)]
     with pytest.raises(CacheError, match=r"1 of 3 shards .* shard 2/3 on .*No space left"):
         build_on(executors(), images(), tmp_path / "other", num_cpus=2, shards=3)
-
-
-def test_random_datasets_are_refused(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
-    """Before a plan is made."""
-    with pytest.raises(errors.RandomDatasetError):
-        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
-    assert os.listdir(tmp_path) == []

@@ -77,12 +77,6 @@ def folder_of(store: str, url: str, name: str = "train") -> fastload.ImageFolder
     return fastload.ImageFolder(f"s3://photos/{name}", **options)
 
 
-@pytest.fixture
-def folder(endpoint: str) -> fastload.ImageFolder:
-    """The images at S3."""
-    return folder_of("s3", endpoint)
-
-
 # --- what every server gives -----------------------------------------------------------------------------
 
 
@@ -147,11 +141,12 @@ def test_a_cache_is_shared_by_versions_or_by_a_key(web: str, endpoint: str) -> N
     assert "every process that opens it shares it" in keyed.cache.explain()
 
 
-def test_a_file_takes_one_request(folder: fastload.ImageFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_takes_one_request(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default, s3fs asks for the size of an object first; the shards of a cache are moved as it does."""
     s3 = fsspec.get_filesystem_class("s3")
     monkeypatch.setattr(s3, "_info", lambda *_: pytest.fail("a second request"))
     shards, _ = remote_files("s3://photos/caches").file_system()
+    folder = folder_of("s3", endpoint)
     images, _ = folder._remote.file_system()  # type: ignore[union-attr]
     by_default = fsspec.filesystem("s3", skip_instance_cache=True)
     assert folder[3][0][0, 0, 0] == 3
@@ -216,7 +211,7 @@ def test_commands_build_and_manage_a_cache(host: Path) -> None:
 
 
 def test_a_cache_is_read_by_workers_through_its_local_copy(
-    host: Path, folder: fastload.ImageFolder, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: Path, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With storage options, found by its fingerprint without reading an image, or kept locally by `--out`."""
     url, local = "s3://photos/caches/options", str(tmp_path / "x.lmdb")
@@ -224,6 +219,7 @@ def test_a_cache_is_read_by_workers_through_its_local_copy(
     assert found["path"] == url
     assert run("info", local)["nbytes"] == found["nbytes"]
     monkeypatch.setattr(fastload.ImageFolder, "__getitem__", lambda *_: pytest.fail("an image is read"))
+    folder = folder_of("s3", endpoint)
     known = fastload.CachedDataset(folder, cache=f"lmdb:{url}")
     assert "its fingerprint matches" in known.explain()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
