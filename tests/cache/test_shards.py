@@ -170,6 +170,7 @@ def test_a_directory_that_is_removed_meanwhile_is_an_error(instead: int, tmp_pat
     assert [files_at(partial) for _ in range(instead)] == found
 
 
+@pytest.mark.usefixtures("needs_lmdb")
 def test_processes_that_begin_at_once_agree_on_one_plan(tmp_path: Path) -> None:
     """Three processes, released by one event; their shards have one id."""
     barrier = multiprocessing.get_context("fork").Barrier(3)
