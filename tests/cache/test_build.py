@@ -595,7 +595,6 @@ def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path:
     again = BrokenImages(bad=[3])
 
     cache = builder(again, on_error="skip")
-
     assert (cache.num_cached, cache.verify(), builder.reported()) == (19, [], [3])
     assert min(again.reads[1:6]) == 1
     assert again.reads[6:9] == [0] * 3

@@ -276,7 +276,6 @@ def test_files_of_files(codec: str, num_workers: int, photos: Path, tmp_path: Pa
     build = ("build", photos, dest, "--codec", codec, "--workers", num_workers, "--quiet")
     outputs = [CliRunner().invoke(main.app, ["cache", *map(str, words)]) for words in (build, ("info", dest))]
     ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
-
     assert [result.exit_code for result in outputs] == [0, 0]
     assert codec in outputs[1].output
     assert ds.classes == folder.classes
