@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.build.build_lock import only_builder
 from fastload.errors import ImageReadError
 from tests.cache.zoo import Images
+from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,15 +19,7 @@ if TYPE_CHECKING:
 
 
 class BrokenImages(Images):
-    """Images; those of `bad` cannot be read, Ctrl-C comes at `stop`, and `shift` is added to each pixel.
-
-    Args:
-        num_samples: Its length.
-        bad: Indices of unreadable samples.
-        stop: The index whose reader is interrupted.
-        version: What fingerprint() gives.
-        shift: 1 for images of the same shapes that are all different.
-    """
+    """Images: those of `bad` cannot be read, Ctrl-C comes at `stop`, `shift` is added; `version` is known."""
 
     def __init__(
         self, num_samples: int = 20, *, bad: Any = (), stop: int = -1, version: Any = None, shift: int = 0
@@ -47,13 +40,7 @@ class BrokenImages(Images):
 
 
 class Calling(Images):
-    """Calls a function when it reads one sample for the first time.
-
-    Args:
-        num_samples: Its length.
-        at: Index of the sample.
-        call: The function.
-    """
+    """Calls a function when it reads the sample `at` for the first time."""
 
     def __init__(self, num_samples: int, at: int, call: Callable[[], Any]) -> None:
         super().__init__(num_samples)
@@ -79,6 +66,15 @@ def odd() -> None:
     raise OddError("an odd picture", 7)
 
 
+def refusing(number: int) -> Callable[..., Any]:
+    """A call that the system refuses."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
 def die() -> None:
     """Ends its process."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -89,10 +85,10 @@ def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:
     children = [multiprocessing.get_context("fork").Process(target=function) for function in functions]
     for child in children:
         child.start()
+    codes = []
     for child in children:
         child.join()
-    codes = [child.exitcode for child in children]
-    for child in children:
+        codes.append(child.exitcode)
         child.close()
     return codes
 
@@ -100,22 +96,19 @@ def exit_codes(*functions: Callable[[], Any]) -> list[int | None]:
 @contextlib.contextmanager
 def building(path: Path) -> Iterator[int]:
     """Another process holds the lock of a builder; gives its number."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_hold, args=(str(path), theirs))
-    child.start()
-    theirs.close()
-    ours.recv_bytes()
+    job = Job(_hold, str(path))
     try:
-        yield child.pid or 0
+        yield job.answer()
     finally:
-        ours.send_bytes(b"end")
-        child.join()
-        ours.close()
-        child.close()
+        job.ask(_release)
+        job.end()
 
 
-def _hold(path: str, pipe: Any) -> None:
-    with only_builder(path):
-        pipe.send_bytes(b"held")
-        pipe.recv_bytes()
+def _hold(path: str) -> tuple[Any, int]:
+    lock = only_builder(path)
+    lock.__enter__()
+    return lock, os.getpid()
+
+
+def _release(lock: Any) -> None:
+    lock.__exit__(None, None, None)

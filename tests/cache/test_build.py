@@ -1,4 +1,4 @@
-"""build_lmdb in one process: what it reads, writes and refuses, of samples, systems and foreign files."""
+"""build_lmdb in one process: samples, systems, foreign files; what every way to build promises; kills."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import re
+import resource
+import signal
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,33 +23,41 @@ import lmdb
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+from fastload import errors
 from fastload.cache.build import inventory
-from fastload.cache.build.build import build_lmdb
+from fastload.cache.build import writer as lmdb_writer
+from fastload.cache.build.build import build_lmdb, build_shard, join
 from fastload.cache.build.build_lock import lock_name, only_builder
+from fastload.cache.build.on_executor import build_on
+from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.lmdb import copies
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import (
-    CacheBusyError,
-    CacheError,
-    CacheMismatchError,
-    ImageReadError,
-    UnsupportedSampleError,
-)
-from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, odd
-from tests.cache.zoo import BareImages, Collatable, Images, RaggedImages
+from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
+from fastload.files import attempts
+from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
+from tests.cache.zoo import BareImages, Collatable, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
+from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
+
+
+SKIP: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "method", "shards", "num_samples"),
-    [(0, "fork", 3, 40), (2, "fork", 1, 700), (1, "spawn", 1, 12)],
+    [(0, "fork", 3, 40), (2, "fork", 1, 700), (1, "forkserver", 1, 12)],
 )
 def test_build_reads_each_sample_once(
     num_workers: int, method: str, shards: int, num_samples: int, tmp_path: Path
@@ -68,9 +81,7 @@ def test_build_reads_each_sample_once(
 
 
 @pytest.mark.parametrize("shape", [(5, 7, 3), (100, 77, 3)], ids=["small", "in overflow pages"])
-def test_equal_plans_give_equal_files(
-    shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_plans_give_equal_files(shape: tuple[int, ...], tmp_path: Path, monkeypatch: Any) -> None:
     """Unused bytes of pages are zeros, and nothing that this process had in memory gets into a file."""
     monkeypatch.setattr(os, "urandom", bytes)
     monkeypatch.setattr(time, "time", lambda: 1e9)
@@ -81,34 +92,12 @@ def test_equal_plans_give_equal_files(
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
 
 
-def test_build_reports_progress(tmp_path: Path, caplog: Any, capfd: Any) -> None:
-    """Where standard error is no terminal a build logs its rate and draws nothing."""
-    with caplog.at_level(logging.INFO, "fastload"):
-        build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
-    assert "samples/s" in caplog.text
-    assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    "argument",
-    [
-        *(
-            {"codec": "gif"},
-            {"quality": 0},
-            {"quality": 101},
-            {"quality": True},
-            {"quality": 9.5},
-            {"shards": 0},
-            {"on_error": "ignore"},
-        ),
-        *({"max_errors": 0.0}, {"num_workers": -1}),
-    ],
-)
-def test_bad_arguments(argument: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_arguments(tmp_path: Path) -> None:
     """Arguments that mean nothing raise before anything is written."""
-    ((name, _),) = argument.items()
-    with pytest.raises(ValueError, match=rf"^{name} (option )?should be "):
-        build_lmdb(Images(3), tmp_path / "cache", **argument)
+    wrong = ("codec", "gif"), ("shards", 0), ("on_error", "ignore"), ("max_errors", 0.0), ("num_workers", -1)
+    for name, value in (*wrong, *(("quality", value) for value in (0, 101, True, 9.5))):
+        with pytest.raises(ValueError, match=rf"^{name} (option )?should be "):
+            build_lmdb(Images(3), tmp_path / "cache", **{name: value})
     assert os.listdir(tmp_path) == []
 
 
@@ -132,13 +121,22 @@ def test_cache_of_another_dataset_is_refused(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("needs_lmdb")
-def test_while_one_builds_others_are_told_who(tmp_path: Path) -> None:
-    """An unfinished build is no cache; its builder may be gone, and the next one goes on."""
-    path = tmp_path / "cache"
-    with pytest.raises(KeyboardInterrupt):
-        build_lmdb(BrokenImages(10, stop=5), path, num_workers=0, shards=4)
-    with building(path) as pid, pytest.raises(CacheBusyError, match=f"process {pid}"):
-        build_lmdb(Images(10), path)
+@pytest.mark.parametrize("content", ["", "4194304"])
+def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> None:
+    """The lock of a killed builder is taken over; an unfinished build is no cache, and the next goes on."""
+    path, lock = tmp_path / "cache", Path(lock_name(str(tmp_path / "cache")))
+    for stop, left in ((1, []), (5, ["cache.partial"])):  # in the first shard there is nothing to keep
+        with pytest.raises(KeyboardInterrupt):
+            build_lmdb(BrokenImages(10, stop=stop), path, num_workers=0, shards=4)
+        assert os.listdir(tmp_path) == left
+    lock.write_text(content)
+    with building(path) as pid:
+        assert lock.read_text() == str(pid)
+        assert inventory.is_being_built(str(path))
+        with pytest.raises(CacheBusyError, match=f"process {pid}"):
+            build_lmdb(Images(10), path)
+    assert not inventory.is_being_built(str(path))
+    assert os.listdir(tmp_path) == ["cache.partial"]
     with pytest.raises(FileNotFoundError, match="unfinished build"):
         LMDBCache(path)
     assert build_lmdb(Images(10), path, num_workers=0).num_shards == 4
@@ -148,11 +146,8 @@ def test_while_one_builds_others_are_told_who(tmp_path: Path) -> None:
 def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Path) -> None:
     """With on_error="skip" bad samples are missing, and reported: index, path, type, reason, worker."""
     dataset = BrokenImages(12, bad=[0, 5, 6, 11])
-    cache = build_lmdb(
-        dataset, tmp_path / "cache", num_workers=num_workers, on_error="skip", max_errors=1.0, shards=shards
-    )
+    cache = build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, shards=shards, **SKIP)
     lines = [json.loads(line) for line in (tmp_path / "cache.errors.jsonl").read_text().splitlines()]
-
     assert cache.stored_indices is not None
     assert cache.stored_indices.tolist() == [1, 2, 3, 4, 7, 8, 9, 10]
     assert (cache.num_samples, cache.num_cached) == (12, 8)
@@ -162,28 +157,21 @@ def test_skip_leaves_bad_samples_out(num_workers: int, shards: int, tmp_path: Pa
     assert cache.gather(np.array([4, 5]), np.empty) is None
     assert sorted(os.listdir(tmp_path)) == ["cache", "cache.errors.jsonl"]
     assert build_lmdb(dataset, tmp_path / "cache").num_cached == 8  # compared without sample 0
-    with pytest.raises(CacheMismatchError, match="number of samples"):
-        build_lmdb(BrokenImages(13, bad=[0]), tmp_path / "cache")
 
 
 def test_a_killed_worker_ends_the_build_with_a_word_on_what_is_kept(tmp_path: Path) -> None:
     """Its sample is not skipped; nothing is left, and nothing said, if no sample was built before."""
-    options: dict[str, Any] = {"on_error": "skip", "max_errors": 1.0}
     kept = f"Finished shards are kept at {tmp_path}/cache.partial: build again to resume"
     for notes in ([], [kept]):
         with pytest.raises(RuntimeError, match="DataLoader worker") as caught:
-            build_lmdb(Calling(12, 7, die), tmp_path / "cache", num_workers=1, **options)
+            build_lmdb(Calling(12, 7, die), tmp_path / "cache", num_workers=1, **SKIP)
         assert getattr(caught.value, "__notes__", []) == notes
         assert os.listdir(tmp_path) == ["cache.partial"] * len(notes)
         with contextlib.suppress(KeyboardInterrupt):
-            build_lmdb(BrokenImages(12, stop=5), tmp_path / "cache", num_workers=0, shards=3, **options)
+            build_lmdb(BrokenImages(12, stop=5), tmp_path / "cache", num_workers=0, shards=3, **SKIP)
 
 
-class Unsupported(Images):
-    """Gives what cannot be cached, at one index."""
-
-    def sample(self, index: int) -> Any:
-        return {1, 2} if index == 3 else super().sample(index)
+ODD_SAMPLE, UNSUPPORTED = errors.UnsupportedSampleError, Made(lambda index: {1, 2} if index == 3 else index)
 
 
 @pytest.mark.parametrize(
@@ -193,42 +181,40 @@ class Unsupported(Images):
         (BrokenImages(12, bad=[7]), 2, ImageReadError, "7.jpg", ["in sample 7", "in __getitem__"]),
         (Calling(12, 7, odd), 0, OddError, "an odd picture", ["in sample 7 of the dataset"]),
         (Calling(12, 7, odd), 2, RuntimeError, "OddError, which cannot be pickled: an odd", ["in sample 7"]),
-        (Unsupported(6), 0, UnsupportedSampleError, "set", ["in sample 3 of the dataset"]),
-        (Unsupported(6), 1, UnsupportedSampleError, "set", ["in sample 3 of the dataset"]),
+        *((UNSUPPORTED, workers, ODD_SAMPLE, "set", ["in sample 3"]) for workers in (0, 1)),
     ],
 )
 def test_an_error_names_its_sample_and_leaves_nothing(
     dataset: Any, num_workers: int, kind: type[Exception], said: str, notes: list[str], tmp_path: Path
 ) -> None:
     """From a worker it has the user's frames and no others; what cannot be cached is never left out."""
-    on_error = "skip" if kind is UnsupportedSampleError else "raise"
+    on_error = "skip" if kind is ODD_SAMPLE else "raise"
     with pytest.raises(kind, match=said) as caught:
         build_lmdb(dataset, tmp_path / "cache", num_workers=num_workers, on_error=on_error)
     found = "\n".join(caught.value.__notes__)
     assert [note for note in notes if note not in found] == []
     assert "/tasks.py" not in found
-    assert kind is UnsupportedSampleError or "\n" not in str(caught.value)
+    assert kind is ODD_SAMPLE or "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == []
+
+
+REFUSALS = {
+    errno.ENOENT: "create the directory /a/b first",
+    errno.EACCES: "denied: change the permissions of /a/b",
+    errno.EROFS: "Read-only file system: use a path outside /a/b",
+    errno.ENOTDIR: "Not a directory: a part of /a/b is a file",
+    errno.EPERM: "not permitted: change the permissions of /a/b",
+    errno.EFBIG: "File too large: free more space there (check quotas and `ulimit -f`)",
+    errno.EMFILE: "Too many open files",
+}
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (FileNotFoundError(errno.ENOENT, "No such file"), "create the directory /a/b first"),
-        (PermissionError(errno.EACCES, os.strerror(errno.EACCES)), "denied: change the permissions of /a/b"),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS)), "Read-only file system: use a path outside /a/b"),
-        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)), "Not a directory: a part of /a/b is a file"),
-        (OSError(errno.EPERM, os.strerror(errno.EPERM)), "not permitted: change the permissions of /a/b"),
-        (
-            OSError(errno.EFBIG, os.strerror(errno.EFBIG)),
-            "File too large: free more space there (check quotas and `ulimit -f`)",
-        ),
-        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), "Too many open files"),
+        *((OSError(number, os.strerror(number)), said) for number, said in REFUSALS.items()),
         (OSError("something odd"), "something odd"),
-        (
-            lmdb.DiskError("mdb_txn_commit: No space left on device"),
-            "No space left on device: free more space there",
-        ),
+        (lmdb.DiskError("mdb_txn_commit: No space left on device"), "on device: free more space there"),
         (lmdb.Error("mdb_txn_commit: Input/output error"), "Input/output error: free more space there"),
         (lmdb.Error("mdb_put: something odd"), "mdb_put: something odd"),
     ],
@@ -241,51 +227,39 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
     assert "Errno" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("num_workers", "shards", "looked_at"), [(0, 3, 1000), (2, 1, 1000), (0, 1, 5)])
-def test_mixed_shapes_are_told_with_an_example_and_the_fix(
-    num_workers: int, shards: int, looked_at: int, tmp_path: Path, caplog: Any, monkeypatch: Any
-) -> None:
+@pytest.mark.parametrize(("num_workers", "shards"), [(0, 3), (2, 1)])
+def test_mixed_shapes_are_told(num_workers: int, shards: int, tmp_path: Path, caplog: Any) -> None:
     """The log names the number of shapes of the first samples, two of them, their place, and the change."""
-    monkeypatch.setattr("fastload.cache.build.build._MAX_LOOKED_AT", looked_at)
     with caplog.at_level(logging.INFO, "fastload"):
         build_lmdb(RaggedImages(40), tmp_path / "x", num_workers=num_workers, shards=shards)
-    number = 35 if looked_at > 40 else looked_at
-    assert f"have at least {number} different shapes at $[0], such as (8, 8, 3) and (" in caplog.text
+    assert "have at least 35 different shapes at $[0], such as (8, 8, 3) and (" in caplog.text
     assert "--size 256x256" in caplog.text
     assert "crop in the transform" in caplog.text
 
 
 @pytest.mark.parametrize("dataset", [Images(20), Collatable(20), [1, 2, 3], BrokenImages(12, bad=[0, 3])])
-def test_equal_shapes_are_not_mentioned(dataset: Any, tmp_path: Path, caplog: Any) -> None:
-    """There is nothing to say where default_collate works, nor of samples that are left out."""
+def test_equal_shapes_are_not_mentioned(dataset: Any, tmp_path: Path, caplog: Any, capfd: Any) -> None:
+    """Where default_collate works a build logs its rate alone, and draws nothing without a terminal."""
     with caplog.at_level(logging.INFO, "fastload"):
-        build_lmdb(dataset, tmp_path / "x", num_workers=0, on_error="skip", max_errors=1.0).close()
-    if not isinstance(dataset, BrokenImages):
-        default_collate([dataset[index] for index in range(len(dataset))])
+        build_lmdb(dataset, tmp_path / "x", num_workers=0, **SKIP).close()
+    bad = getattr(dataset, "bad", ())
+    default_collate([dataset[index] for index in range(len(dataset)) if index not in bad])
     assert "different shapes" not in caplog.text
+    assert "samples/s" in caplog.text
+    assert capfd.readouterr().err == ""
 
 
 # --- what others have put where a build writes ---------------------------------------------------------
 
 
-def _hard_link(place: Path) -> None:
-    (place.parent / "pid").write_text("4711")
-    os.link(place.parent / "pid", place)
-
-
-def _link(place: Path, content: str | None) -> None:
-    if content is not None:
-        (place.parent / "target").write_text(content)
-    place.symlink_to(place.parent / "target")
-
-
-FOREIGN: dict[str, Callable[[Path], Any]] = {
-    "link to a file": lambda place: _link(place, "my thesis"),
-    "link to nothing": lambda place: _link(place, None),
-    "hard link": _hard_link,
-    "text": lambda place: place.write_text("my notes"),
-    "directory": lambda place: place.mkdir(),
-    "pipe": lambda place: os.mkfifo(place),
+FOREIGN: dict[str, Callable[[Path, Path], Any]] = {  # at a place; what it refers to lies aside
+    "link to a file": lambda place, aside: (aside.write_text("my thesis"), place.symlink_to(aside)),
+    "link to a folder": lambda place, aside: (aside.mkdir(), place.symlink_to(aside)),
+    "link to nothing": lambda place, aside: place.symlink_to(aside),
+    "hard link": lambda place, aside: (aside.write_text("4711"), os.link(aside, place)),
+    "text": lambda place, _: place.write_text("my notes"),
+    "directory": lambda place, _: place.mkdir(),
+    "pipe": lambda place, _: os.mkfifo(place),
 }
 
 
@@ -299,41 +273,24 @@ def look(directory: Path) -> dict[str, Any]:
     return found
 
 
-def _partial_link(place: Path) -> None:
-    (place.parent / "folder").mkdir()
-    (place.parent / "folder" / "errors.jsonl").write_text("mine")
-    place.symlink_to(place.parent / "folder")
-
-
-def _folder(place: Path, name: str, make: Callable[[Path], Any]) -> None:
-    place.mkdir()
-    (place / "00000-of-00001.lmdb").write_bytes(b"half")
-    make(place / name)
-
-
-PARTIALS: dict[str, Callable[[Path], Any]] = {
-    "file": FOREIGN["text"],
-    "link": _partial_link,
-    "foreign file": lambda place: _folder(place, "thesis.txt", FOREIGN["text"]),
-    "folder in it": lambda place: _folder(place, "errors.jsonl", FOREIGN["directory"]),
-    "linked plan": lambda place: _folder(place, "plan.json.new", FOREIGN["link to a file"]),
-    "hard link in it": lambda place: _folder(place, "errors.jsonl", _hard_link),
-    "pipe in it": lambda place: _folder(place, "plan.json", FOREIGN["pipe"]),
-}
-
-
 @pytest.mark.parametrize(
     ("place", "kind"),
     [
         *((".cache.fastload-lock", kind) for kind in ("link to a file", "link to nothing", "directory")),
-        *(("cache.partial", kind) for kind in PARTIALS),
+        *(("cache.partial", kind) for kind in ("text", "link to a folder")),
+        *(("cache.partial/errors.jsonl", kind) for kind in ("directory", "hard link")),
+        *(("cache.partial/thesis.txt", "text"), ("cache.partial/plan.json", "pipe")),
+        ("cache.partial/plan.json.new", "link to a file"),
     ],
 )
 def test_what_is_not_ours_refuses_a_build_and_stays(place: str, kind: str, tmp_path: Path) -> None:
     """The error names what is foreign; a finished cache beside it is opened and listed."""
-    {**FOREIGN, **PARTIALS}[kind](tmp_path / place)
+    if "/" in place:
+        (tmp_path / "cache.partial").mkdir()
+        (tmp_path / "cache.partial/00000-of-00001.lmdb").write_bytes(b"half")
+    FOREIGN[kind](tmp_path / place, tmp_path / "aside")
     before = look(tmp_path)
-    said = r"cache\.partial.* move it away" if place == "cache.partial" else "cannot write the cache"
+    said = "cannot write the cache" if "lock" in place else r"cache\.partial.* move it away"
     with pytest.raises(CacheError, match=said):
         build_lmdb(Images(3), tmp_path / "cache", num_workers=0)
     assert look(tmp_path) == before
@@ -341,9 +298,8 @@ def test_what_is_not_ours_refuses_a_build_and_stays(place: str, kind: str, tmp_p
     build_lmdb(Images(3), tmp_path / "elsewhere", num_workers=0).close()
     (tmp_path / "elsewhere").rename(tmp_path / "cache")
     assert_same_samples(build_lmdb(Images(3), tmp_path / "cache").get(2), Images(3).sample(2))
-    if kind in ("file", "directory"):
-        (found,) = inventory.list_caches(str(tmp_path))
-        assert (os.path.basename(found.path), found.state) == ("cache", "finished")
+    found = {os.path.basename(one.path): one.state for one in inventory.list_caches(str(tmp_path))}
+    assert found == {"cache": "finished"}
     after = look(tmp_path)
     del after["cache"]
     assert after == before
@@ -352,7 +308,7 @@ def test_what_is_not_ours_refuses_a_build_and_stays(place: str, kind: str, tmp_p
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_files_of_others_are_not_written_through_or_removed(kind: str, tmp_path: Path) -> None:
     """The report of errors comes to its place whole; the end of a build removes its own lock file only."""
-    FOREIGN[kind](tmp_path / "cache.errors.jsonl.new")
+    FOREIGN[kind](tmp_path / "cache.errors.jsonl.new", tmp_path / "aside")
     lock = Path(lock_name(str(tmp_path / "other")))
     before = look(tmp_path)
     build_lmdb(BrokenImages(4, bad=[1]), tmp_path / "cache", num_workers=0, on_error="skip").close()
@@ -369,35 +325,387 @@ def test_files_of_others_are_not_written_through_or_removed(kind: str, tmp_path:
     assert look(tmp_path) == before
 
 
-@pytest.mark.parametrize("content", ["", "4194304"])
-def test_a_lock_of_a_killed_builder_is_taken_over(content: str, tmp_path: Path) -> None:
-    """It holds our number alone while we hold it, and others see that the cache is being built."""
-    lock = Path(lock_name(str(tmp_path / "cache")))
-    lock.write_text(content)
-    with building(tmp_path / "cache") as pid:
-        assert lock.read_text() == str(pid)
-        assert inventory.is_being_built(str(tmp_path / "cache"))
-    assert not inventory.is_being_built(str(tmp_path / "cache"))
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize(("kind", "shards"), [("text", 1), ("directory", 2), ("link to a file", 1)])
 def test_what_came_to_the_destination_meanwhile_stays(kind: str, shards: int, tmp_path: Path) -> None:
     """A build whose destination was taken while it ran raises; what it built is kept."""
-    dataset = Calling(3, 2, lambda: FOREIGN[kind](tmp_path / "cache"))
+    before = []
+
+    def take() -> None:
+        FOREIGN[kind](tmp_path / "cache", tmp_path / "aside")
+        before.append(look(tmp_path)["cache"])
+
     with pytest.raises(CacheError, match=r"created .*cache.*cache\.partial"):
-        build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=shards)
+        build_lmdb(Calling(3, 2, take), tmp_path / "cache", num_workers=0, shards=shards)
     found = look(tmp_path)
     assert found["cache.partial/plan.json"]
-    FOREIGN[kind](tmp_path / "expected")
-    assert look(tmp_path)["expected"][:2] == found["cache"][:2]
+    assert found["cache"] == before[0]
 
 
 def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no wheels for free-threaded Python, which can read files that a different Python built."""
+    """Caches that were built elsewhere can still be read."""
     build_lmdb(Images(4), tmp_path / "built", num_workers=0).close()
     monkeypatch.setitem(sys.modules, "lmdb", None)
     with pytest.raises(CacheError, match=r'lmdb, which is not installed.*cache="ram".*reading it'):
         build_lmdb(Images(4), tmp_path / "cache", num_workers=0)
     cached = CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'built'}")
     assert_same_samples(cached[3], Images(4).sample(3))
+
+
+# --- every way to build: here, by shards, by tasks, at a URL ----------------------------------------
+
+
+def here(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
+    return build_lmdb(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
+
+
+def by_shards(source: BrokenImages, place: str, *, shards: int, **options: Any) -> LMDBCache:
+    known, order = fingerprint_of(source), range(shards)
+    for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
+        build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
+    return join(place, max_errors=options.get("max_errors"))
+
+
+def by_tasks(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
+    with ThreadPoolExecutor(1) as executor:
+        return build_on(executor, lambda: source, place, num_cpus=1, **options)
+
+
+def at_url(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
+    build_at_url(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
+    return LMDBCache(place)
+
+
+WAYS = {way.__name__: way for way in (here, by_shards, by_tasks, at_url)}
+URL = "faulty://bucket/cache"
+
+
+class Builder:
+    """One way to build, and its place."""
+
+    def __init__(self, way: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.way, self.folder, self.patch = way, folder, patch
+        self.place = URL if way == "at_url" else str(folder / "cache")
+        self.files = f"{URL}/" if way == "at_url" else f"{self.place}.partial/"
+
+    def __call__(self, source: BrokenImages, **options: Any) -> LMDBCache:
+        WAYS[self.way](source, self.place, progress=False, **{"shards": 3, **options}).close()
+        return LMDBCache(self.place)
+
+    def stopped(self, **options: Any) -> list[str]:
+        """Leave an unfinished build: the first two of three shards are finished; gives the error's notes."""
+        with pytest.raises(KeyboardInterrupt) as caught:
+            self(BrokenImages(stop=15, **options), on_error="skip")
+        return getattr(caught.value, "__notes__", [])
+
+    def content(self) -> dict[str, bytes]:
+        """All files, but those of local copies, by their paths."""
+        local = {str(path): path.read_bytes() for path in self.folder.rglob("*") if path.is_file()}
+        remote = {path: bytes(file.getvalue()) for path, file in FaultyFileSystem.store.items()}
+        return {path: data for path, data in (local | remote).items() if "/host/" not in path}
+
+    def plan(self, data: bytes) -> None:
+        """Replace the plan of an unfinished build."""
+        fs = FaultyFileSystem() if self.way == "at_url" else LocalFileSystem()
+        fs.pipe_file(f"{self.files}plan.json", data)
+
+    def reported(self) -> list[int]:
+        """The samples in the report."""
+        end = "/errors.jsonl" if self.way == "at_url" else ".errors.jsonl"
+        found = [data for path, data in self.content().items() if path.endswith(f"cache{end}")]
+        return [json.loads(line)["index"] for data in found for line in data.splitlines()]
+
+
+@contextlib.contextmanager
+def builder_in(folder: Path, way: str) -> Iterator[Builder]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(copies.DIRECTORY_VARIABLE, str(folder / "host"))
+        patch.setattr(attempts, "_sleep", lambda _: None)
+        register()
+        FaultyFileSystem.reset()
+        yield Builder(way, folder, patch)
+        FaultyFileSystem.reset()
+
+
+@pytest.fixture(params=WAYS)
+def builder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Builder]:
+    with builder_in(tmp_path, request.param) as made:
+        yield made
+
+
+@pytest.mark.slow
+@given(
+    st.sampled_from([*WAYS]),
+    st.fixed_dictionaries({"shards": st.integers(1, 6), "codec": st.sampled_from(["raw", "png"])}),
+    st.integers(1, 9000),
+    st.integers(0, 13),
+    st.sets(st.integers(1, 12), max_size=3),
+    st.sets(st.integers(0, 12), max_size=4),
+    st.lists(st.sampled_from([raising(ConnectionError("reset")), cut]), max_size=4),
+)
+@settings(max_examples=50)
+def test_any_stops_and_faults_give_the_readable_samples(
+    way: str,
+    made: Any,
+    commit_bytes: int,
+    num_samples: int,
+    stops: set[int],
+    bad: set[int],
+    faults: list[Any],
+) -> None:
+    """Builds that end early and are run again, in any order of shards, give every readable sample."""
+    options: dict[str, Any] = {**SKIP, **made}
+    bad = {index for index in bad if index < num_samples}
+    with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
+        build.patch.setattr(lmdb_writer, "_COMMIT_BYTES", commit_bytes)
+        FaultyFileSystem.faults[".lmdb"] = faults
+        for stop in sorted(stops - bad):
+            if stop < num_samples:
+                with contextlib.suppress(KeyboardInterrupt):  # its shard is finished, maybe
+                    build(BrokenImages(num_samples, stop=stop, bad=bad), **options)
+        cache = build(BrokenImages(num_samples, bad=bad), **options)
+
+        assert [index for index in range(num_samples) if index not in cache] == sorted(bad)
+        for index in range(num_samples):
+            assert_same_samples(cache.get(index), None if index in bad else BrokenImages().sample(index))
+        assert cache.verify() == []
+        assert build.reported() == sorted(bad)
+        assert not [path for path in build.content() if ".partial" in path]
+        cache.close()
+
+
+@pytest.mark.parametrize("version", [None, "1"])
+def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
+    """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
+    builder(BrokenImages(version=version))
+    before, again = builder.content(), BrokenImages(version=version)
+    assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
+    assert builder.content() == before
+    if builder.way in ("here", "by_shards"):
+        assert sum(again.reads) == (version is None) * (1 if builder.way == "here" else 3)
+    elif builder.way == "at_url":
+        assert sum(again.reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [*((way, way) for way in WAYS), ("here", "by_shards"), ("here", "by_tasks"), ("by_shards", "here")],
+)
+def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: Path) -> None:
+    """A build goes on with those that are missing, but for samples that it compares, whoever began it."""
+    with builder_in(tmp_path, first) as one, builder_in(tmp_path, second) as other:
+        assert f"Finished shards are kept at {one.files.rstrip('/')}: build again to resume" in one.stopped()
+        again = BrokenImages()
+        assert other(again).verify() == []
+        assert again.reads[1:9] + again.reads[10:13] == [0] * 11
+        assert min(again.reads[13:]) == 1
+
+
+DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
+    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
+    (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
+    (BrokenImages(version="2"), {}, '"2" here and "1" there'),
+    (BrokenImages(shift=1), {}, "content of sample 0 is"),
+]
+
+
+@pytest.mark.parametrize("state", ["finished", "unfinished"])
+def test_a_build_of_other_samples_or_settings_is_refused(state: str, builder: Builder) -> None:
+    """The error says what differs and what to do, and nothing is changed."""
+    builder(BrokenImages(version="1")) if state == "finished" else builder.stopped(version="1")
+    before = builder.content()
+    for source, options, said in DIFFERENCES:
+        with pytest.raises(CacheMismatchError, match=rf"{said}.*(fastload cache rm|use a different URL)"):
+            builder(source, **options)
+    assert builder.content() == before
+
+
+def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
+    """It is never replaced: it may be that of another release, which is at work elsewhere."""
+    builder.stopped()
+    good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
+    for data in (
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 1, "plan": 5}'),
+        good.replace(b'"num_samples": 20', b'"num_samples": -20'),
+        good.replace(b'"codec"', b'"coder"'),
+        good.replace(b'"version": 1', b'"version": 9'),
+    ):
+        builder.plan(data)
+        before = builder.content()
+        with pytest.raises(CacheError, match=rf"{builder.place}.*(plan\.json is damaged|format 9)"):
+            builder(BrokenImages())
+        assert builder.content() == before
+
+
+def test_a_bad_sample_ends_the_build_and_skip_leaves_it_out_later(builder: Builder) -> None:
+    """The error names the sample and what is kept; finished shards are not built again."""
+    kind = CacheError if builder.way == "by_tasks" else ImageReadError
+    with pytest.raises(kind, match=r"14\.jpg") as caught:
+        builder(BrokenImages(bad=[14]))
+    said = "\n".join([str(caught.value), *caught.value.__notes__])
+    again = BrokenImages(bad=[14])
+    assert "in sample 14 of the dataset" in said
+    assert 'on_error="skip"' in said
+    assert f"Finished shards are kept at {builder.files.rstrip('/')}" in said
+    assert builder(again, on_error="skip").num_cached == 19
+    assert (again.reads[1:9], builder.reported()) == ([0] * 8, [14])
+
+
+def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
+    """One sample of each shard is left out; two may be, none by default, and a larger limit is enough."""
+    bad, options = BrokenImages(bad=[1, 8, 19]), {"on_error": "skip"}
+    with pytest.raises(errors.TooManyFailuresError, match=r"3 samples .* allows 2 of 20"):
+        builder(bad, max_errors=2, **options)
+    with pytest.raises(FileNotFoundError):
+        LMDBCache(builder.place)
+    with pytest.raises(CacheError, match=r"leaves out \d samples"):
+        builder(BrokenImages())
+    assert builder(bad, max_errors=0.15, **options).num_cached == 17
+
+
+@pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "makedirs", "rename"])
+def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Builder) -> None:
+    """The error says that a file could not be written, and the build goes on where there is room."""
+    for begin in (lambda: None, lambda: builder.stopped(bad=[3]))[: 1 + (call in ("fsync", "rename"))]:
+        begin()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, call, refusing(errno.ENOSPC))
+            with pytest.raises(CacheError, match=r"cannot write .*No space left"):
+                builder(BrokenImages(bad=[3]), on_error="skip")
+    assert builder(BrokenImages(bad=[3]), on_error="skip").num_cached == 19
+    assert not [path for path in builder.content() if ".partial" in path]
+
+
+@pytest.mark.parametrize("builder", ["here", "by_shards", "by_tasks"], indirect=True)  # URLs have digests
+@pytest.mark.parametrize("damage", ["cut", "of another build", "its report"])
+def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path: Path) -> None:
+    """A shard is taken over whole, of the same build, and with the reasons of what it leaves out."""
+    builder.stopped(bad=[3])
+    shard = Path(builder.files, "00000-of-00003.lmdb")
+    if damage == "its report":
+        lines = b'{"index": "x", "path": null, "type": "", "reason": ""}', b"[" * 100_000, b"5", b"\xff"
+        shard.with_name("00000-of-00003.errors.jsonl").write_bytes(b"\n".join(lines))
+    elif damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-5])
+    else:
+        (tmp_path / "other").mkdir()
+        other = Builder("here", tmp_path / "other", builder.patch)
+        other.stopped(bad=[3])
+        shard.write_bytes(Path(other.files, shard.name).read_bytes())
+    again = BrokenImages(bad=[3])
+
+    cache = builder(again, on_error="skip")
+    assert (cache.num_cached, cache.verify(), builder.reported()) == (19, [], [3])
+    assert min(again.reads[1:6]) == 1
+    assert again.reads[6:9] == [0] * 3
+
+
+# --- killed builds -------------------------------------------------------------------------------------
+
+
+PACKAGE = str(Path(lmdb_writer.__file__).parent)
+SETTINGS: list[dict[str, Any]] = [{}, {"shards": 3}, SKIP, {**SKIP, "shards": 4, "codec": "png"}]
+
+
+def dataset_for(settings: Mapping[str, Any]) -> Images:
+    """Ragged images, or some that cannot be read where these are left out."""
+    return BrokenImages(24, bad=[3, 4, 11, 23]) if "on_error" in settings else RaggedImages(24)
+
+
+def build(path: Path, settings: Mapping[str, Any], dataset: Images | None = None) -> Any:
+    """In this process, so that there is one to kill."""
+    return build_lmdb(dataset or dataset_for(settings), path, num_workers=0, progress=False, **settings)
+
+
+def build_and_check(path: Path, settings: Mapping[str, Any], dataset: Images) -> None:
+    """The cache equals its source."""
+    cache, bad = build(path, settings, dataset), getattr(dataset, "bad", ())
+    assert cache.verify() == []
+    for index in range(len(dataset)):
+        assert_same_samples(cache.get(index), None if index in bad else dataset.sample(index))
+
+
+class Countdown:
+    """Kills its process just before a certain call that the cache's code makes to the system or to C."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and frame.f_code.co_filename.startswith(PACKAGE):
+            self.calls -= 1
+            if self.calls < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_calls(path: Path, settings: Mapping[str, Any]) -> int:
+    """How many such calls a whole build makes, once what is computed once is there."""
+    build(path.with_name("warm"), settings)
+    counter = Countdown(1 << 40)
+    sys.setprofile(counter)
+    try:
+        build(path, settings)
+    finally:
+        sys.setprofile(None)
+    return (1 << 40) - counter.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["before a call", "in a write"])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in (1, 2, 3))])
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+def test_a_build_that_was_killed_is_completed_by_the_next(
+    number: int, seed: int, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any call of the cache's code, or in LMDB's own writes, which may be cut short at any size."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
+    settings, chance = SETTINGS[number], random.Random(10 * number + seed)
+    total = count_calls(tmp_path / "counted", settings)
+    for turn in range(6):
+        path = tmp_path / f"cache{turn}"
+        # Now and then right at the end, where files are renamed and removed.
+        at = total - chance.randrange(5, 60) if turn % 3 == 0 else chance.randrange(total)
+
+        def killed(path: Path = path, at: int = at, turn: int = turn) -> None:
+            if way == "before a call":
+                sys.setprofile(Countdown(at))
+                build(path, settings)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL if turn % 2 else signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 * at, 64 * at))
+            try:
+                build(path, settings)
+            except CacheError as error:  # what the system cuts short, LMDB reports
+                said = "\n".join([str(error), *getattr(error, "__notes__", [])])
+                is_kept = Path(f"{path}.partial/plan.json").exists()
+                assert "cannot write the cache" in said
+                assert "`ulimit -f`" in said
+                assert ("build again to resume" in said) == is_kept
+
+        code = exit_codes(killed)[0]
+        expected = [-signal.SIGKILL] if way == "before a call" else [0, -signal.SIGXFSZ]
+        assert code in expected, f"turn {turn}, call {at} of {total}"
+        build_and_check(path, settings, dataset_for(settings))
+        # Killed at its very end, a build leaves small files that are in nobody's way.
+        left = {name for name in os.listdir(tmp_path) if f"cache{turn}" in name}
+        known = {f"cache{turn}", f"cache{turn}.errors.jsonl", f".cache{turn}.fastload-lock"}
+        assert left - {f"cache{turn}.partial"} <= known, f"turn {turn}, call {at} of {total}"
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A builder that is killed while its workers live is followed at once: they hold no lock."""
+    monkeypatch.setattr(lmdb_writer, "_COMMIT_BYTES", 5000)
+    path, worker = tmp_path / "cache", tmp_path / "worker"
+
+    def kill_builder() -> None:
+        worker.write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
+
+    dataset = Calling(400, 300, kill_builder)
+    assert exit_codes(lambda: build_lmdb(dataset, path, num_workers=1)) == [-signal.SIGKILL]
+    try:
+        build_and_check(path, {}, Images(400))
+    finally:
+        os.kill(int(worker.read_text()), signal.SIGKILL)

@@ -15,6 +15,7 @@ from tests.kit.remote import FaultyFileSystem, register
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 
 def png(value: int) -> bytes:
@@ -22,6 +23,15 @@ def png(value: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+def write_images(folder: Path, number: int) -> Path:
+    """A folder of images in two classes; image i is full of i."""
+    for i in range(number):
+        path = folder / f"class{2 * i // number}" / f"{i:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(i))
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

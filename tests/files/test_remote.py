@@ -1,4 +1,4 @@
-"""Files of a remote folder: retried errors, complete bodies, listings; saved lists, also damaged ones."""
+"""Files of a remote folder: retried errors, complete bodies, saved lists, damaged ones; files read ahead."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import threading
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-from unittest.mock import Mock
+from typing import TYPE_CHECKING, Any
+from unittest.mock import MagicMock, Mock
 
 import aiohttp
 import fsspec
@@ -27,8 +27,13 @@ from hypothesis import strategies as st
 import fastload
 from fastload.files import attempts
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, arrange, from_bytes, to_bytes
+from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder, is_url
-from tests.kit.remote import FaultyFileSystem, cut, meet, raising, register, until_set
+from tests.kit.remote import TIMEOUT_S, FaultyFileSystem, cut, meet, raising, register, until_set
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 
 URL = "faulty://bucket/train"
 
@@ -53,29 +58,18 @@ DENIED = "Check the credentials for faulty://"
 @pytest.mark.parametrize(
     ("faults", "num_pauses", "said"),
     [
-        *(
-            ([raising(kind("x")), cut], 2, None)
-            for kind in (ConnectionResetError, TimeoutError, OSError, EOFError)
-        ),
-        ([http(429)], 1, None),  # only two of the client errors are about credentials
+        *(([raising(kind("x")), cut], 2, None) for kind in (ConnectionResetError, TimeoutError, EOFError)),
+        ([http(429), raising(OSError("x"))], 2, None),  # only two of the client errors are about credentials
         ([cut] * 10, 5, "2 bytes.*of the 5 that"),
         ([raising(ConnectionError(f"attempt {n}")) for n in range(10)], 5, "attempt 5 .tried 6 times in "),
         ([raising(FileNotFoundError("gone"))], 0, "FileNotFoundError: "),
-        *(
-            ([raising(error)] * 2, 0, DENIED)
-            for error in (PermissionError("forbidden"), NoCredentialsError())
-        ),
-        *(([http(status)] * 2, 0, DENIED) for status in (401, 403)),
+        *(([fault] * 2, 0, DENIED) for fault in (http(401), http(403), raising(PermissionError("no")))),
+        ([raising(NoCredentialsError())] * 2, 0, DENIED),
         ([raising(obstore.exceptions.UnauthenticatedError("no key"))] * 2, 0, DENIED),
     ],
 )
 def test_a_fault_passes_or_is_an_error_with_its_url(
-    folder: RemoteFolder,
-    faulty: type[FaultyFileSystem],
-    pauses: list[float],
-    faults: list[Any],
-    num_pauses: int,
-    said: str | None,
+    folder: RemoteFolder, faulty: Any, pauses: list[float], faults: list[Any], num_pauses: int, said: Any
 ) -> None:
     """At most six attempts, none where an error cannot pass; pauses grow, and draw no random numbers."""
     faulty.faults["3.jpg"] = list(faults)
@@ -96,26 +90,20 @@ def test_a_fault_passes_or_is_an_error_with_its_url(
     assert random.getstate() == state
 
 
+@pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize(("each_s", "level"), [(1.0, "INFO"), (6.0, "WARNING")])
 def test_a_store_that_does_not_answer_for_long_is_a_warning(
-    folder: RemoteFolder,
-    faulty: type[FaultyFileSystem],
-    pauses: list[float],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    each_s: float,
-    level: str,
+    each_s: float, level: str, folder: RemoteFolder, faulty: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
     clock = itertools.count(0.0, each_s)
     monkeypatch.setattr(attempts, "_now_s", lambda: next(clock))
     monkeypatch.setattr(attempts, "_warned", {"at_s": float("-inf")})
     monkeypatch.setattr(attempts, "_WARN_EVERY_S", 1000.0)
-    for name in ("1.jpg", "3.jpg"):
-        faulty.faults[name] = [raising(ConnectionError("no route")), raising(ConnectionError("no route"))]
+    faulty.faults[".jpg"] = [raising(ConnectionError("no route"))] * 2
     caplog.set_level("INFO", "fastload")
-
     assert folder.read("cat/1.jpg", 3) == b"one"
+    faulty.faults[".jpg"] = [raising(ConnectionError("no route"))] * 2
     assert folder.read("dog/3.jpg", 5) == b"three"
 
     assert len(caplog.records) == 4
@@ -125,22 +113,10 @@ def test_a_store_that_does_not_answer_for_long_is_a_warning(
     assert "no route (attempt 1 of 6, after" in caplog.text
 
 
-def test_the_list_has_folders_and_files_with_lengths_and_versions(folder: RemoteFolder) -> None:
-    """Files beside the folders are left out."""
-    classes, files = folder.list_files()
-    assert classes == ["cat", "dog"]
-    assert sorted((file.name, file.nbytes) for file in files) == [
-        ("cat/1.jpg", 3),
-        ("cat/more/2.jpg", 3),
-        ("dog/3.jpg", 5),
-    ]
-    assert all(file.version for file in files)
-
-
-def test_a_folder_that_may_not_be_listed_is_an_error_that_names_it(
+def test_the_list_has_folders_and_files_with_lengths_and_versions(
     folder: RemoteFolder, faulty: type[FaultyFileSystem], pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not an empty folder; an error that may pass is tried again."""
+    """Not files beside the folders. An error that may pass is tried again; another names the folder."""
     original, errors = faulty.find, [PermissionError("forbidden"), ConnectionError("reset")]
 
     def find(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -153,12 +129,14 @@ def test_a_folder_that_may_not_be_listed_is_an_error_that_names_it(
     with pytest.raises(fastload.errors.RemoteFolderError, match=said):
         folder.list_files()
     assert len(pauses) == 1
-    assert len(folder.list_files()[1]) == 3
+    classes, files = folder.list_files()
+    assert classes == ["cat", "dog"]
+    found = sorted((file.name, file.nbytes) for file in files)
+    assert found == [("cat/1.jpg", 3), ("cat/more/2.jpg", 3), ("dog/3.jpg", 5)]
+    assert all(file.version for file in files)
 
 
-def test_a_saved_list_comes_back(
-    folder: RemoteFolder, faulty: type[FaultyFileSystem], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_list_comes_back(folder: RemoteFolder, faulty: Any, monkeypatch: Any) -> None:
     """With all files, lengths and versions; an error of the store is one, as the user asked for the list."""
     classes, files = folder.list_files()
     assert folder.saved_list() is None
@@ -193,9 +171,11 @@ def test_copies_and_forked_processes_make_their_own_file_system(folder: RemoteFo
 
 def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[FaultyFileSystem]) -> None:
     """The first read is finished before others begin; those are made at the same time."""
-    others, opened = Arrivals(8), folder._open()
-    opened._connecting = others  # type: ignore[assignment]
-    together, num_alone = meet(7, alone=0), 0
+    opened, together, num_alone = folder._open(), meet(7, alone=0), 0
+    lock, come = threading.Lock(), threading.Semaphore(0)
+    opened._connecting = MagicMock(  # it tells when a thread has come to it
+        __enter__=lambda _: (come.release(), lock.acquire()), __exit__=lambda *_: lock.release()
+    )
 
     def gate(path: str) -> None:
         nonlocal num_alone
@@ -203,34 +183,13 @@ def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[Faulty
             together()
         else:
             num_alone += 1
-            until_set(others.are_all_there)  # each of them would begin now, if it did not wait
+            assert all(come.acquire(timeout=TIMEOUT_S) for _ in range(8))  # they would begin now
 
     faulty.gate = staticmethod(gate)
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._open().fs)), range(8)))
-
-    assert {content for content, _ in found} == {b"one"}
-    assert len({fs for _, fs in found}) == 1
+    assert found == [(b"one", id(opened.fs))] * 8
     assert num_alone == 1
-
-
-class Arrivals:
-    """A lock that tells when a number of threads have come to it."""
-
-    def __init__(self, number: int) -> None:
-        self.are_all_there = threading.Event()
-        self._left = number
-        self._lock, self._counting = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._counting:
-            self._left -= 1
-            if not self._left:
-                self.are_all_there.set()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +201,7 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 def test_urls_are_told_from_paths() -> None:
     """A colon alone makes no URL."""
-    urls = [
-        "s3://bucket/train",
-        "memory://x",
-        "zip://train::s3://bucket/train.zip",
-        "simplecache::s3://bucket",
-    ]
+    urls = ["s3://bucket/train", "memory://x", "zip://train::s3://bucket/train.zip", "simplecache::s3://b"]
     paths = ["file:///data/train", "/data/train", "train", "a:b", "./s3:/x"]
     assert [is_url(text) for text in urls + paths] == [True] * len(urls) + [False] * len(paths)
 
@@ -266,14 +220,9 @@ TEXT = gzip.decompress(GOOD)
 HEAD, *LINES = [json.loads(line) for line in TEXT.splitlines()]
 MAX_BYTES = 4 << 20  # for a list of a few files
 
+odd = ["a/../../b.jpg", "/etc/1.jpg", "cat/1.jpg", "", "..", 10**400, 2**63, -1, True]
 values = st.recursive(
-    st.one_of(
-        st.none(),
-        st.integers(),
-        st.floats(),
-        st.sampled_from(["a/../../b.jpg", "/etc/1.jpg", "cat/1.jpg", "", "..", 10**400, 2**63, -1, True]),
-        st.text(max_size=10),
-    ),
+    st.one_of(st.none(), st.integers(), st.floats(), st.sampled_from(odd), st.text(max_size=10)),
     lambda inner: st.lists(inner, max_size=3),
     max_leaves=6,
 )
@@ -371,3 +320,146 @@ def test_what_is_saved_is_read(folders: list[str], entries: list[tuple[int, str,
     }
     assert from_bytes(to_bytes(classes, files.values()))[1:] == (classes, sorted(files.values()))
     assert arrange(classes, list(files.values()), ("",)).digest is not None
+
+
+# --- files that are announced: read in threads, in bounded memory ----------------------------------------
+
+
+NBYTES = 100
+NUMBERS = st.integers(0, 9)
+OPERATIONS = st.tuples(st.sampled_from(["announce", "take", "forget"]), st.lists(NUMBERS, max_size=6))
+
+
+def content(number: int) -> bytes:
+    """The content of a file."""
+    return number.to_bytes(4, "big") * (NBYTES // 4)
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., tuple[ReadAhead, list[int]]]]:
+    """Makes readers, each with the list of its reads, which go through a gate; closes them after the test."""
+    made: list[ReadAhead] = []
+
+    def make(gate: Callable[[int], object] = str, **options: int) -> tuple[ReadAhead, list[int]]:
+        reads: list[int] = []
+
+        def read(number: int) -> bytes:
+            gate(number)
+            reads.append(number)
+            return content(number)
+
+        made.append(ReadAhead(read, lambda _: NBYTES, **{"num_threads": 8, **options}))
+        return made[-1], reads
+
+    yield make
+    for reader in made:
+        reader.close()
+
+
+def test_an_announced_file_is_read_once(opened: Any) -> None:
+    """Announcing it again, or taking it while it is being read, does not read it again."""
+    reader, reads = opened(num_threads=1)
+    reader.announce([1, 2, 1])
+    reader.announce([2, 1])
+    found = [reader.take(number) for number in (1, 2)]
+    _until(reader._for_threads.empty)  # the thread would have read them again
+    assert found == [content(1), content(2)]
+    assert sorted(reads) == [1, 2]
+
+
+def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Any) -> None:
+    """The only thread is stuck in another file."""
+    begun, may_end = threading.Event(), threading.Event()
+    gate = lambda number: number or (begun.set(), until_set(may_end))  # noqa: E731
+    reader, _ = opened(gate, num_threads=1)
+    reader.announce([0, 1])
+    until_set(begun)
+    found = reader.take(1)
+    may_end.set()
+    assert [found, reader.take(0)] == [content(1), content(0)]
+
+
+def test_the_window_is_filled_and_files_that_nobody_takes_make_room(opened: Any) -> None:
+    """With room for five files, five are read, and one more for each that is taken."""
+    reader, reads = opened(window_bytes=5 * NBYTES)
+    reader.announce(range(100, 150))  # nobody takes these
+    _until(lambda: len(reads) >= 5)
+    reader.announce(range(20))
+    first = len(reads)
+    assert [reader.take(number) for number in range(5)] == [content(number) for number in range(5)]
+    for number in range(5, 15):
+        _until(lambda: reader._for_threads.empty() and reader._used_bytes == 5 * NBYTES)
+        assert reader.take(number) == content(number)
+    assert len(reads) <= first + 20
+
+
+def test_close_ends_the_threads(opened: Any) -> None:
+    """Files that are being read come to an end first; `take` reads by itself afterwards."""
+    begun, may_end = threading.Semaphore(0), threading.Event()
+    reader, reads = opened(lambda _: (begun.release(), until_set(may_end)))
+    reader.announce(range(20))
+    assert all(begun.acquire(timeout=TIMEOUT_S) for _ in range(8))
+    reader.close()
+    reader.announce([3])
+    may_end.set()
+    _until(lambda: not any(t.name == "fastload-read-ahead" for t in threading.enumerate()))
+    assert sorted(reads) == list(range(8))
+    assert reader.take(3) == content(3)
+    assert reads[8:] == [3]
+
+
+def test_close_in_a_forked_child_returns(opened: Any) -> None:
+    """The child has a copy of a lock that a thread of its parent holds, and no such thread."""
+    reader, _ = opened()
+    reader.announce(range(20))
+    with reader._lock:
+        pid = os.fork()
+        if pid == 0:
+            reader.close()
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+@settings(max_examples=60)
+@given(st.lists(OPERATIONS, max_size=20), st.integers(1, 4), st.integers(1, 6), st.sets(NUMBERS))
+def test_take_returns_the_right_file_after_any_announcements(
+    operations: list[tuple[str, list[int]]], num_threads: int, window: int, broken: set[int]
+) -> None:
+    """Files come in any order, twice, or never; a broken one raises once; afterwards no bytes are held."""
+    left = set(broken)
+
+    def read(number: int) -> bytes:
+        if number in left:
+            left.discard(number)
+            raise OSError(number)
+        return content(number)
+
+    found: Any = None
+    reader = ReadAhead(read, lambda _: NBYTES, num_threads=num_threads, window_bytes=window * NBYTES)
+    try:
+        for name, numbers in operations:
+            if name != "take":
+                getattr(reader, name)(numbers)
+                continue
+            for number in numbers:
+                try:
+                    found = reader.take(number)
+                except OSError as error:
+                    found = error.args  # of the file, not of those beside it
+                assert found == content(number) or (found == (number,) and number in broken)
+                broken -= {number} if found == (number,) else set()
+        reader.forget(range(10))
+        _until(lambda: reader._used_bytes == 0)
+        assert not reader._files
+    finally:
+        reader.close()
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    """Wait for other threads."""
+    pause = threading.Event()
+    for _ in range(int(TIMEOUT_S * 1000)):
+        if is_so():
+            return
+        pause.wait(0.001)
+    raise TimeoutError
