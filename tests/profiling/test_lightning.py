@@ -32,14 +32,10 @@ def fit(*args: Any, with_module: bool = False) -> None:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
 
-    trainer = L.Trainer(
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
     )
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", **quiet)
     trainer.fit(Model(), *args, datamodule=Data() if with_module else None)
 
 
@@ -52,9 +48,7 @@ def test_a_trainer() -> None:
         fit(training_data)
         fit(with_module=True)
     reports = profile.report().loaders
-    assert [(report.name, report.num_epochs, report.num_batches) for report in reports] == [
-        ("training_data", 2, 48),
-        ("DataLoader", 2, 48),
-    ]
+    found = [(report.name, report.num_epochs, report.num_batches) for report in reports]
+    assert found == [("training_data", 2, 48), ("DataLoader", 2, 48)]
     assert all(report.culprit == "dataset" and "SlowRead.read" in report.bottleneck for report in reports)
     assert "copy" in reports[0].outside

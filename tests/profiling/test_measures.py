@@ -151,9 +151,7 @@ def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(t
     assert switched == [True, False] * 2
     assert moments == []
     assert [(made.loader, made.worker, made.num_samples) for made in batches] == [
-        (3, 1, 1),
-        (3, 1, 1),
-        (3, 1, 2),
+        (3, 1, n) for n in (1, 1, 2)
     ]
     assert [len(made.stages) for made in batches] == [0, 0, 1]
 
@@ -187,21 +185,15 @@ def test_one_slow_worker_stops_the_others(make_s: float) -> None:
 
 
 # What is known, what changes, and by how many times that is faster.
+WAITING, SATURATED = {"num_cpus": 2.0, "make_cpu_s": 0.004}, {"num_cpus": 2.0, "is_saturated": True}
 GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
     ({}, lambda one: one.with_workers(4), 2.0),  # on 8 CPUs, twice the workers
     ({"num_cpus": 2.0}, lambda one: one.with_workers(4), 1.0),  # the CPUs are used up
-    (
-        {"num_cpus": 2.0, "make_cpu_s": 0.004},
-        lambda one: one.with_workers(8),
-        4.0,
-    ),  # workers that wait need none
+    (WAITING, lambda one: one.with_workers(8), 4.0),  # workers that wait need none
     ({}, lambda one: one.scaled(0.5, 0.5), 2.0),  # half the work
     ({"computes": [0.015]}, lambda one: one.scaled(0.01, 0.01), 20 / 15),  # the consumer limits every gain
-    (  # all processes wait for CPUs: sparing their time speeds the consumer up
-        {"computes": [0.03], "consumer_cpu_s": 0.02, "num_cpus": 2.0, "is_saturated": True},
-        lambda one: one.scaled(0.25, 0.25),
-        2.0,
-    ),
+    # All processes wait for CPUs: sparing their time speeds the consumer up.
+    (SATURATED | {"computes": [0.03], "consumer_cpu_s": 0.02}, lambda one: one.scaled(0.25, 0.25), 2.0),
 ]
 
 
