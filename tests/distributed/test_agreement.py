@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from fastload import DataLoader, NodePartitionSampler
 from fastload.epochs import agreement
@@ -102,8 +102,12 @@ def test_the_first_rank_and_the_last_are_compared_through_a_file_store(
 # --- no alarm --------------------------------------------------------------------------------------------
 
 
-def sampled(sampler: Any) -> DataLoader:
-    return DataLoader(Numbers(40), 4, sampler=sampler)
+def sampled(sampler: Any, length: int = 40) -> DataLoader:
+    return DataLoader(Numbers(length), 4, sampler=sampler)
+
+
+def batched(sampler: Any, size: int) -> DataLoader:
+    return DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, size, False))
 
 
 def another_epoch(rank: int) -> Iterator[DataLoader]:
@@ -119,26 +123,18 @@ class OwnShard(DistributedSampler[int]):
         return iter(range(len(self.dataset)))  # type: ignore[arg-type]
 
 
-def own_shard(rank: int) -> list[DataLoader]:
-    sampler = OwnShard(range(40 - rank), 2, rank)  # type: ignore[arg-type]
-    return [DataLoader(Numbers(40 - rank), 4, sampler=sampler)]
+class SetsUpLate(OwnShard):
+    """Lacks attributes of its class."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.num_replicas = 2
 
 
-class NotTorchs(Sampler[int]):
-    """A sampler with the attributes of torch's."""
+class NotTorchs(BatchSampler):
+    """A sampler with an attribute of torch's."""
 
     num_replicas = 2
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
-def in_batch_samplers(rank: int) -> list[DataLoader]:
-    sampler: Any = DistributedSampler(range(40), 2, rank)
-    return [DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, 4 + rank, False))]
 
 
 GOOD_REASONS: dict[str, Callable[[int], Iterable[DataLoader]]] = {
@@ -146,10 +142,11 @@ GOOD_REASONS: dict[str, Callable[[int], Iterable[DataLoader]]] = {
     "another order": lambda rank: [make(length, rank) for length in ((10, 40) if rank == 0 else (40, 10))],
     "another kind": lambda rank: [make(40, rank) if rank else make(10, rank, shuffle=False)],
     "another epoch": another_epoch,
-    "own shard": own_shard,
-    "in batch samplers": in_batch_samplers,
+    "own shard": lambda rank: [sampled(OwnShard(Numbers(40 - rank), 2, rank), 40 - rank)],
+    "without attributes": lambda rank: [sampled(SetsUpLate(range(40 - rank)))],
+    "in batch samplers": lambda rank: [batched(DistributedSampler(Numbers(40), 2, rank), 4 + rank)],
     "group of one": lambda rank: [sampled(DistributedSampler(range(40 - rank), 1, 0))],
-    "another sampler": lambda rank: [sampled(NotTorchs(40 - rank))],
+    "another sampler": lambda rank: [sampled(NotTorchs(range(40 - rank), 1, False))],
     "other batch sizes": lambda rank: [make(40, rank, batch_size=4 * (rank + 1))],
     "without shuffle": lambda rank: [make(40, rank, shuffle=False, seed=rank)],
 }
@@ -198,19 +195,6 @@ def test_a_store_that_fails_means_no_check(
     with caplog.at_level(logging.DEBUG, "fastload"):
         run(Ranks(monkeypatch, None), lambda rank: [make(40 - rank, rank)])
     assert "the store cannot be used" in caplog.text
-
-
-class SetsUpLate(DistributedSampler[int]):
-    """Sets its attributes when it is read."""
-
-    def __init__(self) -> None:
-        self.num_replicas = 2
-
-
-def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
-    """The loader of torch takes it too."""
-    loader = DataLoader(Numbers(40), 4, sampler=SetsUpLate())
-    assert isinstance(loader.sampler, SetsUpLate)
 
 
 def test_a_loader_is_compared_once_when_there_is_a_group(

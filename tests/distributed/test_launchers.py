@@ -102,10 +102,8 @@ class Model(L.LightningModule):
 
 
 dataset = cached(folder) if when == "before" else None
-quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary")}
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, enable_checkpointing=False, **quiet
-)
+off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, **dict.fromkeys(off, False))
 model = Model()
 trainer.fit(model)
 found = {"why": model.dataset.explain(), "is_right": True}
@@ -181,9 +179,8 @@ def test_ranks_of_torchrun_share_a_cache_and_go_on_after_one_was_killed(
     assert "exitcode: -9" in errors
     assert_shared(tmp_path)
     for number, rank in enumerate(read(tmp_path, "rank", 2)):
-        sampler = NodePartitionSampler(
-            rank_zoo.Numbers(), 2, number, num_nodes=1, seed=7, epochs_per_partition=2
-        )
+        numbers = rank_zoo.Numbers()
+        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7, epochs_per_partition=2)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from fastload import CachedDataset, DataLoader, NodePartitionSampler
 from fastload.cache.ram import generation, owners
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +57,8 @@ class Recording:
 
 
 def every_rank(length: int, num_nodes: int, per_node: int, **options: Any) -> list[NodePartitionSampler]:
-    num_ranks = num_nodes * per_node
-    return [
-        NodePartitionSampler(range(length), num_ranks, rank, num_nodes=num_nodes, **options)
-        for rank in range(num_ranks)
-    ]
+    make = functools.partial(NodePartitionSampler, range(length), num_nodes * per_node, num_nodes=num_nodes)
+    return [make(rank, **options) for rank in range(num_nodes * per_node)]
 
 
 def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
@@ -119,10 +118,9 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
         assert num_distinct == (len(of_node) if drop_last else len(part))
     if not options["shuffle"]:  # all ranks together read the dataset in order, as with torch's sampler
         num_ranks = len(samplers)
-        for first, step in zip(
-            range(0, length - num_ranks + 1, num_ranks), zip(*orders, strict=True), strict=False
-        ):
-            assert sorted(step) == list(range(first, first + num_ranks))
+        steps = [sorted(step) for step in zip(*orders, strict=True)]
+        for number in range(length // num_ranks):
+            assert steps[number] == list(range(num_ranks * number, num_ranks * (number + 1)))
     # Nothing is drawn from the user's generators.
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert np.random.get_state()[1].tolist() == generators[1]  # type: ignore[index]
@@ -259,14 +257,13 @@ def test_a_new_deal_begins_with_another_number_of_nodes(
     assert sorted(number for resumed in ranks for number in numbers(resumed)) == list(range(60))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_partition": 0}])
+STATE = every_rank(60, 2, 2)[0].state_dict()
+
+
+@pytest.mark.parametrize("state", [None, {"epoch": 3}, STATE | {"epochs_per_partition": 0}])
 def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     """The epoch stays."""
     sampler = loader_of(2, 2, 0).sampler
-    if state == {"epochs_per_partition": 0}:
-        state = sampler.state_dict() | state
-
     with pytest.raises(ResumeError, match="NodePartitionSampler"):
         sampler.load_state_dict(state)
     assert sampler.epoch == 0
@@ -280,18 +277,16 @@ def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyP
 
     Nodes that cannot share equally are an error with the numbers of ranks.
     """
-    places = {"WORLD_SIZE": 6, "RANK": 5, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 2, "GROUP_WORLD_SIZE": 3}
-    for name, value in places.items():
-        monkeypatch.setenv(name, str(value))
+
+    def set_variables(*values: str | None) -> None:
+        for name, value in zip(VARIABLES, values, strict=False):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    set_variables("6", "5", "2", "2", "3")
     sampler = NodePartitionSampler(range(60))
     assert (sampler.num_nodes, sampler.node, sampler.local_rank, len(sampler)) == (3, 2, 1, 10)
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setenv("RANK", "4")
     for local_size, num_nodes in [("2", None), ("1", "2")]:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-        monkeypatch.delenv("GROUP_WORLD_SIZE") if num_nodes is None else monkeypatch.setenv(
-            "GROUP_WORLD_SIZE", num_nodes
-        )
+        set_variables("5", "4", local_size, "2", num_nodes)
         with pytest.raises(ValueError, match=f"this node has {local_size} of 5 ranks"):
             NodePartitionSampler(range(60))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -301,42 +296,34 @@ def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyP
     assert (sampler.num_replicas, sampler.node, sampler.local_rank) == (4, 1, 1)
 
 
+UNKNOWN = {
+    "num_replicas": r"WORLD_SIZE. Call torch\.distributed\.init_process_gr",
+    "rank": "RANK",
+    "num_nodes": "",
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("changed", "error", "text"),
     [
-        (
-            {},
-            RuntimeError,
-            r"num_replicas is unknown: .*WORLD_SIZE. Call torch\.distributed\.init_process_gr",
-        ),
-        ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
-        ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
-        ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
-        ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
-        ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
-        ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
-        (
-            {"num_replicas": 4, "rank": 0, "num_nodes": "2"},
-            TypeError,
-            "num_nodes should be an int, but .* '2'",
-        ),
-        ({"num_replicas": 4, "rank": 0, "num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
-        ({"num_replicas": 4, "rank": 0, "num_nodes": 0}, ValueError, "num_nodes should be"),
-        ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
-        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
-        (
-            {"num_replicas": 1, "rank": 0, "epochs_per_partition": 0},
-            ValueError,
-            "epochs_per_partition should",
-        ),
+        *(({name: None}, RuntimeError, rf"{name} is unknown: .*{text}") for name, text in UNKNOWN.items()),
+        *(({name: "4"}, TypeError, f"{name} should be an int, but got '4'") for name in UNKNOWN),
+        ({"rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
+        ({"seed": None}, TypeError, "seed should be an int, but got None"),
+        ({"num_replicas": 0}, ValueError, "num_replicas should be at least 1"),
+        ({"rank": 4}, ValueError, "rank should be from 0 to 3, but got 4"),
+        ({"num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
+        ({"num_nodes": 0}, ValueError, "num_nodes should be"),
+        ({"num_replicas": 8, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
+        ({"epochs_per_partition": 0}, ValueError, "epochs_per_partition should"),
     ],
 )
 def test_arguments_out_of_range_are_errors(
-    arguments: dict[str, Any], error: type[Exception], text: str
+    changed: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     """Each error names the argument."""
     with pytest.raises(error, match=text):
-        NodePartitionSampler(range(5), **arguments)
+        NodePartitionSampler(range(5), **{"num_replicas": 4, "rank": 0, "num_nodes": 2} | changed)
 
 
 # --- with a cache ----------------------------------------------------------------------------------------
@@ -344,19 +331,13 @@ def test_arguments_out_of_range_are_errors(
 NUM_IMAGES, IMAGE_BYTES = 64, 16 * 1024
 
 
-class Images(torch.utils.data.Dataset[Any]):
-    """Sample i is full of i."""
-
-    def __len__(self) -> int:
-        return NUM_IMAGES
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full((64, 64, 4), index, np.uint8)
+def image(index: int) -> Any:
+    return np.full((64, 64, 4), index, np.uint8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}], ids=["local", "workers"]
+    "options", [{"num_workers": 0}, {"num_workers": 1, "persistent_workers": True}], ids=["local", "workers"]
 )
 def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -365,18 +346,18 @@ def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
     monkeypatch.setattr(generation, "_LOCK_WAIT_S", 60.0)
+    images = datasets.Made(image, NUM_IMAGES)
     caches, samplers, loaders = [], [], []
     for node in range(2):
         key = f"node {node} of {os.getpid()}"
-        caches.append(CachedDataset(Images(), cache_key=key, max_memory=40 * IMAGE_BYTES))
+        caches.append(CachedDataset(images, cache_key=key, max_memory=40 * IMAGE_BYTES))
         samplers.append(NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_partition=2))
         loaders.append(DataLoader(caches[node], 8, sampler=samplers[node], **options))
     for epoch in range(4):
         seen = []
         for cache, sampler, loader in zip(caches, samplers, loaders, strict=True):
             loader.set_epoch(epoch)
-            batches = [batch[:, 0, 0, 0].tolist() for batch in loader]
-            seen += [value for batch in batches for value in batch]
+            seen += [value for batch in loader for value in batch[:, 0, 0, 0].tolist()]
             cached = [index for index in range(NUM_IMAGES) if index in cache.cache]
             assert set(cached) == set(sampler.part.tolist())
         assert sorted(seen) == list(range(NUM_IMAGES))
