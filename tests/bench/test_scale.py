@@ -59,9 +59,6 @@ def at_most(one: float, other: float) -> bool:
     return one <= other * (1 + 1e-9)
 
 
-# --- limits ----------------------------------------------------------------------------------------------
-
-
 DISK = {"disk_read_bytes_per_s": 1e9, "ram_bytes": 0.2e12, "ram_share": 1.0}
 LATENCY = {"latency_s": 0.1, "requests_in_flight": 100.0}
 PARTITION = {"epochs_per_partition": 4}
@@ -102,9 +99,6 @@ def test_what_each_resource_takes(
     assert outcome.later_s == pytest.approx(later_s)
 
 
-# --- does it fit -----------------------------------------------------------------------------------------
-
-
 def test_what_is_too_small() -> None:
     """Of 1 TB, two nodes keep a half each in RAM; the whole set is on each disk, on however many nodes."""
     for room, limit in ((0.51e12, "GPU"), (0.4e12, "does not fit: RAM")):
@@ -127,8 +121,6 @@ def test_the_largest_set_that_fits(c: Any, design: str, num_nodes: int, below: f
     assert math.isfinite(scale.simulate(c, design, below * largest, num_nodes).later_s)
     assert math.isinf(scale.simulate(c, design, above * largest, num_nodes).later_s)
 
-
-# --- monotonicity and conservation -----------------------------------------------------------------------
 
 HELPS = (
     *BANDWIDTHS,
@@ -167,9 +159,6 @@ def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes
     assert outcome.total_network_bytes(7, num_nodes) == pytest.approx(num_nodes * (first + 6 * later))
 
 
-# --- which design is best --------------------------------------------------------------------------------
-
-
 def test_crossing_points_by_hand() -> None:
     """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
 
@@ -184,27 +173,6 @@ def test_crossing_points_by_hand() -> None:
     )
     assert [design for _, design in found] == [scale.DECODED, scale.ENCODED, scale.NO_CACHE]
     assert [limit for limit, _ in found] == pytest.approx([400e9, 4e12, 1e14], rel=1e-3)
-
-
-def test_equally_fast_designs_are_chosen_by_their_bytes() -> None:
-    """Where the GPU limits all designs, the best one moves the least bytes."""
-    c = ideal(consumer_images_per_s=1.0)
-    assert scale.best(c, 1e11, 8) == scale.DECODED
-    slow = dataclasses.replace(c, ram_bytes=0.0)  # and the page cache is empty
-    assert scale.best(dataclasses.replace(slow, disk_bytes=0.0), 1e11, 8) == scale.NO_CACHE
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("ram=1", "=VALUE with one of cores, "), ("cores=many", "a number, got 'many'"), ("cores=0", "above 0")],
-)
-def test_bad_parameters(word: str, message: str) -> None:
-    """A parameter that is unknown, or not a positive number, ends the command with one line."""
-    with pytest.raises(SystemExit, match=f"--set {word}: expected .*{message}"):
-        scale.overrides([word])
-
-
-# --- the results file ------------------------------------------------------------------------------------
 
 
 def test_results_file_is_what_the_measurements_give() -> None:

@@ -61,8 +61,6 @@ def run(ranks: Ranks, program: Callable[[int], Iterable[DataLoader]], order: Ite
             iter(loader)
 
 
-# --- disagreement ----------------------------------------------------------------------------------------
-
 LENGTH = r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \(host .+\)\. .*files"
 
 
@@ -97,9 +95,6 @@ def test_the_first_rank_and_the_last_are_compared_through_a_file_store(
     store = dist.PrefixStore("default_pg", dist.FileStore(str(tmp_path / "store"), 2))
     with pytest.raises(RanksDisagreeError, match=r"is 40 on rank 0 .*, but 39 on rank 1"):
         run(Ranks(monkeypatch, store), lambda rank: [make(40 - rank, rank)], (1, 0))
-
-
-# --- no alarm --------------------------------------------------------------------------------------------
 
 
 def sampled(sampler: Any, length: int = 40) -> DataLoader:
@@ -183,9 +178,6 @@ def test_a_new_process_of_a_rank_is_not_compared_with_an_old_one(monkeypatch: py
     store = dist.HashStore()
     for length in (40, 41):
         run(Ranks(monkeypatch, store), lambda rank, length=length: [make(length, rank)])
-
-
-# --- where there is no check -----------------------------------------------------------------------------
 
 
 def test_a_store_that_fails_means_no_check(

@@ -77,9 +77,6 @@ def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
     return padded[sampler.local_rank :: sampler.ranks_per_node]
 
 
-# --- the order -------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=100)
 @given(
     length=st.integers(0, 200),
@@ -157,9 +154,6 @@ def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
     assert not set.intersection(*left_out)
 
 
-# --- retain ----------------------------------------------------------------------------------------------
-
-
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
     """`retain` gets the part at the first epoch of each partition; inside of subsets, as indices of its own.
 
@@ -180,9 +174,6 @@ def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
     for options in ({"num_nodes": 2, "retain": False}, {"num_nodes": 1}):
         iter(NodePartitionSampler(inner, 2, 0, **options))
     assert dataset.retained == expected
-
-
-# --- resuming --------------------------------------------------------------------------------------------
 
 
 def loader_of(
@@ -269,9 +260,6 @@ def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     assert sampler.epoch == 0
 
 
-# --- the place of a rank ---------------------------------------------------------------------------------
-
-
 def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node; a group does not know of nodes.
 
@@ -325,8 +313,6 @@ def test_arguments_out_of_range_are_errors(
     with pytest.raises(error, match=text):
         NodePartitionSampler(range(5), **{"num_replicas": 4, "rank": 0, "num_nodes": 2} | changed)
 
-
-# --- with a cache ----------------------------------------------------------------------------------------
 
 NUM_IMAGES, IMAGE_BYTES = 64, 16 * 1024
 

@@ -27,9 +27,7 @@ class SeedableRandomSampler(tud.RandomSampler):
     epoch = 0
 
     def __iter__(self) -> Any:
-        if self.generator is None:
-            self.generator = torch.Generator()
-        self.generator.manual_seed(self.epoch + 3)
+        self.generator = torch.Generator().manual_seed(self.epoch + 3)
         yield from super().__iter__()
         self.set_epoch(self.epoch + 1)
 
@@ -165,15 +163,13 @@ class Accelerator:
 
 def skip_first_batches(prepared: Any, num_batches: int) -> Any:
     """A new loader, whose first epoch begins later."""
-    shard = prepared.batch_sampler
-    skipping = tud.BatchSampler(shard, 1, drop_last=False)
-    skipping.__class__ = _Skipping
-    skipping.num_batches = num_batches  # type: ignore[attr-defined]
+    skipping = Skipping(prepared.batch_sampler, 1, drop_last=False)
+    skipping.num_batches = num_batches
     arguments = {name: getattr(prepared, name) for name in _NAMES}
     return DataLoaderShard(prepared.dataset, device=prepared.device, batch_sampler=skipping, **arguments)
 
 
-class _Skipping(tud.BatchSampler):
+class Skipping(tud.BatchSampler):
     num_batches: int
 
     def __len__(self) -> int:
@@ -187,13 +183,8 @@ def accelerate_modules() -> dict[str, types.ModuleType]:
     """Accelerate, for sys.modules."""
     package, part = types.ModuleType("accelerate"), types.ModuleType("accelerate.data_loader")
     vars(package).update(Accelerator=Accelerator, DistributedType=DistributedType, data_loader=part)
-    for thing in (
-        DataLoaderShard,
-        DataLoaderDispatcher,
-        SeedableRandomSampler,
-        get_sampler,
-        skip_first_batches,
-    ):
+    loaders = (DataLoaderShard, DataLoaderDispatcher)
+    for thing in (*loaders, SeedableRandomSampler, get_sampler, skip_first_batches):
         setattr(part, thing.__name__, thing)
     return {"accelerate": package, "accelerate.data_loader": part}
 

@@ -194,8 +194,6 @@ def test_child_processes_find_the_script_s_classes(tmp_path: Path, words: str) -
     assert (code, out.count("\n")) == (0, 2)
 
 
-# --- fastload run -----------------------------------------------------------------------------------------
-
 # Under each start method from the same seed: the digest of all batches, and the random state after them.
 REPLACED = """
 import hashlib, sys
@@ -409,8 +407,6 @@ def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
 
-
-# --- fastload profile -------------------------------------------------------------------------------------
 
 DATASET = """
 import os, signal, sys

@@ -11,8 +11,6 @@ import torch.utils.data
 from PIL import Image
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pytest
 
 
@@ -27,27 +25,24 @@ def default_loader(path: str) -> Any:
 
 
 class DatasetFolder(torch.utils.data.Dataset[Any]):
-    """As torchvision's, but for its checks."""
+    """As torchvision's ImageFolder, but for its checks."""
 
     def __init__(
-        self,
-        root: str,
-        loader: Callable[[str], Any] = default_loader,
-        transform: Callable[..., Any] | None = None,
-        target_transform: Callable[..., Any] | None = None,
+        self, root: str, transform: Any = None, target_transform: Any = None, loader: Any = None
     ) -> None:
         self.root = root
         self.transform = transform
         self.target_transform = target_transform
         self.classes = sorted(os.listdir(root))
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-        self.loader = loader
+        self.loader = loader or default_loader
         self.samples = [
             (os.path.join(root, name, file), number)
             for name, number in self.class_to_idx.items()
             for file in sorted(os.listdir(os.path.join(root, name)))
         ]
         self.targets = [target for _, target in self.samples]
+        self.imgs = self.samples
 
     def __getitem__(self, index: int) -> Any:
         path, target = self.samples[index]
@@ -64,25 +59,14 @@ class DatasetFolder(torch.utils.data.Dataset[Any]):
 
 
 class ImageFolder(DatasetFolder):
-    """As torchvision's."""
-
-    def __init__(
-        self, root: str, transform: Any = None, target_transform: Any = None, loader: Any = None
-    ) -> None:
-        super().__init__(root, loader or default_loader, transform, target_transform)
-        self.imgs = self.samples
-
-
-def get_image_backend() -> str:
-    return "PIL"
+    """The same."""
 
 
 def plant(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """Put the stand-in where torchvision would be imported."""
     package, datasets = types.ModuleType("torchvision"), types.ModuleType("torchvision.datasets")
-    here = sys.modules[__name__]
-    package.get_image_backend = get_image_backend  # type: ignore[attr-defined]
-    modules = {"torchvision": package, "torchvision.datasets": datasets, "torchvision.datasets.folder": here}
-    for name, module in modules.items():
+    package.get_image_backend = lambda: "PIL"  # type: ignore[attr-defined]
+    modules = {"torchvision": package, "torchvision.datasets": datasets}
+    for name, module in (modules | {"torchvision.datasets.folder": sys.modules[__name__]}).items():
         monkeypatch.setitem(sys.modules, name, module)
     return package

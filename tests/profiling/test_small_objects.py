@@ -56,9 +56,6 @@ def leads_to_itself(dataset: Any) -> Any:
     return dataset
 
 
-# --- finding it -------------------------------------------------------------------------------------------
-
-
 # What a dataset holds, and its place as Python would write it; None if workers share it or it is small.
 HELD: dict[str, tuple[Callable[[], Any], str | None]] = {
     "itself": (dicts, "dataset"),
@@ -95,9 +92,6 @@ def test_the_size_is_that_of_the_objects() -> None:
     nbytes = sum(64 + sys.getsizeof(item["path"]) + sys.getsizeof(item["label"]) for item in items)
     assert found.nbytes == pytest.approx(nbytes, rel=0.1)
     assert str(found).startswith("dataset.items (200,000 elements, about ")
-
-
-# --- telling of it ----------------------------------------------------------------------------------------
 
 
 def notes(kind: str, items: Any, **settings: Any) -> list[str]:

@@ -78,9 +78,6 @@ def batches(loader: Any, num_epochs: int = 1) -> list[Any]:
     return copies
 
 
-# --- the same batches -------------------------------------------------------------------------------------
-
-
 class Numbers(torch.utils.data.IterableDataset[Any]):
     """Each from one worker."""
 
@@ -211,9 +208,6 @@ def test_errors_are_the_same(kind: str, num_workers: int) -> None:
         del iterator
 
 
-# --- which loader it is -----------------------------------------------------------------------------------
-
-
 class Around:
     """A framework's loader that iterates over another one, as Accelerate's does."""
 
@@ -320,9 +314,6 @@ def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> 
         batches(loader)
     (timeline,) = profile._timelines
     assert [timeline.facts[name] for name in ("num_workers", "prefetch_factor")] == [1, 2]
-
-
-# --- beginnings and ends ----------------------------------------------------------------------------------
 
 
 DYING = """
@@ -447,9 +438,6 @@ def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
     assert report.speedup_replayed > 2
 
 
-# --- reports ----------------------------------------------------------------------------------------------
-
-
 def test_a_report_and_a_trace(tmp_path: Path) -> None:
     """Plain values, text with the verdict, and complete events."""
     with fastload.profile() as profile:
@@ -501,8 +489,6 @@ def test_what_is_watched_of_fastload_is_there(words: tuple[str, ...]) -> None:
     module, *path, _ = words
     assert callable(functools.reduce(getattr, path, importlib.import_module(module)))
 
-
-# --- what modules import ----------------------------------------------------------------------------------
 
 THROUGH_PATHLIB = """
 import cv2, numpy, pathlib
@@ -574,8 +560,6 @@ def test_a_notebook(interpreter: Interpreter, tmp_path: Path) -> None:
     done = interpreter.run(NOTEBOOK, cwd=tmp_path, exits=False)
     assert done.stdout == "images <ipython-input-1>:10 in read True\n", done.stderr
 
-
-# --- `open` ----------------------------------------------------------------------------------------------
 
 OPEN = open
 
