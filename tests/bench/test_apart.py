@@ -36,8 +36,9 @@ def shout() -> None:
     os.write(1, b"from below\n")
 
 
-def sleep_for_ever(pids: str) -> None:
-    """A run with a worker; both wait without end. It interrupts the process that waits for it."""
+def sleep_deaf(pids: str) -> None:
+    """A run with a worker, both of which wait for ever. It interrupts its parent, and is deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
     worker.start()
     with open(pids, "w") as file:
@@ -52,12 +53,6 @@ def lose_parent(pids: str) -> None:
         file.write(str(os.getpid()))
     os.kill(os.getppid(), signal.SIGKILL)
     signal.pause()
-
-
-def sleep_deaf(pids: str) -> None:
-    """The same, deaf to Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sleep_for_ever(pids)
 
 
 @pytest.mark.slow
@@ -98,14 +93,12 @@ def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [sleep_for_ever, sleep_deaf])
-def test_ctrl_c_ends_a_run_and_its_workers(function: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """In order if it hears the signal, and by SIGKILL if not."""
-    if function is sleep_deaf:
-        monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
+def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL if they are deaf to it. tests/test_cli_bench.py has those that are not."""
+    monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
     pids = tmp_path / "pids"
     with pytest.raises(KeyboardInterrupt):
-        call(function, str(pids))
+        call(sleep_deaf, str(pids))
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 

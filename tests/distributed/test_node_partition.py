@@ -142,18 +142,6 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
     assert sampler.partition == 2
 
 
-def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
-    """Over the epochs of one partition, no sample is left out each time."""
-    samplers = every_rank(23, 2, 2, drop_last=True, epochs_per_partition=20)
-    left_out = []
-    for epoch in range(20):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        left_out.append(set(range(23)) - set(itertools.chain(*samplers)))
-    assert {len(some) for some in left_out} == {3}
-    assert not set.intersection(*left_out)
-
-
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
     """`retain` gets the part at the first epoch of each partition; inside of subsets, as indices of its own.
 

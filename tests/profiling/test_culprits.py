@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import albumentations as A
 import numpy as np
 import pytest
+import torch
 import torch.utils.data
 from PIL import Image
 from typer.testing import CliRunner
@@ -206,3 +207,45 @@ def test_a_worker_or_a_lock_that_others_wait_for_is_named(kind: str) -> None:
     report = profiled(make(kind, zoo.Locked(), 2))
     assert report.culprit == "lock"
     assert not any(one.change == "workers" for one in report.suggestions)
+
+
+def fit_with_lightning(*args: Any, with_module: bool = False) -> None:
+    """Two epochs of a model that learns nothing; the loader is given, or made by a data module."""
+    # Here and last, because its 134 MB make each later fork slower.
+    L = pytest.importorskip("lightning")
+
+    class Model(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, _batch_idx: int) -> Any:
+            return self.layer(batch[1].float()[:, None]).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    class Data(L.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
+
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
+    )
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", **quiet)
+    trainer.fit(Model(), *args, datamodule=Data() if with_module else None)
+
+
+@pytest.mark.thorough  # it imports Lightning
+@pytest.mark.filterwarnings("ignore")  # Lightning's: few workers, deprecated functions of its own
+def test_loops_of_lightning_are_watched() -> None:
+    """The waits are measured, and copying to the device; the name is the user's variable."""
+    training_data = torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
+    with fastload.profile() as profile:
+        fit_with_lightning(training_data)
+        fit_with_lightning(with_module=True)
+    reports = profile.report().loaders
+    found = [(report.name, report.num_epochs, report.num_batches) for report in reports]
+    assert found == [("training_data", 2, 48), ("DataLoader", 2, 48)]
+    assert all(report.culprit == "dataset" and "SlowRead.read" in report.bottleneck for report in reports)
+    assert "copy" in reports[0].outside

@@ -105,10 +105,6 @@ class Changed(zoo.Quick):
         return torch.as_tensor(part(torch.ones(2)))
 
 
-class Other(zoo.Quick):
-    """Another class."""
-
-
 class Halved(torch.nn.Module):
     """A module."""
 
@@ -273,7 +269,7 @@ def test_only_the_named_loaders_are_watched() -> None:
 )
 def test_two_loaders_at_once(kind: str, options: dict[str, Any], is_in_threads: bool) -> None:
     """Interleaved, or in two threads: steps and batches belong to the loader whose workers they are."""
-    slow = zoo.slow_transform(), Other(zoo.plain_transform)
+    slow = zoo.slow_transform(), zoo.SlowWorker(zoo.plain_transform)
     one, other = (make(kind, dataset, **options) for dataset in slow)
     with fastload.profile(one, other) as profile:
         if is_in_threads:
