@@ -24,76 +24,74 @@ if TYPE_CHECKING:
     from fastload.bench.result import Row
 
 
-class TestRatio:
-    @given(st.lists(st.tuples(rates, rates), min_size=1, max_size=7))
-    def test_the_ratio_of_medians_lies_within_the_spread_of_the_rounds(
-        self, pairs: list[tuple[float, float]]
-    ) -> None:
-        """The lowest and the highest ratio of a round bound it."""
-        ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
-        assert ratio.low <= ratio.value * (1 + 1e-9)
-        assert ratio.value <= ratio.high * (1 + 1e-9)
-
-    @pytest.mark.parametrize(
-        ("mine", "theirs", "is_within"),
-        [
-            ([110, 90, 120], [100, 100, 100], True),
-            ([110, 105, 120], [100, 100, 100], False),
-            ([90, 80, 95], [100, 100, 100], False),
-            ([300, 30, 300], [100, 10, 100], False),  # a round that was slow was slow for both
-            ([500], [100], True),  # one round shows no spread
-        ],
-    )
-    def test_rounds_that_disagree_show_no_difference(
-        self, mine: list[float], theirs: list[float], is_within: bool
-    ) -> None:
-        """A gain counts only if every round shows it."""
-        assert Ratio.of(row(RAM, *mine), row(TORCH, *theirs)).is_within_spread == is_within
+@given(st.lists(st.tuples(rates, rates), min_size=1, max_size=7))
+def test_the_ratio_of_medians_lies_within_the_spread_of_the_rounds(pairs: list[tuple[float, float]]) -> None:
+    """The lowest and the highest ratio of a round bound it."""
+    ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
+    assert ratio.low <= ratio.value * (1 + 1e-9)
+    assert ratio.value <= ratio.high * (1 + 1e-9)
 
 
-class TestVerdict:
-    @given(results())
-    def test_the_fastest_has_the_highest_median_of_all_that_were_measured(self, some: Result) -> None:
-        """Rows that failed never win, whatever they measured before."""
-        measured = [one for one in some.rows if not one.problem]
-        found = verdicts(some.rows)
-        assert len(found) == (1 if measured else 0)
-        for verdict in found:
-            assert verdict.fastest.rate == max(one.rate for one in measured)
-            assert not verdict.fastest.problem
-            assert (verdict.gain is None) == (verdict.torch is None or verdict.fastload is None)
-
-    def test_sizes_do_not_compete(self) -> None:
-        """Smaller images are less work: each size has a verdict of its own."""
-        rows = [
-            row(dataclasses.replace(contender, size=size), rate)
-            for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
-            for contender in (TORCH, PLAIN)
-        ]
-        found = verdicts(rows)
-        assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_within"),
+    [
+        ([110, 90, 120], [100, 100, 100], True),
+        ([110, 105, 120], [100, 100, 100], False),
+        ([90, 80, 95], [100, 100, 100], False),
+        ([300, 30, 300], [100, 10, 100], False),  # a round that was slow was slow for both
+        ([500], [100], True),  # one round shows no spread
+    ],
+)
+def test_rounds_that_disagree_show_no_difference(
+    mine: list[float], theirs: list[float], is_within: bool
+) -> None:
+    """A gain counts only if every round shows it."""
+    assert Ratio.of(row(RAM, *mine), row(TORCH, *theirs)).is_within_spread == is_within
 
 
-class TestJSON:
-    @given(results())
-    def test_a_result_survives_json(self, some: Result) -> None:
-        """Nothing is lost on the way to a file and back."""
-        assert Result.from_dict(json.loads(json.dumps(some.as_dict()))).as_dict() == some.as_dict()
+@given(results())
+def test_the_fastest_has_the_highest_median_of_all_that_were_measured(some: Result) -> None:
+    """Rows that failed never win, whatever they measured before."""
+    measured = [one for one in some.rows if not one.problem]
+    found = verdicts(some.rows)
+    assert len(found) == (1 if measured else 0)
+    for verdict in found:
+        assert verdict.fastest.rate == max(one.rate for one in measured)
+        assert not verdict.fastest.problem
+        assert (verdict.gain is None) == (verdict.torch is None or verdict.fastload is None)
 
-    @pytest.mark.parametrize(
-        ("plain", "said"),
-        [
-            *(([], "missing or wrong"), ({}, "missing or wrong")),
-            ({"format": "fastload bench", "version": 99}, "version 99"),
-            *((name, name) for name in ("rows", "machine", "num_samples")),
-        ],
-    )
-    def test_other_data_are_refused_with_the_reason(self, plain: Any, said: str) -> None:
-        """A baseline that was edited or is of another version raises no KeyError; a missing part is named."""
-        if isinstance(plain, str):
-            plain = {name: part for name, part in result(row(TORCH, 1.0)).as_dict().items() if name != plain}
-        with pytest.raises(ValueError, match=said):
-            Result.from_dict(plain)
+
+def test_sizes_do_not_compete() -> None:
+    """Smaller images are less work: each size has a verdict of its own."""
+    rows = [
+        row(dataclasses.replace(contender, size=size), rate)
+        for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
+        for contender in (TORCH, PLAIN)
+    ]
+    found = verdicts(rows)
+    assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
+
+
+@given(results())
+def test_a_result_survives_json(some: Result) -> None:
+    """Nothing is lost on the way to a file and back."""
+    assert Result.from_dict(json.loads(json.dumps(some.as_dict()))).as_dict() == some.as_dict()
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        *(([], "missing or wrong"), ({}, "missing or wrong")),
+        ({"format": "fastload bench", "version": 99}, "version 99"),
+        *((name, name) for name in ("rows", "machine", "num_samples")),
+    ],
+)
+def test_other_data_are_refused_with_the_reason(plain: Any, said: str) -> None:
+    """A baseline that was edited or is of another version raises no KeyError; a missing part is named."""
+    if isinstance(plain, str):
+        plain = {name: part for name, part in result(row(TORCH, 1.0)).as_dict().items() if name != plain}
+    with pytest.raises(ValueError, match=said):
+        Result.from_dict(plain)
 
 
 @given(some=results(), factor=st.floats(0.1, 10.0))
@@ -243,10 +241,7 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
 
 @pytest.mark.slow
 def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More contenders make a higher picture, with the reasons of those that failed.
-
-    It needs no window: pyplot, which chooses a window system, is not imported.
-    """
+    """More contenders make a higher picture. Pyplot, which chooses a window system, is not imported."""
     few, many = tmp_path / "few", tmp_path / "many.png"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     chart.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured

@@ -23,10 +23,7 @@ FAST = dict.fromkeys((*BANDWIDTHS, "consumer_images_per_s"), math.inf)
 
 
 def ideal(**changed: Any) -> Any:
-    """A cluster on which nothing takes time and everything fits, but for what is changed.
-
-    An image has 100 kB, and 1 MB when it is decoded.
-    """
+    """A cluster on which nothing takes time but what is changed; images of 100 kB, and 1 MB when decoded."""
     kept = {"images": "made up", "encoded_bytes": 1e5, "decoded_bytes": 1e6, "cores": 10.0}
     rooms = {"ram_bytes": math.inf, "disk_bytes": math.inf, "epochs_per_partition": 5, "epochs": 11}
     return scale.Constants(**(kept | NO_COST | FAST | rooms | changed))
@@ -160,13 +157,10 @@ def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes
 
 
 def test_crossing_points_by_hand() -> None:
-    """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
-
-    A node keeps a fourth of the set: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB of files
-    whose images are decoded, and they are never repartitioned. LMDB fits up to 200 GB, and brings the whole
-    set to each node. Above 400 GB all designs decode in each epoch, ten times as long as the network takes:
-    so encoded parts are as fast as no cache, and move less.
-    """
+    """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache."""
+    # A node keeps a fourth: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB that are decoded.
+    # LMDB fits up to 200 GB, and brings the whole set to each node. Above 400 GB all designs decode in each
+    # epoch, ten times as long as the network takes: so encoded parts are as fast as no cache, and move less.
     rooms = {"ram_bytes": 1e12, "ram_share": 1.0, "disk_bytes": 2e12, "network_bytes_per_s": 1e9}
     found = scale.ranges(
         ideal(**rooms, region_s=0.01, region_from_ram_s=0.01, epochs_per_partition=1_000_000), 4
@@ -176,10 +170,7 @@ def test_crossing_points_by_hand() -> None:
 
 
 def test_results_file_is_what_the_measurements_give() -> None:
-    """results/scale.json follows from the measurements; each parameter beside them has a unit and a source.
-
-    After a new measurement: python benchmarks/scale.py --save, then benchmarks/figures.py
-    """
+    """From the measurements. After new ones run: python benchmarks/scale.py --save, then figures.py."""
     saved = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
     kinds = {kind: scale.constants(kind) for kind in scale.KINDS}
     assert scale.results(kinds) == saved

@@ -169,10 +169,7 @@ def test_two_nodes_cache_their_own_parts_and_see_every_sample(launch: Any, tmp_p
 def test_ranks_of_torchrun_share_a_cache_and_go_on_after_one_was_killed(
     when: str, launch: Any, tmp_path: Path
 ) -> None:
-    """They make the cache before or after they join the process group, without a fingerprint or a key.
-
-    The agent starts all ranks again, which resume in mid-epoch from their states with the same samples.
-    """
+    """Made before or after they join the group, without a key; restarted ranks resume in mid-epoch."""
     options = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--local-addr=127.0.0.1"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={free_endpoint()}"]
     errors = launch(TORCHRUN, *options, *rendezvous, rank_zoo.__file__, when, str(tmp_path))

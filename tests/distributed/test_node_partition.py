@@ -124,10 +124,7 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
 
 
 def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
-    """With epochs_per_partition=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part.
-
-    Other seeds give other parts; the array of the part is the sampler's own.
-    """
+    """Of 3 epochs, with one part in three orders. Other seeds give other parts, which nobody can change."""
     sampler, other = (every_rank(100, 2, 1, epochs_per_partition=3, seed=seed)[1] for seed in (0, 1))
     assert set(sampler.part.tolist()) != set(other.part.tolist())
     with pytest.raises(ValueError, match="read-only"):
@@ -143,10 +140,7 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
 
 
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
-    """`retain` gets the part at the first epoch of each partition; inside of subsets, as indices of its own.
-
-    Not with retain=False, and not with one node, whose part is everything.
-    """
+    """The part, as indices of the dataset within subsets; not with retain=False, or one node."""
     dataset = Recording(40)
     inner = Subset(Subset(dataset, list(range(39, -1, -1))), list(range(10, 30)))
     for wrapped, own_index in [(dataset, int), (inner, lambda index: 39 - (10 + index))]:
@@ -219,10 +213,7 @@ def state_after_epoch(epoch: int) -> dict[str, Any]:
 def test_a_new_deal_begins_with_another_number_of_nodes(
     num_nodes: int, per_node: int, differs: str | None
 ) -> None:
-    """After the last epoch of a partition, the state loads anywhere, and the next epoch has every sample.
-
-    Within a partition, the error has both numbers, and the epoch at which a new partition begins.
-    """
+    """The state of its last epoch loads anywhere; within a partition, an error says what differs."""
     ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
     for resumed in ranks:
         resumed.load_state_dict(state_after_epoch(1 if differs is None else 2))
@@ -249,10 +240,7 @@ def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
 
 
 def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node; a group does not know of nodes.
-
-    Nodes that cannot share equally are an error with the numbers of ranks.
-    """
+    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third one; all nodes have as many ranks."""
 
     def set_variables(*values: str | None) -> None:
         for name, value in zip(VARIABLES, values, strict=False):

@@ -288,15 +288,11 @@ def assert_kept(prepared: Any, loader: Any) -> None:
 
 
 def test_accelerate_keeps_all_arguments(hf: Any) -> None:
-    """Those of torch's loader and those that only fastload has; `device="auto"` is the accelerator's.
-
-    `num_workers="auto"` goes on choosing, and does not measure a second time. `use_stateful_dataloader` is
-    fulfilled by fastload's state, without torchdata's loader.
-    """
+    """Those of torch's and of fastload; `device` and `num_workers="auto"`, which does not measure again."""
     loader = DataLoader(IMAGES, 4, **OWN | {"device": "auto"}, **TORCH)
     loader._auto_workers = auto = type("Auto", (), {})()
     accelerator = Accelerator()
-    accelerator.dataloader_config.use_stateful_dataloader = True
+    accelerator.dataloader_config.use_stateful_dataloader = True  # by our state, without torchdata's loader
     prepared = hf.prepare(accelerator, loader)
     kept = prepared.base_dataloader
     assert_kept(kept, loader)

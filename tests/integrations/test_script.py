@@ -46,9 +46,7 @@ PROGRAMS = {
     "usage": "import argparse\nargparse.ArgumentParser().parse_args()\n",
     "message": "import sys\nsys.exit('an error message')\n",
     "error": "def f():\n    raise ValueError('here')\n\nf()\n",
-    "cause": (
-        "try:\n    {}['key']\nexcept KeyError as error:\n    raise RuntimeError('after it') from error\n"
-    ),
+    "cause": "try: {}['key']\nexcept KeyError as error: raise RuntimeError('after it') from error\n",
     "syntax": "x = 1\nif x\n",
     "exit functions": (
         "import atexit, pickle\n"
@@ -62,12 +60,7 @@ PROGRAMS = {
         "sys.excepthook = lambda kind, value, frames: print(kind, value, frames.tb_frame.f_code.co_name)\n"
         "raise ValueError('hooked')\n"
     ),
-    "threads": (
-        "import threading\n"
-        "begun = threading.Event()\n"
-        "threading.Thread(target=lambda: (begun.wait(), print('thread', __name__))).start()\n"
-        "begun.set()\n"
-    ),
+    "threads": "import threading\nthreading.Timer(0.01, lambda: print('thread', __name__)).start()\n",
     "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",
     "encoding": (
         "# -*- coding: latin-1 -*-\n"
@@ -276,10 +269,7 @@ def run(interpreter: Interpreter, tmp_path: Path) -> Run:
     "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.thorough)]
 )
 def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(run: Run, methods: list[str]) -> None:
-    """Bit by bit, with the same random state after it; by any name, also in worker processes.
-
-    The script's process says how many loaders were replaced; no worker process adds a line.
-    """
+    """Bit by bit, with the same random state; also in workers, which add no line about replaced loaders."""
     plain, done = run("train.py", "fork"), run("run", "train.py", *methods)
     assert (plain.returncode, done.returncode) == (0, 0), plain.stderr + done.stderr
     assert "None in this process: torch in the dataset: torch\n" in plain.stderr
@@ -408,23 +398,19 @@ def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
 
 
-DATASET = """
+# Prints each batch; the script's argument says how it ends, most often in the middle of the epoch.
+ENDING = """
 import os, signal, sys
-import torch
+import fastload, torch
 from torch.utils.data import DataLoader
 
 class Numbers(list):
     def __getitem__(self, index):
         return torch.full((2,), index)
 
-"""
-
-# Prints each batch; the script's argument says how it ends in the middle of the epoch.
-ENDING = (
-    DATASET
-    + """
 def train(ending):
-    train_loader = DataLoader(Numbers(range(40)), batch_size=4)
+    train_loader = DataLoader(Numbers(range(40)), batch_size=4, num_workers=int(ending == "fork"))
+    pid = os.fork() if ending == "fork" else None
     for number, batch in enumerate(train_loader):
         print(number, batch[0, 0].item())
         if number == 6:
@@ -434,11 +420,18 @@ def train(ending):
                 raise ValueError("a bad batch")
             if ending == "code":
                 sys.exit(3)
+    if pid == 0:
+        raise ValueError("child")
+    if pid:
+        os.waitpid(pid, 0)
+    if ending == "profile":
+        with fastload.profile():
+            print("inside")
 
 train(sys.argv[1])
 print("the end")
 """
-)
+REMOVES = "import os, sys\nos.remove('train.py')\nos.rmdir('out')\nsys.exit(5)\n"
 WITH_WORKER = """
 import collections, sys, torch
 from torch.utils.data import DataLoader
@@ -453,47 +446,28 @@ if __name__ == "__main__":
         print(type(batch) is Sample, batch.y[0].item())
 """
 REPORT = "\ntrain_loader (Numbers, 40 samples, batch_size=4, "
-FORKED = f"""{DATASET}
-train_loader = DataLoader(Numbers(range(40)), batch_size=4, num_workers=1)
-pid = os.fork()
-for batch in train_loader:
-    pass
-if pid == 0:
-    raise ValueError("child")
-os.waitpid(pid, 0)
-"""
-OF_ITS_OWN = f"""{DATASET}
-import fastload
-train_loader = DataLoader(Numbers(range(40)), batch_size=4)
-for batch in train_loader:
-    pass
-with fastload.profile():
-    print("inside")
-"""
 FILES = ("--output", "a.json", "--trace", "b.json")
-REMOVES = "import os, sys\nos.remove('train.py')\nos.rmdir('out')\nsys.exit(5)\n"
 HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where some are replayed
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "code", "report", "said"),
+    ("ending", "code", "report", "said"),
     [
-        (ENDING, ["train.py", "code"], 3, "0 workers): 7 batches, ", ""),
-        (ENDING, ["train.py", "error"], 1, "0 workers): 7 batches, ", "ValueError: a bad batch\n"),
-        (ENDING, ["train.py", "interrupt"], -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
-        (FORKED, ["train.py"], 0, "1 worker): 10 batches, ", ""),
-        (OF_ITS_OWN, ["train.py"], 1, "0 workers): 10 batches, ", "`fastload profile`"),
-        (REMOVES, ["--output", "out/a.json", "train.py"], 5, "", "out/a.json could not be written: "),
+        ("code", 3, "0 workers): 7 batches, ", ""),
+        ("error", 1, "0 workers): 7 batches, ", "ValueError: a bad batch\n"),
+        ("interrupt", -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
+        ("fork", 0, "1 worker): 10 batches, ", ""),
+        ("profile", 1, "0 workers): 10 batches, ", "`fastload profile`"),
+        ("removed directory", 5, "", "out/a.json could not be written: "),
     ],
-    ids=["code", "error", "interrupt", "fork", "a profile of its own", "a removed directory"],
 )
 def test_the_report_comes_before_the_last_words_of_the_script(
-    run: Run, tmp_path: Path, script: str, words: list[str], code: int, report: str, said: str
+    run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str
 ) -> None:
     """Once, with the script's exit code, traceback or signal, and the error of a file of ours."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "train.py").write_text(script)
-    done = run("profile", *words)
+    (tmp_path / "train.py").write_text(ENDING if report else REMOVES)
+    done = run("profile", *([] if report else ["--output", "out/a.json"]), "train.py", ending)
     assert done.returncode == code, done.stderr
     *_, before, last = ("", *done.stderr.split(f"{REPORT}{report}")) if report else ("", done.stderr)
     assert said in last

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli import main
 from fastload.images import regions
-from fastload.profiling import probes, suggestions
+from fastload.profiling import suggestions
 from fastload.profiling.prediction import Model
-from fastload.profiling.timeline import Stage
 from tests.profiling import zoo
 
 if TYPE_CHECKING:
@@ -48,8 +47,7 @@ def make(kind: str, dataset: Any, num_workers: int, **settings: Any) -> Any:
     return LOADERS[kind](dataset, batch_size=zoo.BATCH, num_workers=num_workers, **settings)
 
 
-# What is planted, the arguments of its loader, what the report names, the text of the bottleneck; and of the
-# suggestion.
+# What is planted, the arguments of its loader; what the report names and says; and what it suggests.
 PLANTED: dict[str, tuple[Any, dict[str, Any], str, str, str]] = {
     "a wait in reading": (zoo.SlowRead, {}, "dataset", "in SlowRead.read", ""),
     "a transform": (zoo.slow_transform, {}, "transform", r"SlowBlur is \d\d%", "transform: .*SlowBlur"),
@@ -68,13 +66,12 @@ CLOCKED = ("a plain function", "a collate_fn")
 def test_what_was_planted_is_named(
     number: int, name: str, num_workers: int, request: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its class, function or line; where a change would help, it is suggested.
-
-    One worker: of two, a busy machine can make one so slow that it is the bottleneck.
-    """
+    """By its class, function or line; where a change would help, it is suggested."""
     if name in CLOCKED and num_workers == 0:
         request.getfixturevalue("clock")
-    if num_workers:  # on a busy machine, receiving a batch takes milliseconds
+    if (
+        num_workers
+    ):  # one: a busy machine can make one of two the bottleneck. There, receiving a batch takes milliseconds
         monkeypatch.setattr(zoo, "PLANTED_S", 0.02)
         monkeypatch.setattr(zoo, "NUM_SAMPLES", 48)
     new, options, culprit, text, suggested = PLANTED[name]
@@ -86,18 +83,6 @@ def test_what_was_planted_is_named(
     assert re.search(suggested, "\n".join(f"{one.change}: {one.text}" for one in report.suggestions))
     if name == "a plain function":
         assert dataset.transform is zoo.plain_transform  # put back
-
-
-def test_the_transport_is_named_without_functions_of_python() -> None:
-    """The user knows neither the pickler nor its methods."""
-    received = Stage(probes.RECEIVE, "loads", 1.0, 1.0)
-    timeline: Any = SimpleNamespace(
-        start_share=0.0, data_share=1.0, batches={}, utilisation=0.1, outside=[received], waits=[1.0]
-    )
-    assert suggestions.find_culprit(timeline) == (
-        probes.RECEIVE,
-        "The bottleneck is receiving batches from the workers: workers wait for work meanwhile.",
-    )
 
 
 @pytest.mark.parametrize(

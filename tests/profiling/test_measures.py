@@ -15,7 +15,7 @@ from PIL import Image
 from fastload.profiling import recording, spans
 from fastload.profiling.prediction import Model, simulate
 from fastload.profiling.recording import Batch, Moment, Recording, read_recordings
-from fastload.profiling.spans import BatchWatch, Spans, probe, stride_of
+from fastload.profiling.spans import Spans, probe, stride_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,22 +91,6 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
     assert sum(sums[1] for sums in measured.sums.values()) == now[0]
 
 
-def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
-    """And leaves its stage after an error; outside of a measured batch it does nothing else."""
-
-    def divide(a: int, b: int = 2) -> float:
-        return a / b
-
-    probed = probe(divide, ("read", "divide"))
-    assert probed(4, b=4) == 1.0
-    with pytest.raises(ZeroDivisionError):
-        probed(1, b=0)
-    spans.here.spans = None
-    assert probed(4) == 2.0
-    assert here.sums[("read", "divide")][0] == 2
-    assert probed.__name__ == "divide"
-
-
 @pytest.mark.parametrize(
     ("result", "size"),
     [
@@ -129,31 +113,6 @@ def test_measuring_costs_little(num_events: int, wall_ns: int) -> None:
     stride = stride_of(num_events, wall_ns)
     cost = (spans.BATCH_NS + num_events * spans.EVENT_NS) / (stride * wall_ns)
     assert cost <= 1.5 * spans.MAX_SHARE or stride == spans.MAX_STRIDE
-
-
-def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(tmp_path: Path) -> None:
-    """A batch that fails leaves no probe in place, and is not recorded."""
-    switched: list[bool] = []
-    recording = Recording(str(tmp_path))
-    watch = BatchWatch(recording, 3, 1, switched.append)
-
-    def fail() -> None:
-        raise OSError("unreadable")
-
-    assert [watch.measure(lambda: "a batch", 1) for _ in range(2)] == ["a batch"] * 2
-    assert switched == []
-    with pytest.raises(OSError, match="unreadable"):
-        watch.measure(fail, 1)
-    assert watch.measure(lambda: "a batch", 2) == "a batch"
-    recording.close()
-    batches, moments = read_recordings(str(tmp_path))
-
-    assert switched == [True, False] * 2
-    assert moments == []
-    assert [(made.loader, made.worker, made.num_samples) for made in batches] == [
-        (3, 1, n) for n in (1, 1, 2)
-    ]
-    assert [len(made.stages) for made in batches] == [0, 0, 1]
 
 
 times = st.floats(1e-4, 1.0)
