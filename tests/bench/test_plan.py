@@ -55,9 +55,7 @@ def test_each_round_runs_every_contender_once_from_another_start(rounds: int, co
 @pytest.mark.parametrize(
     ("busy_s", "own_s", "share"), [(8.0, 8.0, 0.0), (8.0, 4.0, 0.2), (20.0, 0.0, 1.0), (1.0, 3.0, 0.0)]
 )
-def test_the_share_of_others_is_the_cpu_time_that_is_not_ours(
-    busy_s: float, own_s: float, share: float
-) -> None:
+def test_the_share_of_others_is_cpu_time_not_ours(busy_s: float, own_s: float, share: float) -> None:
     """Of two CPUs over ten seconds."""
     before, after = CpuTimes(100.0, 50.0, 7.0), CpuTimes(110.0, 50.0 + busy_s, 7.0 + own_s)
     assert others_share(before, after, num_cpus=2) == pytest.approx(share)

@@ -76,9 +76,7 @@ LENGTH = r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \
         (lambda rank: [partitioned(40, rank, epochs_per_partition=3 - rank)], "epochs_per_partition .* is 2"),
     ],
 )
-def test_ranks_that_split_in_different_ways_are_an_error(
-    program: Callable[[int], list[DataLoader]], text: str, ranks: Ranks
-) -> None:
+def test_ranks_that_split_in_different_ways_are_an_error(program: Any, text: str, ranks: Ranks) -> None:
     """The error has both ranks and both values; it comes again at each iter() of the later rank."""
     run(ranks, program, order=[0])
     ranks.become(1)
@@ -88,9 +86,7 @@ def test_ranks_that_split_in_different_ways_are_an_error(
             list(map(iter, loaders))
 
 
-def test_the_first_rank_and_the_last_are_compared_through_a_file_store(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_store_compares_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The store of init_method="file://", below a prefix. Rank 1 comes first, and compares with nobody."""
     store = dist.PrefixStore("default_pg", dist.FileStore(str(tmp_path / "store"), 2))
     with pytest.raises(RanksDisagreeError, match=r"is 40 on rank 0 .*, but 39 on rank 1"):
@@ -161,9 +157,7 @@ def test_a_group_within_the_ranks_is_not_compared(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
-def test_another_start_of_the_ranks_is_not_compared(
-    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_start_of_the_ranks_is_not_compared(name: str, ranks: Ranks, monkeypatch: Any) -> None:
     """The store of torchrun's agent outlives the ranks; the dataset may have grown since."""
 
     def program(rank: int) -> list[DataLoader]:
@@ -180,18 +174,14 @@ def test_a_new_process_of_a_rank_is_not_compared_with_an_old_one(monkeypatch: py
         run(Ranks(monkeypatch, store), lambda rank, length=length: [make(length, rank)])
 
 
-def test_a_store_that_fails_means_no_check(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_means_no_check(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Training goes on; the reason is logged at level DEBUG."""
     with caplog.at_level(logging.DEBUG, "fastload"):
         run(Ranks(monkeypatch, None), lambda rank: [make(40 - rank, rank)])
     assert "the store cannot be used" in caplog.text
 
 
-def test_a_loader_is_compared_once_when_there_is_a_group(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_is_compared_once_when_there_is_a_group(ranks: Ranks, monkeypatch: Any) -> None:
     """One that is read before the group exists is compared when it does; later epochs ask nothing."""
     ranks.become(0)
     loader = make(40, 0)

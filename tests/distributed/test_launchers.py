@@ -166,9 +166,7 @@ def test_two_nodes_cache_their_own_parts_and_see_every_sample(launch: Any, tmp_p
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.thorough)])
-def test_ranks_of_torchrun_share_a_cache_and_go_on_after_one_was_killed(
-    when: str, launch: Any, tmp_path: Path
-) -> None:
+def test_ranks_of_torchrun_share_and_go_on_after_a_kill(when: str, launch: Any, tmp_path: Path) -> None:
     """Made before or after they join the group, without a key; restarted ranks resume in mid-epoch."""
     options = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--local-addr=127.0.0.1"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={free_endpoint()}"]

@@ -158,12 +158,9 @@ def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
     assert dataset.retained == expected
 
 
-def loader_of(
-    num_nodes: int, per_node: int, rank: int, batch_size: int = 3, length: int = 60, **options: Any
-) -> DataLoader:
-    options = {"epochs_per_partition": 2, "seed": 5} | options
-    sampler = NodePartitionSampler(range(length), num_nodes * per_node, rank, num_nodes=num_nodes, **options)
-    return DataLoader(Recording(length), batch_size, sampler=sampler)
+def loader_of(num_nodes: int, per_node: int, rank: int) -> DataLoader:
+    sampler = every_rank(60, num_nodes, per_node, epochs_per_partition=2, seed=5)[rank]
+    return DataLoader(Recording(60), 3, sampler=sampler)
 
 
 def numbers(loader: Any) -> list[int]:
@@ -179,9 +176,7 @@ def numbers(loader: Any) -> list[int]:
     epoch=st.integers(0, 5),
     data=st.data(),
 )
-def test_every_rank_resumes_in_mid_epoch_from_the_state_of_one(
-    num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any
-) -> None:
+def test_any_rank_s_state(num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any) -> None:
     """The rest of the epoch, and the next epoch, are those of a run without an interruption."""
     saver = loader_of(num_nodes, per_node, data.draw(st.integers(0, num_nodes * per_node - 1)))
     saver.set_epoch(epoch)
@@ -210,9 +205,7 @@ def state_after_epoch(epoch: int) -> dict[str, Any]:
     ("num_nodes", "per_node", "differs"),
     [(3, 2, None), (1, 2, None), (4, 1, "num_nodes=2, .* has num_nodes=4"), (2, 1, "num_replicas=4, .*=2")],
 )
-def test_a_new_deal_begins_with_another_number_of_nodes(
-    num_nodes: int, per_node: int, differs: str | None
-) -> None:
+def test_another_number_of_nodes_begins_anew(num_nodes: int, per_node: int, differs: str | None) -> None:
     """The state of its last epoch loads anywhere; within a partition, an error says what differs."""
     ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
     for resumed in ranks:
@@ -282,9 +275,7 @@ UNKNOWN = {
         ({"epochs_per_partition": 0}, ValueError, "epochs_per_partition should"),
     ],
 )
-def test_arguments_out_of_range_are_errors(
-    changed: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_arguments_out_of_range_are_errors(changed: Any, error: Any, text: str) -> None:
     """Each error names the argument."""
     with pytest.raises(error, match=text):
         NodePartitionSampler(range(5), **{"num_replicas": 4, "rank": 0, "num_nodes": 2} | changed)
@@ -301,9 +292,7 @@ def image(index: int) -> Any:
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 1, "persistent_workers": True}], ids=["local", "workers"]
 )
-def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_each_node_holds_its_part(options: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Two nodes, whose caches have room for little more than half of the samples each."""
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.

@@ -125,15 +125,6 @@ class DataLoaderShard(DataLoaderAdapter):
         self.iteration += 1
 
 
-class DataLoaderDispatcher(DataLoaderAdapter):
-    """Never made here."""
-
-
-def get_sampler(loader: Any) -> Any:
-    """The sampler of a loader's batch sampler."""
-    return getattr(loader.batch_sampler, "sampler", None)
-
-
 _NAMES = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -178,38 +169,16 @@ def skip_first_batches(prepared: Any, num_batches: int) -> Any:
     return DataLoaderShard(prepared.dataset, device=prepared.device, batch_sampler=later, **arguments)
 
 
-def accelerate_modules() -> dict[str, types.ModuleType]:
-    """Accelerate, for sys.modules."""
-    package, part = types.ModuleType("accelerate"), types.ModuleType("accelerate.data_loader")
-    vars(package).update(Accelerator=Accelerator, DistributedType=DistributedType, data_loader=part)
-    loaders = (DataLoaderShard, DataLoaderDispatcher)
-    for thing in (*loaders, SeedableRandomSampler, get_sampler, skip_first_batches):
-        setattr(part, thing.__name__, thing)
-    return {"accelerate": package, "accelerate.data_loader": part}
-
-
-def ray_modules(*, num_ranks: int, rank: int) -> dict[str, types.ModuleType]:
-    """Ray Train in one of its workers, for sys.modules."""
-
-    def prepare_data_loader(loader: Any, add_dist_sampler: bool = True, move_to_device: bool = True) -> Any:
-        assert not move_to_device, "Ray's wrapper would copy each batch"
-        if num_ranks == 1 or not add_dist_sampler or isinstance(loader.sampler, tud.DistributedSampler):
-            return loader
-        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout")
-        arguments = {name: getattr(loader, name) for name in (*names, "worker_init_fn", "generator")}
-        shuffle = not isinstance(loader.sampler, tud.SequentialSampler)
-        sampler = tud.DistributedSampler(loader.dataset, num_ranks, rank, shuffle=shuffle)
-        return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
-
-    modules = {name: types.ModuleType(name) for name in ("ray", "ray.train", "ray.train.torch")}
-    vars(modules["ray"])["train"] = modules["ray.train"]
-    vars(modules["ray.train"])["torch"] = modules["ray.train.torch"]
-    vars(modules["ray.train.torch"]).update(
-        prepare_data_loader=prepare_data_loader, get_device=lambda: torch.device("cpu")
-    )
-    return modules
-
-
+DATA_LOADER = types.SimpleNamespace(
+    DataLoaderShard=DataLoaderShard,
+    DataLoaderDispatcher=type("DataLoaderDispatcher", (), {}),
+    SeedableRandomSampler=SeedableRandomSampler,
+    get_sampler=lambda loader: getattr(loader.batch_sampler, "sampler", None),
+    skip_first_batches=skip_first_batches,
+)
+ACCELERATE = types.SimpleNamespace(
+    Accelerator=Accelerator, DistributedType=DistributedType, data_loader=DATA_LOADER
+)
 IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = {
     "memory_format": torch.channels_last,
@@ -244,11 +213,27 @@ def imported(name: str, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def hf(monkeypatch: pytest.MonkeyPatch) -> Any:
-    return imported("fastload.integrations.accelerate", accelerate_modules(), monkeypatch)
+    modules = {"accelerate": ACCELERATE, "accelerate.data_loader": DATA_LOADER}
+    return imported("fastload.integrations.accelerate", modules, monkeypatch)
 
 
 def for_ray(monkeypatch: pytest.MonkeyPatch, *, num_ranks: int = 2, rank: int = 0) -> Any:
-    modules = ray_modules(num_ranks=num_ranks, rank=rank)
+    """`fastload.integrations.ray` in a worker of Ray Train."""
+
+    def prepare_data_loader(loader: Any, add_dist_sampler: bool = True, move_to_device: bool = True) -> Any:
+        assert not move_to_device, "Ray's wrapper would copy each batch"
+        if num_ranks == 1 or not add_dist_sampler or isinstance(loader.sampler, tud.DistributedSampler):
+            return loader
+        names = ("batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout")
+        arguments = {name: getattr(loader, name) for name in (*names, "worker_init_fn", "generator")}
+        shuffle = not isinstance(loader.sampler, tud.SequentialSampler)
+        sampler = tud.DistributedSampler(loader.dataset, num_ranks, rank, shuffle=shuffle)
+        return tud.DataLoader(loader.dataset, shuffle=False, sampler=sampler, **arguments)
+
+    device = torch.device("cpu")
+    inner = types.SimpleNamespace(prepare_data_loader=prepare_data_loader, get_device=lambda: device)
+    train = types.SimpleNamespace(torch=inner)
+    modules = {"ray": types.SimpleNamespace(train=train), "ray.train": train, "ray.train.torch": inner}
     return imported("fastload.integrations.ray", modules, monkeypatch)
 
 
@@ -309,9 +294,7 @@ def test_accelerate_keeps_all_arguments(hf: Any) -> None:
     ("num_batches", "num_workers", "seedable"),
     [(1, 1, False), (3, 0, False), (3, 1, True), (4, 0, True), (4, 1, False)],
 )
-def test_the_position_is_saved_and_loaded(
-    hf: Any, num_batches: int, num_workers: int, seedable: bool
-) -> None:
+def test_the_position_is_kept(hf: Any, num_batches: int, num_workers: int, seedable: bool) -> None:
     """The rest of the second epoch and the third one are those of a run that went on."""
     options: Any = {"rng": "sample", "num_workers": num_workers}
     prepared = hf.prepare(Accelerator(1, seedable=seedable), shuffled(**options))

@@ -199,25 +199,6 @@ def test_the_loader_s_dataset_is_the_program_s_folder(root: Path) -> None:
     assert [folder[index][0].tobytes() for index in range(7)] == [*reversed(images), images[1]]
 
 
-def test_an_image_that_cannot_be_made_again_is_decoded_each_time(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An attribute that the cache does not know is kept, because the image is."""
-
-    def marked(path: str) -> Any:
-        image = counting_loader(path)
-        image.mark = path
-        return image
-
-    monkeypatch.setitem(globals(), "default_loader", marked)
-    folder = ImageFolder(str(root), loader=marked)
-    fastload.patch_torch(cache="ram")
-    dataset: Any = tud.DataLoader(folder).dataset
-    decoded.clear()
-    assert [dataset[0][0].mark for _ in range(2)] == [folder.samples[0][0]] * 2
-    assert folder.samples[0][0] in decoded
-
-
 def test_fastload_s_folder_is_cached(root: Path) -> None:
     """Its batches are the same, and CachedDataset holds them."""
     photos = fastload.ImageFolder(root, size=(8, 8), extensions=("",))

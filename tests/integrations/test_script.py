@@ -290,9 +290,7 @@ def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(run: Run, met
         *((name, ["run", "-q"]) for name in PROGRAMS_UNDER_COMMANDS if name != "error in a dataset"),
     ],
 )
-def test_a_script_under_a_command_runs_as_under_python(
-    tmp_path: Path, run: Run, name: str, command: list[str]
-) -> None:
+def test_commands_run_scripts_as_python_does(tmp_path: Path, run: Run, name: str, command: list[str]) -> None:
     """Its output, exit code and last words are the same, whatever it starts and closes."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
     plain, done = run("train.py"), run(*command, "train.py")
@@ -332,9 +330,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
         ("profile --trace folder", "--trace should be a file in a directory .*, not 'folder'"),
     ],
 )
-def test_wrong_options_end_the_command_before_the_script_runs(
-    words: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, monkeypatch: Any) -> None:
     """By one line, and the exit code of wrong usage."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
@@ -461,9 +457,7 @@ HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where
         ("removed directory", 5, "", "out/a.json could not be written: "),
     ],
 )
-def test_the_report_comes_before_the_last_words_of_the_script(
-    run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str
-) -> None:
+def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str) -> None:
     """Once, with the script's exit code, traceback or signal, and the error of a file of ours."""
     (tmp_path / "out").mkdir()
     (tmp_path / "train.py").write_text(ENDING if report else REMOVES)
@@ -501,9 +495,7 @@ def test_files_and_replayed_batches(run: Run, tmp_path: Path) -> None:
         pytest.param(["profile", *FILES, "train.py", "spawn"], marks=pytest.mark.thorough),
     ],
 )
-def test_workers_find_the_script_s_classes_and_are_watched(
-    run: Run, tmp_path: Path, words: list[str]
-) -> None:
+def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list[str]) -> None:
     """By each start method; what they send comes back as an object of the script's class."""
     (tmp_path / "train.py").write_text(WITH_WORKER)
     done = run(*words)

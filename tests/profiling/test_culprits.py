@@ -63,9 +63,7 @@ CLOCKED = ("a plain function", "a collate_fn")
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(PLANTED)))
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_was_planted_is_named(
-    number: int, name: str, num_workers: int, request: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_culprits(number: int, name: str, num_workers: int, request: Any, monkeypatch: Any) -> None:
     """By its class, function or line; where a change would help, it is suggested."""
     if name in CLOCKED and num_workers == 0:
         request.getfixturevalue("clock")

@@ -119,9 +119,7 @@ times = st.floats(1e-4, 1.0)
 
 
 @given(compute_s=times, make_s=times, num_workers=st.integers(0, 8), prefetch_factor=st.integers(1, 4))
-def test_equal_batches_take_the_slower_of_both_sides(
-    compute_s: float, make_s: float, num_workers: int, prefetch_factor: int
-) -> None:
+def test_equal_batches(compute_s: float, make_s: float, num_workers: int, prefetch_factor: int) -> None:
     """The consumer's time, or the workers' divided by their number; without workers, both times add up."""
     step_s = simulate([compute_s], [[make_s]], num_workers, prefetch_factor)
     slower_s = max(compute_s, make_s / num_workers) if num_workers else compute_s + make_s
@@ -151,9 +149,7 @@ GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
 
 
 @pytest.mark.parametrize(("known", "change", "gain"), GAINS)
-def test_gains_that_can_be_worked_out_by_hand(
-    known: dict[str, Any], change: Callable[[Model], Model], gain: float
-) -> None:
+def test_gains_by_hand(known: dict[str, Any], change: Callable[[Model], Model], gain: float) -> None:
     """Of a loader bound by its two workers: 40 ms for a batch, 1 ms of computing."""
     model = dataclasses.replace(Model([0.001], [[0.04], [0.04]], 2, 2, 0.04, 0.001, 8.0), **known)
     assert model.gain_to(change(model)) == pytest.approx(gain, rel=0.05)

@@ -171,9 +171,7 @@ LOADED: list[tuple[str, Any, dict[str, Any], int, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "dataset", "settings", "num_batches", "stage"), LOADED)
-def test_batches_are_the_same(
-    kind: str, dataset: Any, settings: dict[str, Any], num_batches: int, stage: str
-) -> None:
+def test_batches_are_the_same(kind: str, dataset: Any, settings: Any, num_batches: int, stage: str) -> None:
     """Values, types and order in two epochs, which one report counts; the dataset stays as it was."""
     before = dict(getattr(dataset, "__dict__", {}))
     epochs = []
@@ -402,9 +400,7 @@ def test_a_long_profile_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(stage.ms_per_batch for stage in report.stages) < 2 * report.make_ms
 
 
-def test_a_second_profile_and_a_report_before_the_end_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_profile_and_an_early_report_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     """Each error says what to do; at the end recordings are removed; without a loader nothing is said."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with fastload.profile() as profile:
@@ -500,9 +496,7 @@ def read(path): return cv2.imdecode(numpy.frombuffer(pathlib.Path(path).read_byt
     ],
     ids=["cv2", "PIL", "pathlib", "io"],
 )
-def test_functions_that_a_module_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, stages: set[str]
-) -> None:
+def test_functions_that_a_module_imports(tmp_path: Path, monkeypatch: Any, text: str, stages: Any) -> None:
     """Reading and decoding are told apart, however the module names the functions; they read the same."""
     path = tmp_path / "image.png"
     Image.fromarray(np.full((64, 64, 3), 7, np.uint8)).save(path)
