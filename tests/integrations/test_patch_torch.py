@@ -162,10 +162,8 @@ def test_subclasses_that_are_generic_abstract_or_ours() -> None:
     class Both(fastload.DataLoader, tud.DataLoader[Any]):
         pass
 
-    class Early(DefinedBefore):
-        pass
-
     assert ImportedBefore in Both.__bases__
+    Early = type("Early", (DefinedBefore,), {})
     assert not issubclass(Early, fastload.DataLoader)
     assert len(list(Both(IMAGES, 4))) == len(list(Early(IMAGES, 4))) == 3
 

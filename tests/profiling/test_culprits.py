@@ -64,12 +64,10 @@ CLOCKED = ("a plain function", "a collate_fn")
 @pytest.mark.parametrize(("number", "name"), list(enumerate(PLANTED)))
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_culprits(number: int, name: str, num_workers: int, request: Any, monkeypatch: Any) -> None:
-    """By its class, function or line; where a change would help, it is suggested."""
+    """What was planted is named, by class, function or line; what would help is suggested."""
     if name in CLOCKED and num_workers == 0:
         request.getfixturevalue("clock")
-    if (
-        num_workers
-    ):  # one: a busy machine can make one of two the bottleneck. There, receiving a batch takes milliseconds
+    if num_workers:  # one, or a slow one could be the bottleneck; receiving may take milliseconds
         monkeypatch.setattr(zoo, "PLANTED_S", 0.02)
         monkeypatch.setattr(zoo, "NUM_SAMPLES", 48)
     new, options, culprit, text, suggested = PLANTED[name]
@@ -212,10 +210,8 @@ def fit_with_lightning(*args: Any, with_module: bool = False) -> None:
         def train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
 
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False
-    )
-    trainer = L.Trainer(max_epochs=2, accelerator="cpu", **quiet)
+    off = ("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar")
+    trainer = L.Trainer(max_epochs=2, accelerator="cpu", **dict.fromkeys(off, False))
     trainer.fit(Model(), *args, datamodule=Data() if with_module else None)
 
 

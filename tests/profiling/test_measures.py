@@ -18,7 +18,7 @@ from fastload.profiling.recording import Batch, Moment, Recording, read_recordin
 from fastload.profiling.spans import Spans, probe, stride_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -54,14 +54,6 @@ def test_recordings_that_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-5])
     assert read_recordings(str(tmp_path)) == ([made(number) for number in range(3)], [])
-
-
-@pytest.fixture
-def here() -> Iterator[Spans]:
-    """A batch that is measured in this thread."""
-    found = spans.here.spans = Spans()
-    yield found
-    spans.here.spans = None
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 50).map(lambda n: 2 * n)), max_size=40))
@@ -101,10 +93,11 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
         (b"bytes", (0, 0)),
     ],
 )
-def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
+def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], monkeypatch: Any) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
+    monkeypatch.setattr(spans.here, "spans", found := Spans())
     probe(lambda: result, ("decode", "it"), has_size=True)()
-    assert tuple(here.sums[("decode", "it")][3:]) == size
+    assert tuple(found.sums[("decode", "it")][3:]) == size
 
 
 @given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
