@@ -69,7 +69,6 @@ def test_the_clocks_are_those_of_our_cpus_without_idle_time(monkeypatch: pytest.
     readings = [times(1.0, 0.2, 0.3, 9.9, 9.9, 0.04, 0.05, 0.41, 0.7, 0.7), times(*[9.0] * 10)]
     monkeypatch.setattr(cpu_times.psutil, "cpu_times", lambda percpu: readings)
     monkeypatch.setattr(cpu_times.os, "sched_getaffinity", lambda pid: {0})
-
     assert CpuTimes.now().busy_s == pytest.approx(2.0)
 
     def fail(percpu: bool) -> None:

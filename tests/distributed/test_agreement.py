@@ -43,9 +43,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch, dist.HashStore())
 
 
-def make(length: int, rank: int, batch_size: int = 4, **options: Any) -> DataLoader:
+def make(length: int, rank: int, batch_size: int = 4, epoch: int = 0, **options: Any) -> DataLoader:
     sampler: Any = DistributedSampler(range(length), 2, rank, **options)
-    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+    loader = DataLoader(Numbers(length), batch_size, sampler=sampler)
+    loader.set_epoch(epoch)
+    return loader
 
 
 def partitioned(length: int, rank: int, **options: Any) -> DataLoader:
@@ -101,12 +103,6 @@ def batched(sampler: Any, size: int) -> DataLoader:
     return DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, size, False))
 
 
-def another_epoch(rank: int) -> Iterator[DataLoader]:
-    loader = make(40, rank)
-    loader.set_epoch(rank)
-    yield loader
-
-
 class OwnShard(DistributedSampler[int]):
     """Each rank reads its whole dataset, in an order of its own."""
 
@@ -132,7 +128,7 @@ GOOD_REASONS: dict[str, Callable[[int], Iterable[DataLoader]]] = {
     "extra on rank 0": lambda rank: [make(n, rank) for n in ((10, 40, 20) if rank == 0 else (40, 20))],
     "another order": lambda rank: [make(length, rank) for length in ((10, 40) if rank == 0 else (40, 10))],
     "another kind": lambda rank: [make(40, rank) if rank else make(10, rank, shuffle=False)],
-    "another epoch": another_epoch,
+    "another epoch": lambda rank: [make(40, rank, epoch=rank)],
     "own shard": lambda rank: [sampled(OwnShard(Numbers(40 - rank), 2, rank), 40 - rank)],
     "without attributes": lambda rank: [sampled(SetsUpLate(range(40 - rank)))],
     "in batch samplers": lambda rank: [batched(DistributedSampler(Numbers(40), 2, rank), 4 + rank)],

@@ -134,7 +134,6 @@ def test_a_subclass_defined_after_is_ours() -> None:
 
     loader: Any = Late(IMAGES, 5, extra="x")
     fastload.unpatch_torch()
-
     assert isinstance(loader, fastload.DataLoader)
     assert issubclass(Late, tud.DataLoader)
     assert loader.rng == "sample"
@@ -187,7 +186,6 @@ def test_arguments_of_ours_are_kept_where_frameworks_build_a_loader(prepare: Any
     fastload.patch_torch(rng="worker", max_worker_restarts=1)
     prepared: Any = prepare(loader)
     batches, texts = warned(prepared)
-
     assert isinstance(prepared, fastload.DataLoader)
     assert {name: getattr(prepared, name) for name in options} == options
     assert texts == []

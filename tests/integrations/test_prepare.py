@@ -180,25 +180,18 @@ ACCELERATE = types.SimpleNamespace(
     Accelerator=Accelerator, DistributedType=DistributedType, data_loader=DATA_LOADER
 )
 IMAGES = datasets.Made(datasets.image, 24)
-OWN: dict[str, Any] = {
-    "memory_format": torch.channels_last,
-    "prefetch_memory": "1GB",
-    "seed_albumentations": False,
-    "rng": "sample",
-    "device": "cpu",
-    "device_transform": tuple,
-    "on_error": "replace",
-    "max_errors": 3,
-    "max_worker_restarts": 1,
-}
+OWN: dict[str, Any] = (
+    {"memory_format": torch.channels_last, "prefetch_memory": "1GB", "seed_albumentations": False}
+    | {"rng": "sample", "device": "cpu", "device_transform": tuple, "on_error": "replace", "max_errors": 3}
+    | {"max_worker_restarts": 1}
+)
 TORCH: dict[str, Any] = {
     "num_workers": 1,
     "prefetch_factor": 3,
     "persistent_workers": True,
     "timeout": 60,
     "collate_fn": list,
-    "multiprocessing_context": "fork",
-}
+} | {"multiprocessing_context": "fork"}
 
 
 def imported(name: str, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:

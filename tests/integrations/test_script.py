@@ -177,9 +177,7 @@ def test_any_name_of_a_script_is_python_s(folder: Path, words: str, code: int, o
     assert assert_the_same(folder, *words.split(), **options)[0] == code
 
 
-@pytest.mark.parametrize(
-    "words", ["-m train fork", "train.py spawn", "-m train spawn", "train.py forkserver"]
-)
+@pytest.mark.parametrize("words", ["-m train fork", "-m train spawn", "train.py forkserver"])
 def test_child_processes_find_the_script_s_classes(tmp_path: Path, words: str) -> None:
     """An object of a class of the script reaches a child and comes back; a module is imported by its name."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS["children"])

@@ -146,7 +146,6 @@ def test_advised_code_runs_as_printed(
     names: dict[str, Any] = {name: getattr(fastload, name) for name in ("CachedDataset", "DataLoader")}
     names |= {"fastload": fastload, "dataset": [np.zeros((4, 4, 3), np.uint8)], "transform": len}
     names |= {"mean": [0.5], "std": [0.5]}
-
     assert changes <= texts.keys()
     for text in map(texts.get, changes):
         for command in re.findall(r"run fastload (.*?), and", text):

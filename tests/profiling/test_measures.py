@@ -78,7 +78,6 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
                 stages.pop()
         for _ in stages:
             measured.leave()
-
     assert all(sums[1:3] == [expected[name], expected[name] // 2] for name, sums in measured.sums.items())
     assert sum(sums[1] for sums in measured.sums.values()) == now[0]
 

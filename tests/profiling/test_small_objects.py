@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cli import main
 from fastload.nested.small_objects import MIN_BYTES, find_small_objects
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,14 +27,8 @@ NUM_ITEMS = 200_000
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
 
 
-@dataclass
-class Record:
-    path: str
-    boxes: list[float]
-
-
 def dicts() -> list[Any]:
-    return [{"path": f"train/{number:09}.jpg", "label": number} for number in range(NUM_ITEMS)]
+    return [{"name": f"train/{number:09}.jpg", "number": number} for number in range(NUM_ITEMS)]
 
 
 class Holding(torch.utils.data.Dataset[Any]):
@@ -47,7 +41,7 @@ class Holding(torch.utils.data.Dataset[Any]):
         return NUM_ITEMS
 
     def __getitem__(self, index: int) -> Any:
-        return self.items[index]["label"]
+        return self.items[index]["number"]
 
 
 def leads_to_itself(dataset: Any) -> Any:
@@ -62,9 +56,9 @@ HELD: dict[str, tuple[Callable[[], Any], str | None]] = {
     "subset": (lambda: Subset(Holding(dicts()), [1, 2]), "dataset.dataset.items"),
     "concatenated": (lambda: ConcatDataset([Holding([]), Holding(dicts())]), "dataset.datasets[1].items"),
     "json": (lambda: Holding({"images": dicts(), "version": 1}), "dataset.items['images']"),
-    "dict": (lambda: Holding({item["label"]: item for item in dicts()}), "dataset.items"),
-    "objects": (lambda: Holding(tuple(Record(item["path"], [0.5]) for item in dicts())), "dataset.items"),
-    "str": (lambda: Holding([item["path"] * 8 for item in dicts()]), "dataset.items"),
+    "dict": (lambda: Holding({item["number"]: item for item in dicts()}), "dataset.items"),
+    "objects": (lambda: Holding(tuple(datasets.Photo(**item) for item in dicts())), "dataset.items"),
+    "str": (lambda: Holding([item["name"] * 8 for item in dicts()]), "dataset.items"),
     "circle": (lambda: leads_to_itself(Holding(dicts())), "dataset.items"),
     "array": (lambda: Holding(np.zeros(8 * MIN_BYTES, np.uint8)), None),
     # Of these, only the beginnings are copied.
@@ -89,7 +83,7 @@ def test_the_size_is_that_of_the_objects() -> None:
     """Of the dicts and what is in them, without the tables of dicts and list, which have no counts."""
     items = dicts()
     (found,) = find_small_objects(Holding(items))
-    nbytes = sum(64 + sys.getsizeof(item["path"]) + sys.getsizeof(item["label"]) for item in items)
+    nbytes = sum(64 + sys.getsizeof(item["name"]) + sys.getsizeof(item["number"]) for item in items)
     assert found.nbytes == pytest.approx(nbytes, rel=0.1)
     assert str(found).startswith("dataset.items (200,000 elements, about ")
 
