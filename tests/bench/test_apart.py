@@ -30,18 +30,15 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-def die(number: int) -> None:
-    os.kill(os.getpid(), number)
-
-
 def shout() -> None:
     sys.stdout.write("from Python\n")
     sys.stdout.flush()
     os.write(1, b"from below\n")
 
 
-def sleep_for_ever(pids: str) -> None:
-    """A run with a worker; both wait without end. It interrupts the process that waits for it."""
+def sleep_deaf(pids: str) -> None:
+    """A run with a worker, both of which wait for ever. It interrupts its parent, and is deaf to Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
     worker.start()
     with open(pids, "w") as file:
@@ -58,12 +55,6 @@ def lose_parent(pids: str) -> None:
     signal.pause()
 
 
-def ignore_and_sleep(pids: str) -> None:
-    """The same, deaf to Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sleep_for_ever(pids)
-
-
 @pytest.mark.slow
 def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     """Each call has a process of its own, and starts from the same state."""
@@ -72,20 +63,19 @@ def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     assert (seen, seen_again, state) == ([1], [2], [])
 
 
+CAUGHT = RuntimeError("Caught it.\nOriginal Traceback (most recent):\nKeyError: 7\n")
+
+
 @pytest.mark.parametrize(
     ("function", "argument", "said"),
     [
         (fail, ValueError("of\nmany lines"), r"^ValueError: of many lines$"),
         (fail, MemoryError(), r"^MemoryError$"),
         (fail, SystemExit(3), r"^SystemExit: 3$"),
-        (
-            fail,
-            RuntimeError("Caught it.\nOriginal Traceback (most recent):\nKeyError: 7\n"),
-            r"^KeyError: 7$",
-        ),
+        (fail, CAUGHT, r"^KeyError: 7$"),
         (os._exit, 5, r"exit code 5"),
-        (die, signal.SIGKILL, r"killed by SIGKILL, perhaps out of memory"),
-        (die, signal.SIGTERM, r"exit code -15"),
+        (signal.raise_signal, signal.SIGKILL, r"killed by SIGKILL, perhaps out of memory"),
+        (signal.raise_signal, signal.SIGTERM, r"exit code -15"),
     ],
 )
 def test_a_run_that_fails_says_why_in_a_line(function: Any, argument: Any, said: str) -> None:
@@ -103,23 +93,17 @@ def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", [sleep_for_ever, ignore_and_sleep])
-def test_ctrl_c_ends_a_run_and_its_workers(
-    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In order if it hears the signal, and by SIGKILL if not."""
-    if function is ignore_and_sleep:
-        monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
+def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By SIGKILL if they are deaf to it. tests/test_cli_bench.py has those that are not."""
+    monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
     pids = tmp_path / "pids"
     with pytest.raises(KeyboardInterrupt):
-        call(function, str(pids))
+        call(sleep_deaf, str(pids))
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
 @pytest.mark.parametrize("is_heard_at_once", [False, True])
-def test_a_signal_at_the_start_of_a_run_leaves_no_process(
-    is_heard_at_once: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_at_the_start_of_a_run_leaves_no_process(is_heard_at_once: bool, monkeypatch: Any) -> None:
     """It is handled after the start, or at once if another thread has received it, which blocks no signal."""
     launch, started = popen_fork.Popen._launch, []  # type: ignore[attr-defined]
 

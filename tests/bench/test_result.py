@@ -14,7 +14,7 @@ from PIL import Image
 
 from fastload.bench import chart
 from fastload.bench.baseline import compare, differences
-from fastload.bench.report import baseline_lines, ending_lines, report_lines, table_lines
+from fastload.bench.report import baseline_lines, ending_lines, report_lines
 from fastload.bench.result import Ratio, Result, verdicts
 from tests.bench.made_up import MACHINE, PLAIN, RAM, TORCH, rates, result, results, row
 
@@ -24,109 +24,86 @@ if TYPE_CHECKING:
     from fastload.bench.result import Row
 
 
-class TestRatio:
-    @given(st.lists(st.tuples(rates, rates), min_size=1, max_size=7))
-    def test_the_ratio_of_medians_lies_within_the_spread_of_the_rounds(
-        self, pairs: list[tuple[float, float]]
-    ) -> None:
-        """The lowest and the highest ratio of a round bound it."""
-        ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
-        assert ratio.low <= ratio.value * (1 + 1e-9)
-        assert ratio.value <= ratio.high * (1 + 1e-9)
-
-    @pytest.mark.parametrize(
-        ("mine", "theirs", "is_within"),
-        [
-            ([110, 90, 120], [100, 100, 100], True),
-            ([110, 105, 120], [100, 100, 100], False),
-            ([90, 80, 95], [100, 100, 100], False),
-            ([300, 30, 300], [100, 10, 100], False),  # a round that was slow was slow for both
-            ([500], [100], True),  # one round shows no spread
-        ],
-    )
-    def test_rounds_that_disagree_show_no_difference(
-        self, mine: list[float], theirs: list[float], is_within: bool
-    ) -> None:
-        """A gain counts only if every round shows it."""
-        assert Ratio.of(row(RAM, *mine), row(TORCH, *theirs)).is_within_spread == is_within
+@given(st.lists(st.tuples(rates, rates), min_size=1, max_size=7))
+def test_the_ratio_of_medians_lies_within_the_spread_of_the_rounds(pairs: list[tuple[float, float]]) -> None:
+    """The lowest and the highest ratio of a round bound it."""
+    ratio = Ratio.of(row(RAM, *(a for a, _ in pairs)), row(TORCH, *(b for _, b in pairs)))
+    assert ratio.low <= ratio.value * (1 + 1e-9)
+    assert ratio.value <= ratio.high * (1 + 1e-9)
 
 
-class TestVerdict:
-    @given(results())
-    def test_the_fastest_has_the_highest_median_of_all_that_were_measured(self, some: Result) -> None:
-        """Rows that failed never win, whatever they measured before."""
-        measured = [one for one in some.rows if not one.problem]
-        found = verdicts(some.rows)
-        assert len(found) == (1 if measured else 0)
-        for verdict in found:
-            assert verdict.fastest.rate == max(one.rate for one in measured)
-            assert not verdict.fastest.problem
-            assert (verdict.gain is None) == (verdict.torch is None or verdict.fastload is None)
-
-    def test_sizes_do_not_compete(self) -> None:
-        """Smaller images are less work: each size has a verdict of its own."""
-        rows = [
-            row(dataclasses.replace(contender, size=size), rate)
-            for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
-            for contender in (TORCH, PLAIN)
-        ]
-        found = verdicts(rows)
-        assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_within"),
+    [
+        ([110, 90, 120], [100, 100, 100], True),
+        ([110, 105, 120], [100, 100, 100], False),
+        ([90, 80, 95], [100, 100, 100], False),
+        ([300, 30, 300], [100, 10, 100], False),  # a round that was slow was slow for both
+        ([500], [100], True),  # one round shows no spread
+    ],
+)
+def test_rounds_that_disagree_show_no_difference(mine: Any, theirs: Any, is_within: bool) -> None:
+    """A gain counts only if every round shows it."""
+    assert Ratio.of(row(RAM, *mine), row(TORCH, *theirs)).is_within_spread == is_within
 
 
-class TestJSON:
-    @given(results())
-    def test_a_result_survives_json(self, some: Result) -> None:
-        """Nothing is lost on the way to a file and back."""
-        assert Result.from_dict(json.loads(json.dumps(some.as_dict()))).as_dict() == some.as_dict()
-
-    @pytest.mark.parametrize(
-        ("plain", "said"),
-        [
-            *(([], "missing or wrong"), ({}, "missing or wrong")),
-            ({"format": "fastload bench", "version": 99}, "version 99"),
-            *((name, name) for name in ("rows", "machine", "num_samples")),
-        ],
-    )
-    def test_other_data_are_refused_with_the_reason(self, plain: Any, said: str) -> None:
-        """A baseline that was edited or is of another version raises no KeyError; a missing part is named."""
-        if isinstance(plain, str):
-            plain = {name: part for name, part in result(row(TORCH, 1.0)).as_dict().items() if name != plain}
-        with pytest.raises(ValueError, match=said):
-            Result.from_dict(plain)
+@given(results())
+def test_the_fastest_has_the_highest_median_of_all_that_were_measured(some: Result) -> None:
+    """Rows that failed never win, whatever they measured before."""
+    measured = [one for one in some.rows if not one.problem]
+    found = verdicts(some.rows)
+    assert len(found) == (1 if measured else 0)
+    for verdict in found:
+        assert verdict.fastest.rate == max(one.rate for one in measured)
+        assert not verdict.fastest.problem
+        assert (verdict.gain is None) == (verdict.torch is None or verdict.fastload is None)
 
 
-BOTH = pytest.mark.parametrize("is_relative", [False, True])
-
-
-def scaled(some: Result, factor: float) -> Result:
-    """The same on a machine that is this many times as fast."""
+def test_sizes_do_not_compete() -> None:
+    """Smaller images are less work: each size has a verdict of its own."""
     rows = [
-        row(one.contender, *(factor * rate for rate in one.later), problem=one.problem) for one in some.rows
+        row(dataclasses.replace(contender, size=size), rate)
+        for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
+        for contender in (TORCH, PLAIN)
     ]
-    return dataclasses.replace(some, rows=rows)
+    found = verdicts(rows)
+    assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
 
 
-@BOTH
-@given(some=results(), tolerance=st.floats(0.0, 1.0))
-def test_nothing_is_slower_than_itself(some: Result, tolerance: float, is_relative: bool) -> None:
-    """A run compared with itself has ratios of 1, whatever the tolerance is."""
-    found = compare(some, some, tolerance=tolerance + 1e-9, is_relative=is_relative)
-    assert found.slower == []
-    assert found.failed == []
-    assert [change.ratio for change in found.changes] == pytest.approx([1.0] * len(found.changes))
-    assert found.has_passed == bool(found.changes)
+@given(results())
+def test_a_result_survives_json(some: Result) -> None:
+    """Nothing is lost on the way to a file and back."""
+    assert Result.from_dict(json.loads(json.dumps(some.as_dict()))).as_dict() == some.as_dict()
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        *(([], "missing or wrong"), ({}, "missing or wrong")),
+        ({"format": "fastload bench", "version": 99}, "version 99"),
+        *((name, name) for name in ("rows", "machine", "num_samples")),
+    ],
+)
+def test_other_data_are_refused_with_the_reason(plain: Any, said: str) -> None:
+    """A baseline that was edited or is of another version raises no KeyError; a missing part is named."""
+    if isinstance(plain, str):
+        plain = {name: part for name, part in result(row(TORCH, 1.0)).as_dict().items() if name != plain}
+    with pytest.raises(ValueError, match=said):
+        Result.from_dict(plain)
 
 
 @given(some=results(), factor=st.floats(0.1, 10.0))
 def test_a_slower_machine_changes_the_rates_but_not_what_is_relative(some: Result, factor: float) -> None:
     """All rates are slower by its factor, and their quotients by torch's rate stay."""
-    other = scaled(some, factor)
-    plain = compare(some, other, tolerance=0.05, is_relative=False)
-    relative = compare(some, other, tolerance=0.05, is_relative=True)
-    assert [change.ratio for change in plain.changes] == pytest.approx([factor] * len(plain.changes))
-    assert [change.ratio for change in relative.changes] == pytest.approx([1.0] * len(relative.changes))
-    assert relative.slower == []
+    rows = [row(one.contender, *(factor * n for n in one.later), problem=one.problem) for one in some.rows]
+    other = dataclasses.replace(some, rows=rows)
+    for now, is_relative, ratio in ((some, False, 1.0), (other, False, factor), (other, True, 1.0)):
+        found = compare(some, now, tolerance=0.05, is_relative=is_relative)
+        assert [change.ratio for change in found.changes] == pytest.approx([ratio] * len(found.changes))
+        assert found.failed == []
+        if ratio == 1.0:
+            assert found.slower == []
+            assert found.has_passed == bool(found.changes)
 
 
 LOSES = [row(TORCH, 100.0), row(RAM, 300.0)], [row(TORCH, 200.0), row(RAM, 310.0)]  # against torch alone
@@ -161,12 +138,8 @@ def test_what_passes(
 
 def test_contenders_of_one_side_are_named() -> None:
     """They are no failure: the user asked for other settings."""
-    found = compare(
-        result(row(TORCH, 100.0), row(PLAIN, 100.0)),
-        result(row(TORCH, 100.0), row(RAM, 100.0)),
-        tolerance=0.1,
-        is_relative=False,
-    )
+    before, now = (result(row(TORCH, 100.0), row(other, 100.0)) for other in (PLAIN, RAM))
+    found = compare(before, now, tolerance=0.1, is_relative=False)
     assert (found.only_before, found.only_now) == ([str(PLAIN)], [str(RAM)])
     assert found.has_passed
 
@@ -187,48 +160,51 @@ def test_differences_apart_from_speed_are_said() -> None:
 
 
 SETUP = {None: ["dataset = []"]}
-
-
-@pytest.mark.parametrize(
-    ("rows", "code", "said"),
-    [
-        (
-            [row(TORCH, 100, 102, 98), row(RAM, 300, 290, 310)],
-            'DataLoader(CachedDataset(dataset, cache="ram"), batch_size=64',
-            "3.00 times torch's best here (spread 2.84 to 3.16 over 3 rounds), from the second epoch on",
-        ),
-        (
-            [row(TORCH, 1, 1), row(RAM, 1234, 1234)],
-            'cache="ram"',
-            "1,234 times torch's best here (spread 1,234 to 1,234 over 2 rounds), from the second epoch on",
-        ),
-        (
-            [row(TORCH, 100, 102, 98), row(PLAIN, 80, 81, 79)],
-            "from torch.utils.data import DataLoader",
-            "torch's own loader is the fastest here: fastload's best has 0.80 of its rate",
-        ),
-        (
-            [row(TORCH, 100, 120, 80), row(PLAIN, 101, 90, 110)],
-            "from fastload import DataLoader",
-            "The difference is within the spread: the rounds disagree on which loader is faster",
-        ),
-        (
-            [row(TORCH, 100), row(PLAIN, 300)],
-            "from fastload import DataLoader",
-            "3.00 times torch's best here, from the second epoch on. One round shows no spread",
-        ),
-        (
-            [row(TORCH, problem="failed"), row(PLAIN, 300)],
-            "from fastload import DataLoader",
-            "torch's loader has no figures here, so there is no comparison",
-        ),
-    ],
+CACHED, OURS = (
+    'DataLoader(CachedDataset(dataset, cache="ram"), batch_size=64',
+    "from fastload import DataLoader",
 )
-def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
-    rows: list[Row], code: str, said: str
-) -> None:
+# The rates of torch's loader, of another one, the fastest code, and the words below it.
+ENDINGS: list[tuple[Any, Any, str, str]] = [
+    (
+        [100, 102, 98],
+        row(RAM, 300, 290, 310),
+        CACHED,
+        "3.00 times torch's best here (spread 2.84 to 3.16 over 3",
+    ),
+    (
+        [1, 1],
+        row(RAM, 1234, 1234),
+        CACHED,
+        "1,234 times torch's best here (spread 1,234 to 1,234 over 2 rounds)",
+    ),
+    ([9, 9], row(RAM, 18, 18), CACHED, "rounds), from the second epoch on"),
+    (
+        [100, 102, 98],
+        row(PLAIN, 80, 81, 79),
+        "from torch.utils",
+        "the fastest here: fastload's best has 0.80 of",
+    ),
+    (
+        [100, 120, 80],
+        row(PLAIN, 101, 90, 110),
+        OURS,
+        "The difference is within the spread: the rounds disagree",
+    ),
+    (
+        [100],
+        row(PLAIN, 300),
+        OURS,
+        "3.00 times torch's best here, from the second epoch on. One round shows no",
+    ),
+    ([], row(PLAIN, 300), OURS, "torch's loader has no figures here, so there is no comparison"),
+]
+
+
+@pytest.mark.parametrize(("torchs", "other", "code", "said"), ENDINGS)
+def test_the_ending_has_the_fastest_code_and_its_gain(torchs: Any, other: Row, code: str, said: str) -> None:
     """Also if torch's loader is the fastest, or the rounds show no difference."""
-    lines = ending_lines(result(*rows), SETUP)
+    lines = ending_lines(result(row(TORCH, *torchs, problem="" if torchs else "failed"), other), SETUP)
     assert lines[0] == "fastest on this machine:"
     assert code in "\n".join(lines[1:4])
     assert len(lines) == 5
@@ -237,18 +213,16 @@ def test_the_ending_has_the_fastest_code_and_only_the_gain_that_was_shown(
 
 
 def test_a_problem_is_shown_once_below_the_table_with_its_number() -> None:
-    """Text in brackets is no markup."""
+    """Text in brackets is no markup. A warning comes between the table and the fastest loader."""
     text = "failed: KeyError: [bold]"
-    lines = table_lines(result(row(TORCH, 10.0, 12.0), row(PLAIN, problem=text), row(RAM, problem=text)))
+    rows = row(TORCH, 10.0, 12.0), row(PLAIN, problem=text), row(RAM, problem=text)
+    lines = report_lines(result(*rows, warnings=["the machine was busy"]), SETUP)
     assert [line for line in lines if text in line] == [f"[1] {text}"]
     assert sum(line.endswith(" [1]") for line in lines) == 2
     assert sum("10 to 12" in line and line.endswith("1.00x") for line in lines) == 1
-
-
-def test_warnings_follow_the_table() -> None:
-    """A busy machine cannot be overlooked between the figures and the fastest loader."""
-    lines = report_lines(result(row(TORCH, 1.0), warnings=["the machine was busy"]), SETUP)
-    assert lines.index("warning: the machine was busy") < lines.index("fastest on this machine:")
+    ends = (f"[1] {text}", "warning: the machine was busy", "fastest on this machine:")
+    places = [lines.index(line) for line in ends]
+    assert places == sorted(places)
 
 
 def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
@@ -263,10 +237,7 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
 
 @pytest.mark.slow
 def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More contenders make a higher picture, with the reasons of those that failed.
-
-    It needs no window: pyplot, which chooses a window system, is not imported.
-    """
+    """More contenders make a higher picture. Pyplot, which chooses a window system, is not imported."""
     few, many = tmp_path / "few", tmp_path / "many.png"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     chart.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-if TYPE_CHECKING:
-    from types import ModuleType
+from benchmarks import scale
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale_benchmark", BENCHMARKS / "scale.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-scale = load()
 CPU_S = ("whole_s", "region_s", "region_from_ram_s", "hit_s")
 STORE_S = ("ram_store_s_per_byte", "lmdb_store_s_per_byte", "lmdb_read_s_per_byte")
 BANDWIDTHS = ("network_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
@@ -39,46 +23,31 @@ FAST = dict.fromkeys((*BANDWIDTHS, "consumer_images_per_s"), math.inf)
 
 
 def ideal(**changed: Any) -> Any:
-    """A cluster on which nothing takes time and everything fits, but for what is changed.
-
-    An image has 100 kB, and 1 MB when it is decoded.
-    """
+    """A cluster on which nothing takes time but what is changed; images of 100 kB, and 1 MB when decoded."""
     kept = {"images": "made up", "encoded_bytes": 1e5, "decoded_bytes": 1e6, "cores": 10.0}
     rooms = {"ram_bytes": math.inf, "disk_bytes": math.inf, "epochs_per_partition": 5, "epochs": 11}
     return scale.Constants(**(kept | NO_COST | FAST | rooms | changed))
 
 
-positive = st.floats(1e-3, 1e3)
 factors = st.floats(1, 1e3)
 designs = st.sampled_from(scale.DESIGNS)
 nodes = st.integers(1, 200)
 sizes = st.floats(1e7, 1e14)
+RANGES: dict[str, tuple[float, float]] = (
+    dict.fromkeys(CPU_S, (1e-3, 1e3))
+    | dict.fromkeys(STORE_S, (0, 1e-8))
+    | dict.fromkeys(("ram_bytes", "disk_bytes"), (1e9, 1e16))
+    | dict.fromkeys(("disk_read_bytes_per_s", "disk_write_bytes_per_s"), (1e7, 1e11))
+    | {"encoded_bytes": (1e3, 1e7), "decoded_bytes": (1e4, 1e8), "cores": (1, 500), "ram_share": (0.1, 1)}
+    | {"network_bytes_per_s": (1e6, 1e11), "store_bytes_per_s": (1e7, 1e13), "latency_s": (0, 1)}
+    | {"requests_in_flight": (1, 1e4), "images_per_request": (1, 1e3), "consumer_images_per_s": (1, 1e6)}
+)
 clusters = st.builds(
     scale.Constants,
     images=st.just("made up"),
-    encoded_bytes=st.floats(1e3, 1e7),
-    decoded_bytes=st.floats(1e4, 1e8),
-    whole_s=positive,
-    region_s=positive,
-    region_from_ram_s=positive,
-    hit_s=positive,
-    ram_store_s_per_byte=st.floats(0, 1e-8),
-    lmdb_store_s_per_byte=st.floats(0, 1e-8),
-    lmdb_read_s_per_byte=st.floats(0, 1e-8),
-    cores=st.floats(1, 500),
-    ram_bytes=st.floats(1e9, 1e16),
-    ram_share=st.floats(0.1, 1),
-    disk_bytes=st.floats(1e9, 1e16),
-    disk_read_bytes_per_s=st.floats(1e7, 1e11),
-    disk_write_bytes_per_s=st.floats(1e7, 1e11),
-    network_bytes_per_s=st.floats(1e6, 1e11),
-    store_bytes_per_s=st.floats(1e7, 1e13),
-    latency_s=st.floats(0, 1),
-    requests_in_flight=st.floats(1, 1e4),
-    images_per_request=st.floats(1, 1e3),
-    consumer_images_per_s=st.floats(1, 1e6),
     epochs_per_partition=st.integers(1, 20),
     epochs=st.integers(1, 200),
+    **{name: st.floats(*ends) for name, ends in RANGES.items()},
 )
 
 
@@ -87,10 +56,7 @@ def at_most(one: float, other: float) -> bool:
     return one <= other * (1 + 1e-9)
 
 
-# --- limits ----------------------------------------------------------------------------------------------
-
-
-A_FIFTH = {"ram_bytes": 0.2e12, "ram_share": 1.0}
+DISK = {"disk_read_bytes_per_s": 1e9, "ram_bytes": 0.2e12, "ram_share": 1.0}
 LATENCY = {"latency_s": 0.1, "requests_in_flight": 100.0}
 PARTITION = {"epochs_per_partition": 4}
 CORES = PARTITION | {"whole_s": 0.004, "region_s": 0.003, "region_from_ram_s": 0.002, "hit_s": 0.001}
@@ -104,14 +70,7 @@ LIMITS: list[tuple[dict[str, Any], str, float, str, float, str]] = [
     ({**LATENCY, "images_per_request": 10.0}, scale.NO_CACHE, 25, "latency", 25, "latency"),
     ({"region_s": 0.02}, scale.NO_CACHE, 500, "decoding", 500, "decoding"),  # ten cores: 500 images/s
     # A node reads a fourth of a million images of 1 MB; RAM for a fifth of the set saves a fifth.
-    (
-        {"disk_read_bytes_per_s": 1e9, "ram_bytes": 0.2e12, "ram_share": 1.0},
-        scale.LMDB,
-        200,
-        "disk",
-        200,
-        "disk",
-    ),
+    (DISK, scale.LMDB, 200, "disk", 200, "disk"),
     # Each node writes the whole set at 1 GB/s for 1,000 s, and then trains on its fourth for 250 s.
     ({"disk_write_bytes_per_s": 1e9, "consumer_images_per_s": 1e3}, scale.LMDB, 1250, "disk", 250, "GPU"),
     # Of 5 epochs a partition, every fifth brings 25 GB, as the first one does.
@@ -137,9 +96,6 @@ def test_what_each_resource_takes(
     assert outcome.later_s == pytest.approx(later_s)
 
 
-# --- does it fit -----------------------------------------------------------------------------------------
-
-
 def test_what_is_too_small() -> None:
     """Of 1 TB, two nodes keep a half each in RAM; the whole set is on each disk, on however many nodes."""
     for room, limit in ((0.51e12, "GPU"), (0.4e12, "does not fit: RAM")):
@@ -162,16 +118,6 @@ def test_the_largest_set_that_fits(c: Any, design: str, num_nodes: int, below: f
     assert math.isfinite(scale.simulate(c, design, below * largest, num_nodes).later_s)
     assert math.isinf(scale.simulate(c, design, above * largest, num_nodes).later_s)
 
-
-@given(clusters, st.sampled_from(scale.PARTITIONED), sizes, nodes, nodes)
-def test_more_nodes_need_no_more_ram_each(c: Any, design: str, size: float, one: int, other: int) -> None:
-    """The more nodes share a partitioned cache, the less RAM each of them needs."""
-    few, many = sorted((one, other))
-    needed = [scale.simulate(c, design, size, num_nodes).ram_bytes for num_nodes in (few, many)]
-    assert at_most(needed[1], needed[0])
-
-
-# --- monotonicity and conservation -----------------------------------------------------------------------
 
 HELPS = (
     *BANDWIDTHS,
@@ -210,62 +156,21 @@ def test_what_moves_over_the_network(c: Any, design: str, size: float, num_nodes
     assert outcome.total_network_bytes(7, num_nodes) == pytest.approx(num_nodes * (first + 6 * later))
 
 
-# --- which design is best --------------------------------------------------------------------------------
-
-
 def test_crossing_points_by_hand() -> None:
-    """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache.
-
-    A node keeps a fourth of the set: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB of files
-    whose images are decoded, and they are never repartitioned. LMDB fits up to 200 GB, and brings the whole
-    set to each node. Above 400 GB all designs decode in each epoch, ten times as long as the network takes:
-    so encoded parts are as fast as no cache, and move less.
-    """
-    kept: dict[str, Any] = {
-        "ram_bytes": 1e12,
-        "ram_share": 1.0,
-        "disk_bytes": 2e12,
-        "network_bytes_per_s": 1e9,
-    }
-    c = ideal(**kept, region_s=0.01, region_from_ram_s=0.01, epochs_per_partition=1_000_000, epochs=11)
-    found = scale.ranges(c, 4)
+    """On four nodes decoded parts are best up to 400 GB, encoded parts up to 4 TB, then no cache."""
+    # A node keeps a fourth: 1 TB of RAM holds the parts of 4 TB of files, or of 400 GB that are decoded.
+    # LMDB fits up to 200 GB, and brings the whole set to each node. Above 400 GB all designs decode in each
+    # epoch, ten times as long as the network takes: so encoded parts are as fast as no cache, and move less.
+    rooms = {"ram_bytes": 1e12, "ram_share": 1.0, "disk_bytes": 2e12, "network_bytes_per_s": 1e9}
+    found = scale.ranges(
+        ideal(**rooms, region_s=0.01, region_from_ram_s=0.01, epochs_per_partition=1_000_000), 4
+    )
     assert [design for _, design in found] == [scale.DECODED, scale.ENCODED, scale.NO_CACHE]
     assert [limit for limit, _ in found] == pytest.approx([400e9, 4e12, 1e14], rel=1e-3)
 
 
-def test_equally_fast_designs_are_chosen_by_their_bytes() -> None:
-    """Where the GPU limits all designs, the best one moves the least bytes."""
-    c = ideal(consumer_images_per_s=1.0)
-    assert scale.best(c, 1e11, 8) == scale.DECODED
-    slow = dataclasses.replace(c, ram_bytes=0.0)  # and the page cache is empty
-    assert scale.best(dataclasses.replace(slow, disk_bytes=0.0), 1e11, 8) == scale.NO_CACHE
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("ram=1", r"--set ram=1: expected NAME=VALUE with one of cores, "),
-        ("cores=many", r"--set cores=many: expected a number, got 'many'"),
-        ("cores=0", r"--set cores=0: expected a number above 0"),
-        ("latency_s=-1", r"--set latency_s=-1: expected a number above 0"),
-    ],
-)
-def test_bad_parameters(word: str, message: str) -> None:
-    """A parameter that is unknown, or not a positive number, ends the command with one line."""
-    with pytest.raises(SystemExit, match=message):
-        scale.overrides([word])
-    with pytest.raises(ValueError, match=r"there is no design 'magnetic tape': expected one of no cache, "):
-        scale.simulate(ideal(), "magnetic tape", 1e11, 1)
-
-
-# --- the results file ------------------------------------------------------------------------------------
-
-
 def test_results_file_is_what_the_measurements_give() -> None:
-    """results/scale.json follows from the measurements; each parameter beside them has a unit and a source.
-
-    After a new measurement: python benchmarks/scale.py --save, then benchmarks/figures.py
-    """
+    """From the measurements. After new ones run: python benchmarks/scale.py --save, then figures.py."""
     saved = json.loads((BENCHMARKS / "results" / "scale.json").read_text())
     kinds = {kind: scale.constants(kind) for kind in scale.KINDS}
     assert scale.results(kinds) == saved

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from fastload import DataLoader, NodePartitionSampler
 from fastload.epochs import agreement
@@ -43,9 +43,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch, dist.HashStore())
 
 
-def make(length: int, rank: int, batch_size: int = 4, **options: Any) -> DataLoader:
+def make(length: int, rank: int, batch_size: int = 4, epoch: int = 0, **options: Any) -> DataLoader:
     sampler: Any = DistributedSampler(range(length), 2, rank, **options)
-    return DataLoader(Numbers(length), batch_size, sampler=sampler)
+    loader = DataLoader(Numbers(length), batch_size, sampler=sampler)
+    loader.set_epoch(epoch)
+    return loader
 
 
 def partitioned(length: int, rank: int, **options: Any) -> DataLoader:
@@ -60,8 +62,6 @@ def run(ranks: Ranks, program: Callable[[int], Iterable[DataLoader]], order: Ite
         for loader in program(rank):
             iter(loader)
 
-
-# --- disagreement ----------------------------------------------------------------------------------------
 
 LENGTH = r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \(host .+\)\. .*files"
 
@@ -78,9 +78,7 @@ LENGTH = r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \
         (lambda rank: [partitioned(40, rank, epochs_per_partition=3 - rank)], "epochs_per_partition .* is 2"),
     ],
 )
-def test_ranks_that_split_in_different_ways_are_an_error(
-    program: Callable[[int], list[DataLoader]], text: str, ranks: Ranks
-) -> None:
+def test_ranks_that_split_in_different_ways_are_an_error(program: Any, text: str, ranks: Ranks) -> None:
     """The error has both ranks and both values; it comes again at each iter() of the later rank."""
     run(ranks, program, order=[0])
     ranks.become(1)
@@ -90,26 +88,19 @@ def test_ranks_that_split_in_different_ways_are_an_error(
             list(map(iter, loaders))
 
 
-def test_the_first_rank_and_the_last_are_compared_through_a_file_store(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_store_compares_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The store of init_method="file://", below a prefix. Rank 1 comes first, and compares with nobody."""
     store = dist.PrefixStore("default_pg", dist.FileStore(str(tmp_path / "store"), 2))
     with pytest.raises(RanksDisagreeError, match=r"is 40 on rank 0 .*, but 39 on rank 1"):
         run(Ranks(monkeypatch, store), lambda rank: [make(40 - rank, rank)], (1, 0))
 
 
-# --- no alarm --------------------------------------------------------------------------------------------
+def sampled(sampler: Any, length: int = 40) -> DataLoader:
+    return DataLoader(Numbers(length), 4, sampler=sampler)
 
 
-def sampled(sampler: Any) -> DataLoader:
-    return DataLoader(Numbers(40), 4, sampler=sampler)
-
-
-def another_epoch(rank: int) -> Iterator[DataLoader]:
-    loader = make(40, rank)
-    loader.set_epoch(rank)
-    yield loader
+def batched(sampler: Any, size: int) -> DataLoader:
+    return DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, size, False))
 
 
 class OwnShard(DistributedSampler[int]):
@@ -119,37 +110,30 @@ class OwnShard(DistributedSampler[int]):
         return iter(range(len(self.dataset)))  # type: ignore[arg-type]
 
 
-def own_shard(rank: int) -> list[DataLoader]:
-    sampler = OwnShard(range(40 - rank), 2, rank)  # type: ignore[arg-type]
-    return [DataLoader(Numbers(40 - rank), 4, sampler=sampler)]
+class SetsUpLate(OwnShard):
+    """Lacks attributes of its class."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.num_replicas = 2
 
 
-class NotTorchs(Sampler[int]):
-    """A sampler with the attributes of torch's."""
+class NotTorchs(BatchSampler):
+    """A sampler with an attribute of torch's."""
 
     num_replicas = 2
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length))
-
-
-def in_batch_samplers(rank: int) -> list[DataLoader]:
-    sampler: Any = DistributedSampler(range(40), 2, rank)
-    return [DataLoader(Numbers(40), batch_sampler=BatchSampler(sampler, 4 + rank, False))]
 
 
 GOOD_REASONS: dict[str, Callable[[int], Iterable[DataLoader]]] = {
     "extra on rank 0": lambda rank: [make(n, rank) for n in ((10, 40, 20) if rank == 0 else (40, 20))],
     "another order": lambda rank: [make(length, rank) for length in ((10, 40) if rank == 0 else (40, 10))],
     "another kind": lambda rank: [make(40, rank) if rank else make(10, rank, shuffle=False)],
-    "another epoch": another_epoch,
-    "own shard": own_shard,
-    "in batch samplers": in_batch_samplers,
+    "another epoch": lambda rank: [make(40, rank, epoch=rank)],
+    "own shard": lambda rank: [sampled(OwnShard(Numbers(40 - rank), 2, rank), 40 - rank)],
+    "without attributes": lambda rank: [sampled(SetsUpLate(range(40 - rank)))],
+    "in batch samplers": lambda rank: [batched(DistributedSampler(Numbers(40), 2, rank), 4 + rank)],
     "group of one": lambda rank: [sampled(DistributedSampler(range(40 - rank), 1, 0))],
-    "another sampler": lambda rank: [sampled(NotTorchs(40 - rank))],
+    "another sampler": lambda rank: [sampled(NotTorchs(range(40 - rank), 1, False))],
     "other batch sizes": lambda rank: [make(40, rank, batch_size=4 * (rank + 1))],
     "without shuffle": lambda rank: [make(40, rank, shuffle=False, seed=rank)],
 }
@@ -169,9 +153,7 @@ def test_a_group_within_the_ranks_is_not_compared(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "MASTER_PORT", "TORCHELASTIC_RUN_ID"])
-def test_another_start_of_the_ranks_is_not_compared(
-    name: str, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_start_of_the_ranks_is_not_compared(name: str, ranks: Ranks, monkeypatch: Any) -> None:
     """The store of torchrun's agent outlives the ranks; the dataset may have grown since."""
 
     def program(rank: int) -> list[DataLoader]:
@@ -188,34 +170,14 @@ def test_a_new_process_of_a_rank_is_not_compared_with_an_old_one(monkeypatch: py
         run(Ranks(monkeypatch, store), lambda rank, length=length: [make(length, rank)])
 
 
-# --- where there is no check -----------------------------------------------------------------------------
-
-
-def test_a_store_that_fails_means_no_check(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_store_that_fails_means_no_check(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """Training goes on; the reason is logged at level DEBUG."""
     with caplog.at_level(logging.DEBUG, "fastload"):
         run(Ranks(monkeypatch, None), lambda rank: [make(40 - rank, rank)])
     assert "the store cannot be used" in caplog.text
 
 
-class SetsUpLate(DistributedSampler[int]):
-    """Sets its attributes when it is read."""
-
-    def __init__(self) -> None:
-        self.num_replicas = 2
-
-
-def test_a_sampler_without_the_attributes_of_its_class_makes_a_loader() -> None:
-    """The loader of torch takes it too."""
-    loader = DataLoader(Numbers(40), 4, sampler=SetsUpLate())
-    assert isinstance(loader.sampler, SetsUpLate)
-
-
-def test_a_loader_is_compared_once_when_there_is_a_group(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_is_compared_once_when_there_is_a_group(ranks: Ranks, monkeypatch: Any) -> None:
     """One that is read before the group exists is compared when it does; later epochs ask nothing."""
     ranks.become(0)
     loader = make(40, 0)

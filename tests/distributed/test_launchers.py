@@ -102,10 +102,8 @@ class Model(L.LightningModule):
 
 
 dataset = cached(folder) if when == "before" else None
-quiet = {name: False for name in ("logger", "enable_progress_bar", "enable_model_summary")}
-trainer = L.Trainer(
-    accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, enable_checkpointing=False, **quiet
-)
+off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, **dict.fromkeys(off, False))
 model = Model()
 trainer.fit(model)
 found = {"why": model.dataset.explain(), "is_right": True}
@@ -168,22 +166,16 @@ def test_two_nodes_cache_their_own_parts_and_see_every_sample(launch: Any, tmp_p
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.thorough)])
-def test_ranks_of_torchrun_share_a_cache_and_go_on_after_one_was_killed(
-    when: str, launch: Any, tmp_path: Path
-) -> None:
-    """They make the cache before or after they join the process group, without a fingerprint or a key.
-
-    The agent starts all ranks again, which resume in mid-epoch from their states with the same samples.
-    """
+def test_ranks_of_torchrun_share_and_go_on_after_a_kill(when: str, launch: Any, tmp_path: Path) -> None:
+    """Made before or after they join the group, without a key; restarted ranks resume in mid-epoch."""
     options = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--local-addr=127.0.0.1"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={free_endpoint()}"]
     errors = launch(TORCHRUN, *options, *rendezvous, rank_zoo.__file__, when, str(tmp_path))
     assert "exitcode: -9" in errors
     assert_shared(tmp_path)
     for number, rank in enumerate(read(tmp_path, "rank", 2)):
-        sampler = NodePartitionSampler(
-            rank_zoo.Numbers(), 2, number, num_nodes=1, seed=7, epochs_per_partition=2
-        )
+        numbers = rank_zoo.Numbers()
+        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7, epochs_per_partition=2)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)

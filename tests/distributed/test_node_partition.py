@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from fastload import CachedDataset, DataLoader, NodePartitionSampler
 from fastload.cache.ram import generation, owners
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
+from tests.kit import datasets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,29 +39,20 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-class Recording:
+class Recording(datasets.Made):
     """A dataset whose samples are their indices; it keeps what `retain` was called with."""
 
     def __init__(self, length: int) -> None:
-        self.length = length
+        super().__init__(int, length)
         self.retained: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
     def retain(self, indices: Any) -> None:
         self.retained.append(sorted(indices.tolist()))
 
 
 def every_rank(length: int, num_nodes: int, per_node: int, **options: Any) -> list[NodePartitionSampler]:
-    num_ranks = num_nodes * per_node
-    return [
-        NodePartitionSampler(range(length), num_ranks, rank, num_nodes=num_nodes, **options)
-        for rank in range(num_ranks)
-    ]
+    make = functools.partial(NodePartitionSampler, range(length), num_nodes * per_node, num_nodes=num_nodes)
+    return [make(rank, **options) for rank in range(num_nodes * per_node)]
 
 
 def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
@@ -76,9 +69,6 @@ def reference(sampler: NodePartitionSampler, length: int) -> list[int]:
     count = length // num_ranks if sampler.drop_last else math.ceil(length / num_ranks)
     padded = list(itertools.islice(itertools.cycle(part), count * sampler.ranks_per_node))
     return padded[sampler.local_rank :: sampler.ranks_per_node]
-
-
-# --- the order -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=100)
@@ -103,7 +93,6 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
     for sampler in samplers:
         sampler.set_epoch(epoch)
         orders.append(list(pickle.loads(pickle.dumps(sampler))))
-
         torch_s = DistributedSampler(range(length), len(samplers), sampler.rank, drop_last=drop_last)
         assert len(sampler) == len(orders[-1]) == len(torch_s)
         assert orders[-1] == reference(sampler, length)
@@ -119,20 +108,16 @@ def test_an_epoch_has_every_sample_once_in_disjoint_parts(
         assert num_distinct == (len(of_node) if drop_last else len(part))
     if not options["shuffle"]:  # all ranks together read the dataset in order, as with torch's sampler
         num_ranks = len(samplers)
-        for first, step in zip(
-            range(0, length - num_ranks + 1, num_ranks), zip(*orders, strict=True), strict=False
-        ):
-            assert sorted(step) == list(range(first, first + num_ranks))
+        steps = [sorted(step) for step in zip(*orders, strict=True)]
+        for number in range(length // num_ranks):
+            assert steps[number] == list(range(num_ranks * number, num_ranks * (number + 1)))
     # Nothing is drawn from the user's generators.
     assert torch.equal(torch.get_rng_state(), generators[0])
     assert np.random.get_state()[1].tolist() == generators[1]  # type: ignore[index]
 
 
 def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
-    """With epochs_per_partition=3, epochs 3 to 5 have one part in three orders; epoch 6 has another part.
-
-    Other seeds give other parts; the array of the part is the sampler's own.
-    """
+    """Of 3 epochs, with one part in three orders. Other seeds give other parts, which nobody can change."""
     sampler, other = (every_rank(100, 2, 1, epochs_per_partition=3, seed=seed)[1] for seed in (0, 1))
     assert set(sampler.part.tolist()) != set(other.part.tolist())
     with pytest.raises(ValueError, match="read-only"):
@@ -147,26 +132,8 @@ def test_parts_stay_for_a_deal_and_the_order_changes_in_each_epoch() -> None:
     assert sampler.partition == 2
 
 
-def test_drop_last_leaves_out_other_samples_in_each_epoch() -> None:
-    """Over the epochs of one partition, no sample is left out each time."""
-    samplers = every_rank(23, 2, 2, drop_last=True, epochs_per_partition=20)
-    left_out = []
-    for epoch in range(20):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        left_out.append(set(range(23)) - set(itertools.chain(*samplers)))
-    assert {len(some) for some in left_out} == {3}
-    assert not set.intersection(*left_out)
-
-
-# --- retain ----------------------------------------------------------------------------------------------
-
-
 def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
-    """`retain` gets the part at the first epoch of each partition; inside of subsets, as indices of its own.
-
-    Not with retain=False, and not with one node, whose part is everything.
-    """
+    """The part, as indices of the dataset within subsets; not with retain=False, or one node."""
     dataset = Recording(40)
     inner = Subset(Subset(dataset, list(range(39, -1, -1))), list(range(10, 30)))
     for wrapped, own_index in [(dataset, int), (inner, lambda index: 39 - (10 + index))]:
@@ -184,33 +151,22 @@ def test_a_new_deal_drops_samples_from_the_cache_once() -> None:
     assert dataset.retained == expected
 
 
-# --- resuming --------------------------------------------------------------------------------------------
-
-
-def loader_of(
-    num_nodes: int, per_node: int, rank: int, batch_size: int = 3, length: int = 60, **options: Any
-) -> DataLoader:
-    options = {"epochs_per_partition": 2, "seed": 5} | options
-    sampler = NodePartitionSampler(range(length), num_nodes * per_node, rank, num_nodes=num_nodes, **options)
-    return DataLoader(Recording(length), batch_size, sampler=sampler)
+def loader_of(num_nodes: int, per_node: int, rank: int) -> DataLoader:
+    sampler = every_rank(60, num_nodes, per_node, epochs_per_partition=2, seed=5)[rank]
+    return DataLoader(Recording(60), 3, sampler=sampler)
 
 
 def numbers(loader: Any) -> list[int]:
     return [int(number) for batch in loader for number in batch]
 
 
+FEW = st.integers(1, 3)
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(
-    num_nodes=st.integers(1, 3),
-    per_node=st.integers(1, 3),
-    num_batches=st.integers(0, 30),
-    epoch=st.integers(0, 5),
-    data=st.data(),
-)
-def test_every_rank_resumes_in_mid_epoch_from_the_state_of_one(
-    num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any
-) -> None:
+@given(num_nodes=FEW, per_node=FEW, num_batches=st.integers(0, 30), epoch=st.integers(0, 5), data=st.data())
+def test_any_rank_s_state(num_nodes: int, per_node: int, num_batches: int, epoch: int, data: Any) -> None:
     """The rest of the epoch, and the next epoch, are those of a run without an interruption."""
     saver = loader_of(num_nodes, per_node, data.draw(st.integers(0, num_nodes * per_node - 1)))
     saver.set_epoch(epoch)
@@ -239,59 +195,44 @@ def state_after_epoch(epoch: int) -> dict[str, Any]:
     ("num_nodes", "per_node", "differs"),
     [(3, 2, None), (1, 2, None), (4, 1, "num_nodes=2, .* has num_nodes=4"), (2, 1, "num_replicas=4, .*=2")],
 )
-def test_a_new_deal_begins_with_another_number_of_nodes(
-    num_nodes: int, per_node: int, differs: str | None
-) -> None:
-    """After the last epoch of a partition, the state loads anywhere, and the next epoch has every sample.
-
-    Within a partition, the error has both numbers, and the epoch at which a new partition begins.
-    """
+def test_another_number_of_nodes_begins_anew(num_nodes: int, per_node: int, differs: str | None) -> None:
+    """The state of its last epoch loads anywhere; within a partition, an error says what differs."""
     ranks = [loader_of(num_nodes, per_node, rank) for rank in range(num_nodes * per_node)]
     for resumed in ranks:
         resumed.load_state_dict(state_after_epoch(1 if differs is None else 2))
         if differs is not None:
             resumed.set_epoch(3)
-            with pytest.raises(
-                ResumeError, match=rf"partition 1 \(epochs 2 to 3\) with {differs}\..*set_epoch\(4\)"
-            ):
+            said = rf"partition 1 \(epochs 2 to 3\) with {differs}\..*set_epoch\(4\)"
+            with pytest.raises(ResumeError, match=said):
                 numbers(resumed)
         resumed.set_epoch(2 if differs is None else 4)
     assert sorted(number for resumed in ranks for number in numbers(resumed)) == list(range(60))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("state", [None, {}, {"epoch": 3}, {"epochs_per_partition": 0}])
+STATE = every_rank(60, 2, 2)[0].state_dict()
+
+
+@pytest.mark.parametrize("state", [None, {"epoch": 3}, STATE | {"epochs_per_partition": 0}])
 def test_a_damaged_state_is_an_error_that_changes_nothing(state: Any) -> None:
     """The epoch stays."""
     sampler = loader_of(2, 2, 0).sampler
-    if state == {"epochs_per_partition": 0}:
-        state = sampler.state_dict() | state
-
     with pytest.raises(ResumeError, match="NodePartitionSampler"):
         sampler.load_state_dict(state)
     assert sampler.epoch == 0
 
 
-# --- the place of a rank ---------------------------------------------------------------------------------
-
-
 def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third node; a group does not know of nodes.
+    """Rank 5 of 6 ranks on 3 nodes is the second rank of the third one; all nodes have as many ranks."""
 
-    Nodes that cannot share equally are an error with the numbers of ranks.
-    """
-    places = {"WORLD_SIZE": 6, "RANK": 5, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 2, "GROUP_WORLD_SIZE": 3}
-    for name, value in places.items():
-        monkeypatch.setenv(name, str(value))
+    def set_variables(*values: str | None) -> None:
+        for name, value in zip(VARIABLES, values, strict=False):
+            monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+    set_variables("6", "5", "2", "2", "3")
     sampler = NodePartitionSampler(range(60))
     assert (sampler.num_nodes, sampler.node, sampler.local_rank, len(sampler)) == (3, 2, 1, 10)
-    monkeypatch.setenv("WORLD_SIZE", "5")
-    monkeypatch.setenv("RANK", "4")
     for local_size, num_nodes in [("2", None), ("1", "2")]:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-        monkeypatch.delenv("GROUP_WORLD_SIZE") if num_nodes is None else monkeypatch.setenv(
-            "GROUP_WORLD_SIZE", num_nodes
-        )
+        set_variables("5", "4", local_size, "2", num_nodes)
         with pytest.raises(ValueError, match=f"this node has {local_size} of 5 ranks"):
             NodePartitionSampler(range(60))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -301,82 +242,58 @@ def test_torchrun_or_a_process_group_gives_the_place(monkeypatch: pytest.MonkeyP
     assert (sampler.num_replicas, sampler.node, sampler.local_rank) == (4, 1, 1)
 
 
+UNKNOWN = {"num_replicas": r"WORLD_SIZE. Call torch\.distributed\.init", "rank": "RANK", "num_nodes": ""}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "text"),
+    ("changed", "error", "text"),
     [
-        (
-            {},
-            RuntimeError,
-            r"num_replicas is unknown: .*WORLD_SIZE. Call torch\.distributed\.init_process_gr",
-        ),
-        ({"num_replicas": "4"}, TypeError, "num_replicas should be an int, but got '4'"),
-        ({"num_replicas": 0, "rank": 0}, ValueError, "num_replicas should be at least 1"),
-        ({"num_replicas": 4}, RuntimeError, "rank is unknown: .* no RANK"),
-        ({"num_replicas": 4, "rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
-        ({"num_replicas": 4, "rank": 4, "num_nodes": 2}, ValueError, "rank should be from 0 to 3, but got 4"),
-        ({"num_replicas": 4, "rank": 0}, RuntimeError, "num_nodes is unknown"),
-        (
-            {"num_replicas": 4, "rank": 0, "num_nodes": "2"},
-            TypeError,
-            "num_nodes should be an int, but .* '2'",
-        ),
-        ({"num_replicas": 4, "rank": 0, "num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
-        ({"num_replicas": 4, "rank": 0, "num_nodes": 0}, ValueError, "num_nodes should be"),
-        ({"num_replicas": 8, "rank": 0, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
-        ({"num_replicas": 1, "rank": 0, "seed": None}, TypeError, "seed should be an int, but got None"),
-        (
-            {"num_replicas": 1, "rank": 0, "epochs_per_partition": 0},
-            ValueError,
-            "epochs_per_partition should",
-        ),
+        *(({name: None}, RuntimeError, rf"{name} is unknown: .*{text}") for name, text in UNKNOWN.items()),
+        *(({name: "4"}, TypeError, f"{name} should be an int, but got '4'") for name in UNKNOWN),
+        ({"rank": 0.0}, TypeError, "rank should be an int, but got 0.0"),
+        ({"seed": None}, TypeError, "seed should be an int, but got None"),
+        ({"num_replicas": 0}, ValueError, "num_replicas should be at least 1"),
+        ({"rank": 4}, ValueError, "rank should be from 0 to 3, but got 4"),
+        ({"num_nodes": 3}, ValueError, "4 ranks on 3 nodes"),
+        ({"num_nodes": 0}, ValueError, "num_nodes should be"),
+        ({"num_replicas": 8, "num_nodes": 8}, ValueError, "5 samples, fewer than the 8 nodes"),
+        ({"epochs_per_partition": 0}, ValueError, "epochs_per_partition should"),
     ],
 )
-def test_arguments_out_of_range_are_errors(
-    arguments: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_arguments_out_of_range_are_errors(changed: Any, error: Any, text: str) -> None:
     """Each error names the argument."""
     with pytest.raises(error, match=text):
-        NodePartitionSampler(range(5), **arguments)
+        NodePartitionSampler(range(5), **{"num_replicas": 4, "rank": 0, "num_nodes": 2} | changed)
 
-
-# --- with a cache ----------------------------------------------------------------------------------------
 
 NUM_IMAGES, IMAGE_BYTES = 64, 16 * 1024
 
 
-class Images(torch.utils.data.Dataset[Any]):
-    """Sample i is full of i."""
-
-    def __len__(self) -> int:
-        return NUM_IMAGES
-
-    def __getitem__(self, index: int) -> Any:
-        return np.full((64, 64, 4), index, np.uint8)
+def image(index: int) -> Any:
+    return np.full((64, 64, 4), index, np.uint8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}], ids=["local", "workers"]
+    "options", [{"num_workers": 0}, {"num_workers": 1, "persistent_workers": True}], ids=["local", "workers"]
 )
-def test_the_cache_of_each_node_holds_its_part_and_nothing_else(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_of_each_node_holds_its_part(options: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Two nodes, whose caches have room for little more than half of the samples each."""
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
     monkeypatch.setattr(generation, "_LOCK_WAIT_S", 60.0)
+    images = datasets.Made(image, NUM_IMAGES)
     caches, samplers, loaders = [], [], []
     for node in range(2):
         key = f"node {node} of {os.getpid()}"
-        caches.append(CachedDataset(Images(), cache_key=key, max_memory=40 * IMAGE_BYTES))
+        caches.append(CachedDataset(images, cache_key=key, max_memory=40 * IMAGE_BYTES))
         samplers.append(NodePartitionSampler(caches[node], 2, node, num_nodes=2, epochs_per_partition=2))
         loaders.append(DataLoader(caches[node], 8, sampler=samplers[node], **options))
     for epoch in range(4):
         seen = []
         for cache, sampler, loader in zip(caches, samplers, loaders, strict=True):
             loader.set_epoch(epoch)
-            batches = [batch[:, 0, 0, 0].tolist() for batch in loader]
-            seen += [value for batch in batches for value in batch]
+            seen += [value for batch in loader for value in batch[:, 0, 0, 0].tolist()]
             cached = [index for index in range(NUM_IMAGES) if index in cache.cache]
             assert set(cached) == set(sampler.part.tolist())
         assert sorted(seen) == list(range(NUM_IMAGES))

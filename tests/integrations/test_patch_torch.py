@@ -75,164 +75,143 @@ def test_every_name_of_torch_s_class_builds_ours(way: str, num_workers: int) -> 
     assert_same_batches(epochs[0], epochs[2])
 
 
-class TestDefaults:
-    def test_they_apply_where_a_call_written_for_torch_does_not_give_them(self) -> None:
-        """The call's own value wins; a further patch_torch() adds to the defaults, until unpatch_torch().
-
-        Loaders that were built in the place of torch's are counted.
-        """
-        fastload.unpatch_torch()  # without patch_torch() it does nothing
-        before = state.num_replaced
-        fastload.patch_torch(rng="sample")
-        fastload.patch_torch(max_errors=3)
-        loader: Any = tud.DataLoader(IMAGES)
-        other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
-        assert (loader.rng, loader.max_errors) == ("sample", 3)
-        assert (other.rng, other.max_errors) == ("worker", 3)
-        assert fastload.DataLoader(IMAGES).rng == "worker"
-        fastload.unpatch_torch()
-        assert type(tud.DataLoader(IMAGES)) is ImportedBefore
-        fastload.patch_torch()
-        assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
-        assert state.num_replaced - before == 3
-
-    @pytest.mark.parametrize(
-        ("defaults", "error", "said"),
-        [
-            *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
-            ({"rng": "samples"}, ValueError, 'rng should be "worker" or "sample"'),
-            ({"cache": "disk"}, ValueError, 'cache should be "ram" or None'),
-        ],
-    )
-    def test_other_names_and_values_are_refused_at_once(
-        self, defaults: dict[str, Any], error: Any, said: str
-    ) -> None:
-        """Names that torch's loader has, too: the code that is not changed gives them. Nothing is patched."""
-        with pytest.raises(error, match=said):
-            fastload.patch_torch(**defaults)
-        assert type(tud.DataLoader(IMAGES)) is ImportedBefore
-
-    def test_a_loader_that_does_not_support_one_says_where_it_comes_from(self) -> None:
-        """The error has a note that names patch_torch()."""
-        fastload.patch_torch(rng="sample")
-        with pytest.raises(ValueError, match="sample") as caught:
-            tud.DataLoader(datasets.Stream())
-        assert "`fastload run` added these arguments: rng='sample'" in caught.value.__notes__[0]
+def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> None:
+    """Those of the last patch_torch() are added; unpatch_torch() forgets them. The loaders are counted."""
+    before = state.num_replaced
+    fastload.patch_torch(rng="sample")
+    fastload.patch_torch(max_errors=3)
+    loader: Any = tud.DataLoader(IMAGES)
+    other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
+    assert (loader.rng, loader.max_errors) == ("sample", 3)
+    assert (other.rng, other.max_errors) == ("worker", 3)
+    assert fastload.DataLoader(IMAGES).rng == "worker"
+    with pytest.raises(ValueError, match="sample") as caught:  # the error says where the argument comes from
+        tud.DataLoader(datasets.Stream())
+    assert "`fastload run` added these arguments: rng='sample'" in caught.value.__notes__[0]
+    fastload.unpatch_torch()
+    assert type(tud.DataLoader(IMAGES)) is ImportedBefore
+    fastload.patch_torch()
+    assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+    assert state.num_replaced - before == 3
 
 
-class TestSubclasses:
-    def test_one_defined_before_stays_torch_s(self) -> None:
-        """Its constructor and its batches are what they were."""
-        before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
-        fastload.patch_torch(rng="sample")
-        loader = DefinedBefore(IMAGES, 5, extra="x")
-        assert not isinstance(loader, fastload.DataLoader)
-        assert [labels.tolist() for _, labels in loader] == before
-        assert loader.extra == "x"
-
-    def test_one_defined_after_is_ours(self) -> None:
-        """With a constructor and an iterator of its own; it stays ours after unpatch_torch()."""
-        fastload.patch_torch(rng="sample")
-
-        class Late(tud.DataLoader[Any]):
-            def __init__(self, dataset: Any, *args: Any, extra: str = "", **options: Any) -> None:
-                self.extra = extra
-                super().__init__(dataset, *args, **options)
-
-            def __iter__(self) -> Any:
-                return ((self.extra, batch) for batch in super().__iter__())
-
-        loader: Any = Late(IMAGES, 5, extra="x")
-        fastload.unpatch_torch()
-
-        assert isinstance(loader, fastload.DataLoader)
-        assert issubclass(Late, tud.DataLoader)
-        assert loader.rng == "sample"
-        assert [(extra, len(labels)) for extra, (_, labels) in loader] == [("x", 5), ("x", 5), ("x", 2)]
-        assert Late(IMAGES).rng == "worker"  # type: ignore[attr-defined]
-
-    def test_generic_abstract_and_mixed_ones(self) -> None:
-        """A class that is ours already does not change, and one that is torch's indirectly stays torch's."""
-        fastload.patch_torch()
-
-        class Typed(tud.DataLoader[T], Generic[T], metaclass=abc.ABCMeta):
-            @abc.abstractmethod
-            def name(self) -> str: ...
-
-        class Mixin:
-            def name(self) -> str:
-                return "mixed"
-
-        class Concrete(Mixin, Typed[T]):
-            pass
-
-        loader: Any = Concrete[int](IMAGES)
-        assert (isinstance(loader, fastload.DataLoader), loader.name()) == (True, "mixed")
-        with pytest.raises(TypeError, match="abstract"):
-            Typed(IMAGES)  # type: ignore[abstract]
-
-        class Both(fastload.DataLoader, tud.DataLoader[Any]):
-            pass
-
-        class Early(DefinedBefore):
-            pass
-
-        assert ImportedBefore in Both.__bases__
-        assert not issubclass(Early, fastload.DataLoader)
-        assert len(list(Both(IMAGES, 4))) == len(list(Early(IMAGES, 4))) == 3
-
-    def test_signatures_are_kept(self) -> None:
-        """Frameworks read them; they are those of the classes without patch_torch()."""
-        kinds = (ImportedBefore, DefinedBefore)
-        before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
-        fastload.patch_torch()
-        assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
-        ours = inspect.signature(type(tud.DataLoader(IMAGES)))
-        assert ours.parameters == inspect.signature(fastload.DataLoader).parameters
+@pytest.mark.parametrize(
+    ("defaults", "error", "said"),
+    [
+        *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
+        ({"rng": "samples"}, ValueError, 'rng should be "worker" or "sample"'),
+        ({"cache": "disk"}, ValueError, 'cache should be "ram" or None'),
+    ],
+)
+def test_other_names_and_values_are_refused_at_once(defaults: dict[str, Any], error: Any, said: str) -> None:
+    """Names that torch's loader has, too: the code that is not changed gives them. Nothing is patched."""
+    with pytest.raises(error, match=said):
+        fastload.patch_torch(**defaults)
+    assert type(tud.DataLoader(IMAGES)) is ImportedBefore
 
 
-class TestRebuilt:
-    @pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
-    def test_arguments_of_ours_are_kept(self, prepare: Any) -> None:
-        """Lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
-        options: dict[str, Any] = {
-            "rng": "sample",
-            "device": "cpu",
-            "device_transform": _doubled,
-            "on_error": "replace",
-            "memory_format": torch.channels_last,
-        }
-        loader = fastload.DataLoader(IMAGES, 4, **options)
-        fastload.patch_torch(rng="worker", max_worker_restarts=1)
-        prepared: Any = prepare(loader)
-        batches, texts = warned(prepared)
+def test_a_subclass_defined_before_stays_torch_s() -> None:
+    """Its constructor and its batches are what they were."""
+    before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
+    fastload.patch_torch(rng="sample")
+    loader = DefinedBefore(IMAGES, 5, extra="x")
+    assert not isinstance(loader, fastload.DataLoader)
+    assert [labels.tolist() for _, labels in loader] == before
+    assert loader.extra == "x"
 
-        assert isinstance(prepared, fastload.DataLoader)
-        assert {name: getattr(prepared, name) for name in options} == options
-        assert texts == []
-        for ours, expected in zip(batches, loader, strict=True):
-            assert torch.equal(ours[0], expected[0])
-        other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)  # by the program itself
-        assert other.rng == "worker"
 
-    def test_other_ways_to_build_it_keep_them(self) -> None:
-        """A part of a stream for each rank, as Accelerate; public attributes, as ignite; a new sampler."""
-        stream, part = datasets.Stream(), datasets.Stream()
-        part.dataset = stream  # type: ignore[attr-defined]
-        ours = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
-        fastload.patch_torch(rng="sample")
-        loader = tud.DataLoader(IMAGES, 4)
-        public = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
-        for name in ("batch_size", "sampler", "drop_last"):
-            del public[name]
-        rebuilt: Any = type(loader)(**public)
-        assert rebuilt.rng == "sample"
-        assert len(list(rebuilt)) == 3
-        assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]  # as Lightning
-        fastload.unpatch_torch()
-        fastload.patch_torch()
-        prepared: Any = tud.DataLoader(part, collate_fn=ours.collate_fn)
-        assert prepared.prefetch_memory == "1GB"
+def test_a_subclass_defined_after_is_ours() -> None:
+    """With a constructor and an iterator of its own; it stays ours after unpatch_torch()."""
+    fastload.patch_torch(rng="sample")
+
+    class Late(tud.DataLoader[Any]):
+        def __init__(self, dataset: Any, *args: Any, extra: str = "", **options: Any) -> None:
+            self.extra = extra
+            super().__init__(dataset, *args, **options)
+
+        def __iter__(self) -> Any:
+            return ((self.extra, batch) for batch in super().__iter__())
+
+    loader: Any = Late(IMAGES, 5, extra="x")
+    fastload.unpatch_torch()
+    assert isinstance(loader, fastload.DataLoader)
+    assert issubclass(Late, tud.DataLoader)
+    assert loader.rng == "sample"
+    assert [(extra, len(labels)) for extra, (_, labels) in loader] == [("x", 5), ("x", 5), ("x", 2)]
+    assert Late(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+
+
+def test_subclasses_that_are_generic_abstract_or_ours() -> None:
+    """A class that is ours already does not change, and one that is torch's indirectly stays torch's."""
+    fastload.patch_torch()
+
+    class Typed(tud.DataLoader[T], Generic[T], metaclass=abc.ABCMeta):
+        @abc.abstractmethod
+        def name(self) -> str: ...
+
+    class Concrete(Typed[T]):
+        def name(self) -> str:
+            return "concrete"
+
+    loader: Any = Concrete[int](IMAGES)
+    assert (isinstance(loader, fastload.DataLoader), loader.name()) == (True, "concrete")
+    with pytest.raises(TypeError, match="abstract"):
+        Typed(IMAGES)  # type: ignore[abstract]
+
+    class Both(fastload.DataLoader, tud.DataLoader[Any]):
+        pass
+
+    assert ImportedBefore in Both.__bases__
+    Early = type("Early", (DefinedBefore,), {})
+    assert not issubclass(Early, fastload.DataLoader)
+    assert len(list(Both(IMAGES, 4))) == len(list(Early(IMAGES, 4))) == 3
+
+
+def test_signatures_are_kept() -> None:
+    """Frameworks read them; they are those of the classes without patch_torch()."""
+    kinds = (ImportedBefore, DefinedBefore)
+    before = [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds]
+    fastload.patch_torch()
+    assert [(inspect.signature(kind), inspect.signature(kind.__init__)) for kind in kinds] == before
+    ours = inspect.signature(type(tud.DataLoader(IMAGES)))
+    assert ours.parameters == inspect.signature(fastload.DataLoader).parameters
+
+
+@pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
+def test_arguments_of_ours_are_kept_where_frameworks_build_a_loader(prepare: Any) -> None:
+    """Lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
+    options: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _doubled}
+    options |= {"on_error": "replace", "memory_format": torch.channels_last}
+    loader = fastload.DataLoader(IMAGES, 4, **options)
+    fastload.patch_torch(rng="worker", max_worker_restarts=1)
+    prepared: Any = prepare(loader)
+    batches, texts = warned(prepared)
+    assert isinstance(prepared, fastload.DataLoader)
+    assert {name: getattr(prepared, name) for name in options} == options
+    assert texts == []
+    for ours, expected in zip(batches, loader, strict=True):
+        assert torch.equal(ours[0], expected[0])
+    other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)  # by the program itself
+    assert other.rng == "worker"
+
+
+def test_other_ways_to_build_a_loader_keep_them() -> None:
+    """A part of a stream for each rank, as Accelerate; public attributes, as ignite; a new sampler."""
+    stream, part = datasets.Stream(), datasets.Stream()
+    part.dataset = stream  # type: ignore[attr-defined]
+    ours = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
+    fastload.patch_torch(rng="sample")
+    loader = tud.DataLoader(IMAGES, 4)
+    left_out = ("batch_size", "sampler", "drop_last")
+    public = {name: value for name, value in vars(loader).items() if name[0] != "_" and name not in left_out}
+    rebuilt: Any = type(loader)(**public)
+    assert rebuilt.rng == "sample"
+    assert len(list(rebuilt)) == 3
+    assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]  # as Lightning
+    fastload.unpatch_torch()
+    fastload.patch_torch()
+    prepared: Any = tud.DataLoader(part, collate_fn=ours.collate_fn)
+    assert prepared.prefetch_memory == "1GB"
 
 
 def test_loaders_are_pickled_and_copied() -> None:
@@ -252,7 +231,7 @@ def _doubled(batch: Any) -> Any:
     return [2 * part for part in batch]
 
 
-def test_a_method_that_another_library_wrapped_is_left() -> None:
+def test_a_method_that_another_library_wrapped_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It builds torch's loader again, and ours after another patch_torch()."""
     fastload.patch_torch()
     inner, calls = vars(ImportedBefore)["__init__"], []
@@ -262,14 +241,12 @@ def test_a_method_that_another_library_wrapped_is_left() -> None:
         calls.append(args)
         inner(self, *args, **options)
 
-    ImportedBefore.__init__ = wrapper  # type: ignore[method-assign]
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(ImportedBefore, "__init__", wrapper)
         fastload.unpatch_torch()
         first = tud.DataLoader(IMAGES)
         fastload.patch_torch()
         second = tud.DataLoader(IMAGES)
-    finally:
-        ImportedBefore.__init__ = inner  # type: ignore[method-assign]
     assert type(first) is ImportedBefore
     assert isinstance(second, fastload.DataLoader)
     assert calls[0] == (IMAGES,)
@@ -278,9 +255,7 @@ def test_a_method_that_another_library_wrapped_is_left() -> None:
 def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
     fastload.patch_torch(rng="sample")
-    dataset = [(torch.arange(3), number) for number in range(4)]
-    built = fastload.CachedDataset(
-        dataset, cache=f"lmdb:{tmp_path / 'cache'}", cache_key="built", num_workers=1, progress=False
-    )
+    options = {"cache": f"lmdb:{tmp_path / 'cache'}", "cache_key": "built", "progress": False}
+    built = fastload.CachedDataset([(torch.arange(3), n) for n in range(4)], num_workers=1, **options)
     assert built[3][1] == 3
     built.cache.close()

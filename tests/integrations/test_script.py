@@ -30,9 +30,8 @@ as_module = sys.argv[1] == "-m"
 target, *args = sys.argv[2 if as_module else 1:]
 run_script(target, args, as_module=as_module)
 """
-PLAIN: list[str] = []
-DRIVEN = ["-c", DRIVER]
-COMMANDS = {"run": ["-m", "fastload", "run", "--quiet"], "profile": ["-m", "fastload", "profile"]}
+DRIVEN = ("-c", DRIVER)
+RUN = ("-m", "fastload", "run")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # two interpreters each
 
 PROGRAMS = {
@@ -47,9 +46,7 @@ PROGRAMS = {
     "usage": "import argparse\nargparse.ArgumentParser().parse_args()\n",
     "message": "import sys\nsys.exit('an error message')\n",
     "error": "def f():\n    raise ValueError('here')\n\nf()\n",
-    "cause": (
-        "try:\n    {}['key']\nexcept KeyError as error:\n    raise RuntimeError('after it') from error\n"
-    ),
+    "cause": "try: {}['key']\nexcept KeyError as error: raise RuntimeError('after it') from error\n",
     "syntax": "x = 1\nif x\n",
     "exit functions": (
         "import atexit, pickle\n"
@@ -63,12 +60,7 @@ PROGRAMS = {
         "sys.excepthook = lambda kind, value, frames: print(kind, value, frames.tb_frame.f_code.co_name)\n"
         "raise ValueError('hooked')\n"
     ),
-    "threads": (
-        "import threading\n"
-        "begun = threading.Event()\n"
-        "threading.Thread(target=lambda: (begun.wait(), print('thread', __name__))).start()\n"
-        "begun.set()\n"
-    ),
+    "threads": "import threading\nthreading.Timer(0.01, lambda: print('thread', __name__)).start()\n",
     "interrupt": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n",
     "encoding": (
         "# -*- coding: latin-1 -*-\n"
@@ -90,52 +82,30 @@ PROGRAMS_UNDER_COMMANDS = {
         "    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as executor:\n"
         "        print([kind.x for kind in executor.map(double, [Kind(1), Kind(2)])])\n"
     ),
-    "batches of workers": (
-        "import collections, sys, torch\n"
+    # The text that torch's workers send names all frames; the error of this process, none of ours.
+    "error in a dataset": (
         "from torch.utils.data import DataLoader\n"
-        "Sample = collections.namedtuple('Sample', 'x y')\n"
-        "class Photos:\n"
-        "    def __len__(self): return 8\n"
-        "    def __getitem__(self, i): return Sample(torch.ones(3) * i, i)\n"
-        "if __name__ == '__main__':\n"
-        "    context = (sys.argv[1:] or ['spawn'])[0]\n"
-        "    for batch in DataLoader(Photos(), 4, num_workers=1, multiprocessing_context=context):\n"
-        "        print(type(batch) is Sample, batch.y.tolist())\n"
+        "class Broken(list):\n"
+        "    def __getitem__(self, index):\n"
+        "        try:\n            return {}[index]\n"
+        "        except KeyError as error:\n            raise ValueError('broken') from error\n"
+        "for batch in DataLoader(Broken([0])): pass\n"
     ),
     "closed stdout": "import sys\nsys.stdout.close()\n",
     "closed stderr": "import sys\nsys.stderr.close()\nprint('printed')\nsys.exit(3)\n",
     "full stdout": "import os\nprint('lost', flush=not os.dup2(os.open('/dev/full', os.O_WRONLY), 1))\n",
     "exit at once": "import os\nprint('printed', flush=True)\nos._exit(9)\n",
-    "error": PROGRAMS["cause"],
     "interrupt": PROGRAMS["interrupt"],
 }
-ERROR_IN_DATASET = """
-import sys
-from torch.utils.data import DataLoader
-
-class Broken:
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        try:
-            return {}[index]
-        except KeyError as error:
-            raise ValueError("broken") from error
-
-for batch in DataLoader(Broken(), num_workers=int(sys.argv[1])):
-    pass
-"""
 
 
 def ended(
-    folder: Path, *words: str, by: list[str], safe: bool = False, stdin: str | None = None
+    folder: Path, *words: str, by: tuple[str, ...] = (), safe: bool = False, stdin: str | None = None
 ) -> tuple[int, str, str]:
     """The exit code and the output of a program under plain python, run_script(), or a command."""
-    command = [sys.executable, *(["-P"] if safe else []), *by, *words]
     path = os.pathsep.join(str(place) for place in (ROOT, os.environ.get("PYTHONPATH")) if place)
     done = subprocess.run(
-        command,
+        [sys.executable, *(["-P"] if safe else []), *by, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
         input=stdin,
@@ -143,18 +113,14 @@ def ended(
         text=True,
         timeout=280,
     )
-    err = done.stderr
-    if by == COMMANDS["profile"]:  # the report, which comes before the interpreter's own last words
-        pattern = r"\n(No DataLoader was used|DataLoader \().*?(?=^[TE]|\Z)"
-        err = re.sub(pattern, "", err, flags=re.DOTALL | re.MULTILINE)
-    return done.returncode, done.stdout, err
+    return done.returncode, done.stdout, done.stderr
 
 
 def assert_the_same(
-    folder: Path, *words: str, by: list[str] = DRIVEN, safe: bool = False, stdin: str | None = None
+    folder: Path, *words: str, by: tuple[str, ...] = DRIVEN, **options: Any
 ) -> tuple[int, str, str]:
-    plain = ended(folder, *words, by=PLAIN, safe=safe, stdin=stdin)
-    assert ended(folder, *words, by=by, safe=safe, stdin=stdin) == plain
+    plain = ended(folder, *words, **options)
+    assert ended(folder, *words, by=by, **options) == plain
     return plain
 
 
@@ -170,12 +136,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "sub" / "link.py").symlink_to(tmp_path / "train.py")
     with zipfile.ZipFile(tmp_path / "archive.pyz", "w") as archive:
         (tmp_path / "main").mkdir()
-        for name, code in (
-            ("__main__", f"import beside\n{PROGRAMS['names']}"),
-            ("beside", "print('beside')\n"),
-        ):
-            (tmp_path / "main" / f"{name}.py").write_text(code)
-            archive.writestr(f"{name}.py", code)
+        programs = {"__main__.py": f"import beside\n{PROGRAMS['names']}", "beside.py": "print('beside')\n"}
+        for name, code in programs.items():
+            (tmp_path / "main" / name).write_text(code)
+            archive.writestr(name, code)
     return tmp_path
 
 
@@ -191,79 +155,39 @@ def test_a_script_runs_as_under_python(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "by", "safe", "stdin", "codes"),
+    ("words", "code", "options"),
     [
-        (("./train.py", "x"), DRIVEN, False, None, {0}),
-        (("sub/../train.py", "x"), DRIVEN, True, None, {0}),
-        (("sub/link.py", "x"), DRIVEN, False, None, {0}),
-        (("sub/again/train.py", "x"), DRIVEN, True, None, {0}),
-        (("main", "x"), DRIVEN, False, None, {0}),
-        (("archive.pyz", "x"), DRIVEN, False, None, {0}),
-        (("-m", "package.names", "--help"), DRIVEN, False, None, {0}),
-        (("-m", "package.error"), DRIVEN, False, None, {1}),
-        (("absent.py",), COMMANDS["run"], False, None, {2}),
-        (("-m", "absent_module"), DRIVEN, False, None, {1}),
-        (("-m", "absent.module"), DRIVEN, False, None, {1}),
-        (("-", "--lr"), COMMANDS["run"], False, PROGRAMS["names"], {0}),
-        (("-", "--lr"), COMMANDS["run"], False, PROGRAMS["syntax"], {1}),
+        ("./train.py x", 0, {}),
+        ("sub/../train.py x", 0, {"safe": True}),
+        ("sub/link.py x", 0, {}),
+        ("sub/again/train.py x", 0, {"safe": True}),
+        ("main x", 0, {}),
+        ("archive.pyz x", 0, {}),
+        ("-m package.names --help", 0, {}),
+        ("-m package.error", 1, {}),
+        ("-m absent_module", 1, {}),
+        ("-m absent.module", 1, {}),
+        ("absent.py", 2, {"by": (*RUN, "-q")}),
+        ("- --lr", 0, {"by": (*RUN, "-q"), "stdin": PROGRAMS["names"]}),
+        ("- --lr", 1, {"by": (*RUN, "-q"), "stdin": PROGRAMS["syntax"]}),
     ],
-    ids=lambda value: " ".join(value)[:20] if isinstance(value, tuple) else None,
 )
-def test_any_name_of_a_script_is_python_s(
-    folder: Path, words: tuple[str, ...], by: list[str], safe: bool, stdin: str | None, codes: set[int]
-) -> None:
+def test_any_name_of_a_script_is_python_s(folder: Path, words: str, code: int, options: Any) -> None:
     """`__file__`, `sys.argv`, `sys.path`, also with -P; modules, folders, archives; what does not exist."""
-    assert assert_the_same(folder, *words, by=by, safe=safe, stdin=stdin)[0] in codes
+    assert assert_the_same(folder, *words.split(), **options)[0] == code
 
 
-@pytest.mark.parametrize(
-    ("name", "method", "words", "by"),
-    [
-        ("children", "fork", ["-m", "train"], DRIVEN),
-        ("children", "spawn", ["train.py"], DRIVEN),
-        ("children", "spawn", ["-m", "train"], DRIVEN),
-        ("children", "forkserver", ["train.py"], DRIVEN),
-        ("batches of workers", "forkserver", ["-m", "train"], COMMANDS["run"]),
-    ],
-)
-def test_child_processes_find_the_script_s_classes(
-    tmp_path: Path, name: str, method: str, words: list[str], by: list[str]
-) -> None:
+@pytest.mark.parametrize("words", ["-m train fork", "-m train spawn", "train.py forkserver"])
+def test_child_processes_find_the_script_s_classes(tmp_path: Path, words: str) -> None:
     """An object of a class of the script reaches a child and comes back; a module is imported by its name."""
-    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
-    code, out, _ = assert_the_same(tmp_path, *words, method, by=by)
+    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS["children"])
+    code, out, _ = assert_the_same(tmp_path, *words.split())
     assert (code, out.count("\n")) == (0, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "command"),
-    [
-        pytest.param(name, command, marks=[pytest.mark.thorough] if (row + column) % 2 else [])
-        for row, name in enumerate(PROGRAMS_UNDER_COMMANDS)
-        for column, command in enumerate(COMMANDS)
-    ],
-)
-def test_a_script_under_a_command_runs_as_under_python(tmp_path: Path, name: str, command: str) -> None:
-    """Its output, exit code and last words are the same, whatever it starts and closes."""
-    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
-    code, out, err = assert_the_same(tmp_path, "train.py", by=COMMANDS[command])
-    assert out or err or name == "closed stdout"
-    assert (code == 0) == (name in ("children", "batches of workers", "closed stdout"))
-
-
-def test_the_traceback_of_a_dataset_s_error_has_no_frames_of_the_profile(tmp_path: Path) -> None:
-    """That of this process; the text that torch's workers send names them all."""
-    (tmp_path / "train.py").write_text(ERROR_IN_DATASET)
-    code, _, err = assert_the_same(tmp_path, "train.py", "0", by=COMMANDS["profile"])
-    assert code == 1
-    assert err.count("Traceback") > 1
-
-
-# --- fastload run -----------------------------------------------------------------------------------------
-
 # Under each start method from the same seed: the digest of all batches, and the random state after them.
 REPLACED = """
-import argparse, hashlib, subprocess, sys
+import hashlib, sys
 
 import torch
 from torch.utils.data import DataLoader
@@ -276,7 +200,7 @@ def train(method):
     digest, kinds = hashlib.sha256(), set()
     options = {"num_workers": 2, "multiprocessing_context": method} if method else {}
     for make, more in ((DataLoader, {}), (helper.make, options)):
-        loader = make(helper.Noise(), batch_size=4, shuffle=True, **more)
+        loader = make(helper.Noise(range(11)), batch_size=4, shuffle=True, **more)
         assert isinstance(loader, DataLoader)
         for images, kinds_in_workers in loader:
             digest.update(images.numpy().tobytes())
@@ -285,31 +209,16 @@ def train(method):
     print(method, "in this process:", helper.kind(), "in the dataset:", *kinds, file=sys.stderr)
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--methods", nargs="*")
-    parser.add_argument("--child", action="store_true")
-    parser.add_argument("--rng")
-    arguments = parser.parse_args()
-    for method in [None, *arguments.methods]:
-        train(method)
-    if arguments.child:
-        code = "import helper, sys; print('in a child:', helper.kind(), file=sys.stderr)"
-        subprocess.run([sys.executable, "-c", code], check=True)
-
-
 if __name__ == "__main__":
-    main()
+    for method in [None, *sys.argv[1:]]:
+        train(method)
 """
 HELPER = """
 import torch
 from torch.utils.data import DataLoader
 
 
-class Noise(torch.utils.data.Dataset):
-    def __len__(self):
-        return 11
-
+class Noise(list):
     def __getitem__(self, index):
         return torch.rand(3, 4, 4) + index, kind()
 
@@ -347,42 +256,53 @@ def run(interpreter: Interpreter, tmp_path: Path) -> Run:
     places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), str(tmp_path)]
 
     def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        program = COMMAND if words[0] in COMMANDS else PLAINLY
+        program = COMMAND if words[0] in ("run", "profile") else PLAINLY
         variables = {"PYTHONPATH": os.pathsep.join(places)}
         return interpreter.run(program, *words, cwd=tmp_path, environment=variables, limit_s=250, **options)
 
     return run
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(
-    tmp_path: Path, run: Run, method: str
-) -> None:
-    """Bit by bit, with the same random state after it; by any name, in worker processes and in children.
-
-    Each process of the script's own says how many loaders were replaced; no worker process adds a line.
-    """
-    plain = run("train.py", "--methods", "fork")
-    code, out, err = ended(tmp_path, "train.py", "--child", "--methods", method, by=COMMANDS["run"][:3])
-    assert (plain.returncode, code) == (0, 0), plain.stderr + err
+@pytest.mark.parametrize(
+    "methods", [["fork", "forkserver"], pytest.param(["spawn"], marks=pytest.mark.thorough)]
+)
+def test_an_unmodified_script_gets_torch_s_batches_from_our_loader(run: Run, methods: list[str]) -> None:
+    """Bit by bit, with the same random state; also in workers, which add no line about replaced loaders."""
+    plain, done = run("train.py", "fork"), run("run", "train.py", *methods)
+    assert (plain.returncode, done.returncode) == (0, 0), plain.stderr + done.stderr
     assert "None in this process: torch in the dataset: torch\n" in plain.stderr
-    for name, name_in_plain in (("None", "None"), (method, "fork")):
-        expected = re.findall(rf"^{name_in_plain} (.*)", plain.stdout, re.MULTILINE)
-        assert re.findall(rf"^{name} (.*)", out, re.MULTILINE) == expected
-        assert len(expected) == 1
-        assert f"{name} in this process: fastload in the dataset: fastload\n" in err
+    alone, with_workers = plain.stdout.replace("fork ", "").splitlines()
+    assert done.stdout.splitlines() == [alone, *(f"{method} {with_workers}" for method in methods)]
+    for method in (None, *methods):
+        assert f"{method} in this process: fastload in the dataset: fastload\n" in done.stderr
     # A loop makes two loaders and `kind()` one; each sample that is read in this process makes one more.
-    number = (3 + 2 * 11) + (3 + 11)
-    child, last = [line for line in err.splitlines() if line.startswith("fastload: ")]
-    assert "in a child: fastload" in err
-    assert child.startswith("fastload: 1 loader of torch was replaced in process ")
+    number = (3 + 2 * 11) + len(methods) * (3 + 11)
+    (last,) = [line for line in done.stderr.splitlines() if line.startswith("fastload: ")]
     assert last.startswith(f"fastload: {number} loaders of torch were replaced in process ")
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *((name, ["profile"]) for name in PROGRAMS_UNDER_COMMANDS if name != "children"),
+        *((name, ["run", "-q"]) for name in PROGRAMS_UNDER_COMMANDS if name != "error in a dataset"),
+    ],
+)
+def test_commands_run_scripts_as_python_does(tmp_path: Path, run: Run, name: str, command: list[str]) -> None:
+    """Its output, exit code and last words are the same, whatever it starts and closes."""
+    (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
+    plain, done = run("train.py"), run(*command, "train.py")
+    report = r"\n(No DataLoader was used|DataLoader \().*?(?=^[TE]|\Z)"  # before the interpreter's last words
+    err = re.sub(report, "", done.stderr, flags=re.DOTALL | re.MULTILINE)
+    assert (done.returncode, done.stdout, err) == (plain.returncode, plain.stdout, plain.stderr)
+    assert plain.stdout or plain.stderr or name == "closed stdout"
+    assert (plain.returncode == 0) == (name in ("children", "closed stdout"))
 
 
 def test_without_torch_nothing_is_imported(tmp_path: Path) -> None:
     """A script that makes no loader pays nothing, and the line at the end says so."""
     (tmp_path / "light.py").write_text("import sys\nprint('torch' in sys.modules, 'numpy' in sys.modules)\n")
-    _, out, err = ended(tmp_path, "light.py", by=COMMANDS["run"][:3])
+    _, out, err = ended(tmp_path, "light.py", by=RUN)
     assert out == "False False\n"
     assert err.startswith("fastload: no loader of torch was replaced in process ")
 
@@ -403,25 +323,17 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--cache", "disk", "show.py"], "'disk'"),
-        (
-            ["profile", "--output", "absent/file", "show.py"],
-            "directory that can be written, not 'absent/file'",
-        ),
-        (
-            ["profile", "--trace", "folder", "show.py"],
-            "--trace should be a file in a directory .*, not 'folder'",
-        ),
+        ("run --cache disk", "'disk'"),
+        ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
+        ("profile --trace folder", "--trace should be a file in a directory .*, not 'folder'"),
     ],
 )
-def test_wrong_options_end_the_command_before_the_script_runs(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, monkeypatch: Any) -> None:
     """By one line, and the exit code of wrong usage."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "show.py").write_text("print('the script runs')\n")
-    done = CliRunner().invoke(main.app, words)
+    done = CliRunner().invoke(main.app, [*words.split(), "show.py"])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert re.search(rf"^fastload: error: .*{said}", done.stderr)
 
@@ -445,73 +357,54 @@ def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path,
 
 PIPELINES = """
 import albumentations as A
+import fastload
 import torch
 from torch.utils.data import DataLoader
 
-
-class Photos:
-    flip = A.Compose([A.HorizontalFlip(p=0.5)], seed=3) if {has_pipeline} else None
-
-    def __len__(self):
-        return 32
+class Photos(list):
+    flip = A.Compose([A.HorizontalFlip(p=0.5)], seed=3)
 
     def __getitem__(self, index):
-        image = torch.arange(2).reshape(1, 2, 1).numpy()
-        return image if self.flip is None else self.flip(image=image)["image"]
+        return self.flip(image=torch.arange(2).reshape(1, 2, 1).numpy())["image"]
 
-
-torch.manual_seed(0)
-loader = DataLoader(Photos(), num_workers=2, multiprocessing_context="fork")
-print([int(batch[0, 0, 0, 0]) for batch in loader])
+for _ in range(2):
+    torch.manual_seed(0)
+    loader = DataLoader(Photos(range(32)), num_workers=2, multiprocessing_context="fork")
+    print([int(batch[0, 0, 0, 0]) for batch in loader])
+    fastload.unpatch_torch()
 """
 
 
-@pytest.mark.parametrize(
-    ("has_pipeline", "words", "is_said"),
-    [
-        (True, [], True),
-        (True, ["--no-seed-albumentations"], False),
-        pytest.param(False, [], False, marks=pytest.mark.thorough),
-    ],
-)
-def test_seeded_pipelines_are_told_in_one_line(
-    tmp_path: Path, run: Run, has_pipeline: bool, words: list[str], is_said: bool
-) -> None:
-    """Only if there was one; with --no-seed-albumentations the draws are those of torch's loader."""
-    (tmp_path / "flips.py").write_text(PIPELINES.format(has_pipeline=has_pipeline))
-    plain, done = run("flips.py"), run("run", *words, "flips.py")
-    assert (done.stdout != plain.stdout) == is_said
-    assert done.stderr.count("albumentations pipelines were seeded") == is_said
+def test_seeded_pipelines_are_told_in_one_line(tmp_path: Path, run: Run) -> None:
+    """With --no-seed-albumentations the draws are those of torch's loader, and nothing is told."""
+    (tmp_path / "flips.py").write_text(PIPELINES)
+    seeded, unseeded = run("run", "flips.py"), run("run", "--no-seed-albumentations", "flips.py")
+    ours, torchs = seeded.stdout.splitlines()
+    assert unseeded.stdout.splitlines() == [torchs, torchs] != [ours, torchs]
+    told = [done.stderr.count("albumentations pipelines were seeded") for done in (seeded, unseeded)]
+    assert told == [1, 0]
 
 
 def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
     """`--cache ram` says why not, and the script works."""
-    done = run("run", "--cache", "ram", "train.py", "--methods")
+    done = run("run", "--cache", "ram", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
 
 
-# --- fastload profile -------------------------------------------------------------------------------------
-
-DATASET = """
+# Prints each batch; the script's argument says how it ends, most often in the middle of the epoch.
+ENDING = """
 import os, signal, sys
-import torch
-from torch.utils.data import DataLoader, Dataset
+import fastload, torch
+from torch.utils.data import DataLoader
 
-class Numbers(Dataset):
-    def __len__(self):
-        return 40
+class Numbers(list):
     def __getitem__(self, index):
         return torch.full((2,), index)
 
-"""
-
-# Prints each batch; the script's argument says how it ends in the middle of the epoch.
-ENDING = (
-    DATASET
-    + """
 def train(ending):
-    train_loader = DataLoader(Numbers(), batch_size=4)
+    train_loader = DataLoader(Numbers(range(40)), batch_size=4, num_workers=int(ending == "fork"))
+    pid = os.fork() if ending == "fork" else None
     for number, batch in enumerate(train_loader):
         print(number, batch[0, 0].item())
         if number == 6:
@@ -521,66 +414,52 @@ def train(ending):
                 raise ValueError("a bad batch")
             if ending == "code":
                 sys.exit(3)
+    if pid == 0:
+        raise ValueError("child")
+    if pid:
+        os.waitpid(pid, 0)
+    if ending == "profile":
+        with fastload.profile():
+            print("inside")
 
 train(sys.argv[1])
 print("the end")
 """
-)
-WITH_WORKER = (
-    DATASET
-    + """
-def main():
-    train_loader = DataLoader(Numbers(), batch_size=4, num_workers=1, multiprocessing_context=sys.argv[1])
-    for batch in train_loader:
-        pass
-    print("done", sys.argv)
+REMOVES = "import os, sys\nos.remove('train.py')\nos.rmdir('out')\nsys.exit(5)\n"
+WITH_WORKER = """
+import collections, sys, torch
+from torch.utils.data import DataLoader
+Sample = collections.namedtuple("Sample", "x y")
+
+class Photos(list):
+    def __getitem__(self, index):
+        return Sample(torch.ones(3) * index, index)
 
 if __name__ == "__main__":
-    main()
+    for batch in DataLoader(Photos(range(40)), 10, num_workers=1, multiprocessing_context=sys.argv[1]):
+        print(type(batch) is Sample, batch.y[0].item())
 """
-)
 REPORT = "\ntrain_loader (Numbers, 40 samples, batch_size=4, "
-FORKED = f"""{DATASET}
-train_loader = DataLoader(Numbers(), batch_size=4, num_workers=1)
-pid = os.fork()
-for batch in train_loader:
-    pass
-if pid == 0:
-    raise ValueError("child")
-os.waitpid(pid, 0)
-"""
-OF_ITS_OWN = f"""{DATASET}
-import fastload
-train_loader = DataLoader(Numbers(), batch_size=4)
-for batch in train_loader:
-    pass
-with fastload.profile():
-    print("inside")
-"""
 FILES = ("--output", "a.json", "--trace", "b.json")
-REMOVES = "import os, sys\nos.remove('train.py')\nos.rmdir('out')\nsys.exit(5)\n"
 HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where some are replayed
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "code", "report", "said"),
+    ("ending", "code", "report", "said"),
     [
-        (ENDING, ["train.py", "code"], 3, "0 workers): 7 batches, ", ""),
-        (ENDING, ["train.py", "error"], 1, "0 workers): 7 batches, ", "ValueError: a bad batch\n"),
-        (ENDING, ["train.py", "interrupt"], -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
-        (FORKED, ["train.py"], 0, "1 worker): 10 batches, ", ""),
-        (OF_ITS_OWN, ["train.py"], 1, "0 workers): 10 batches, ", "`fastload profile`"),
-        (REMOVES, ["--output", "out/a.json", "train.py"], 5, "", "out/a.json could not be written: "),
+        ("code", 3, "0 workers): 7 batches, ", ""),
+        ("error", 1, "0 workers): 7 batches, ", "ValueError: a bad batch\n"),
+        ("interrupt", -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
+        ("fork", 0, "1 worker): 10 batches, ", ""),
+        ("profile", 1, "0 workers): 10 batches, ", "`fastload profile`"),
+        ("removed directory", 5, "", "out/a.json could not be written: "),
     ],
-    ids=["code", "error", "interrupt", "fork", "a profile of its own", "a removed directory"],
 )
-def test_the_report_comes_before_the_last_words_of_the_script(
-    run: Run, tmp_path: Path, script: str, words: list[str], code: int, report: str, said: str
-) -> None:
+def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str) -> None:
     """Once, with the script's exit code, traceback or signal, and the error of a file of ours."""
     (tmp_path / "out").mkdir()
-    (tmp_path / "train.py").write_text(script)
-    done = run("profile", *words)
+    (tmp_path / "train.py").write_text(ENDING if report else REMOVES)
+    done = run("profile", *([] if report else ["--output", "out/a.json"]), "train.py", ending)
     assert done.returncode == code, done.stderr
     *_, before, last = ("", *done.stderr.split(f"{REPORT}{report}")) if report else ("", done.stderr)
     assert said in last
@@ -606,13 +485,22 @@ def test_files_and_replayed_batches(run: Run, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["loaders"][0]["num_batches"] == 10
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.thorough)])
-def test_worker_processes_are_watched(run: Run, tmp_path: Path, method: str) -> None:
-    """Workers of each start method find the script's dataset."""
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["profile", *FILES, "train.py", method] for method in ("fork", "forkserver")),
+        ["run", "-q", "-m", "train", "forkserver"],
+        pytest.param(["profile", *FILES, "train.py", "spawn"], marks=pytest.mark.thorough),
+    ],
+)
+def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list[str]) -> None:
+    """By each start method; what they send comes back as an object of the script's class."""
     (tmp_path / "train.py").write_text(WITH_WORKER)
-    done = run("profile", *FILES, "train.py", method)
-    assert (done.returncode, done.stdout) == (0, f"done ['train.py', '{method}']\n")
+    done = run(*words)
+    assert (done.returncode, done.stdout) == (0, "True 0\nTrue 10\nTrue 20\nTrue 30\n"), done.stderr
+    if words[0] == "run":
+        return
     (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
-    assert loader["num_batches"] == 10
+    assert loader["num_batches"] == 4
     assert loader["worker_utilisation"] is not None
     assert "default_collate" in [stage["name"] for stage in loader["stages"]]

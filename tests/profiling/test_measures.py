@@ -15,10 +15,10 @@ from PIL import Image
 from fastload.profiling import recording, spans
 from fastload.profiling.prediction import Model, simulate
 from fastload.profiling.recording import Batch, Moment, Recording, read_recordings
-from fastload.profiling.spans import BatchWatch, Spans, probe, stride_of
+from fastload.profiling.spans import Spans, probe, stride_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -56,14 +56,6 @@ def test_recordings_that_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read_recordings(str(tmp_path)) == ([made(number) for number in range(3)], [])
 
 
-@pytest.fixture
-def here() -> Iterator[Spans]:
-    """A batch that is measured in this thread."""
-    found = spans.here.spans = Spans()
-    yield found
-    spans.here.spans = None
-
-
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 50).map(lambda n: 2 * n)), max_size=40))
 def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tuple[bool, int]]) -> None:
     """However stages nest, every nanosecond between the first and the last belongs to one of them."""
@@ -86,25 +78,8 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
                 stages.pop()
         for _ in stages:
             measured.leave()
-
     assert all(sums[1:3] == [expected[name], expected[name] // 2] for name, sums in measured.sums.items())
     assert sum(sums[1] for sums in measured.sums.values()) == now[0]
-
-
-def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
-    """And leaves its stage after an error; outside of a measured batch it does nothing else."""
-
-    def divide(a: int, b: int = 2) -> float:
-        return a / b
-
-    probed = probe(divide, ("read", "divide"))
-    assert probed(4, b=4) == 1.0
-    with pytest.raises(ZeroDivisionError):
-        probed(1, b=0)
-    spans.here.spans = None
-    assert probed(4) == 2.0
-    assert here.sums[("read", "divide")][0] == 2
-    assert probed.__name__ == "divide"
 
 
 @pytest.mark.parametrize(
@@ -117,10 +92,11 @@ def test_a_probe_returns_and_raises_what_the_function_does(here: Spans) -> None:
         (b"bytes", (0, 0)),
     ],
 )
-def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], here: Spans) -> None:
+def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], monkeypatch: Any) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
+    monkeypatch.setattr(spans.here, "spans", found := Spans())
     probe(lambda: result, ("decode", "it"), has_size=True)()
-    assert tuple(here.sums[("decode", "it")][3:]) == size
+    assert tuple(found.sums[("decode", "it")][3:]) == size
 
 
 @given(num_events=st.integers(1, 10_000), wall_ns=st.integers(1, 10**9))
@@ -131,51 +107,16 @@ def test_measuring_costs_little(num_events: int, wall_ns: int) -> None:
     assert cost <= 1.5 * spans.MAX_SHARE or stride == spans.MAX_STRIDE
 
 
-def test_the_third_batch_is_the_first_in_detail_and_an_error_undoes_the_switch(tmp_path: Path) -> None:
-    """A batch that fails leaves no probe in place, and is not recorded."""
-    switched: list[bool] = []
-    recording = Recording(str(tmp_path))
-    watch = BatchWatch(recording, 3, 1, switched.append)
-
-    def fail() -> None:
-        raise OSError("unreadable")
-
-    assert [watch.measure(lambda: "a batch", 1) for _ in range(2)] == ["a batch"] * 2
-    assert switched == []
-    with pytest.raises(OSError, match="unreadable"):
-        watch.measure(fail, 1)
-    assert watch.measure(lambda: "a batch", 2) == "a batch"
-    recording.close()
-    batches, moments = read_recordings(str(tmp_path))
-
-    assert switched == [True, False] * 2
-    assert moments == []
-    assert [(made.loader, made.worker, made.num_samples) for made in batches] == [
-        (3, 1, 1),
-        (3, 1, 1),
-        (3, 1, 2),
-    ]
-    assert [len(made.stages) for made in batches] == [0, 0, 1]
-
-
 times = st.floats(1e-4, 1.0)
 
 
-@given(compute_s=times, make_s=times)
-def test_without_workers_times_add_up(compute_s: float, make_s: float) -> None:
-    """The consumer makes each batch itself."""
-    assert simulate([compute_s], [[make_s]], 0, 2) == pytest.approx(compute_s + make_s)
-
-
-@given(compute_s=times, make_s=times, num_workers=st.integers(1, 8), prefetch_factor=st.integers(1, 4))
-def test_equal_batches_take_the_slower_of_both_sides(
-    compute_s: float, make_s: float, num_workers: int, prefetch_factor: int
-) -> None:
-    """The consumer's time, or the workers' divided by their number."""
+@given(compute_s=times, make_s=times, num_workers=st.integers(0, 8), prefetch_factor=st.integers(1, 4))
+def test_equal_batches(compute_s: float, make_s: float, num_workers: int, prefetch_factor: int) -> None:
+    """The consumer's time, or the workers' divided by their number; without workers, both times add up."""
     step_s = simulate([compute_s], [[make_s]], num_workers, prefetch_factor)
-    slower_s = max(compute_s, make_s / num_workers)
+    slower_s = max(compute_s, make_s / num_workers) if num_workers else compute_s + make_s
     assert slower_s * 0.97 <= step_s
-    if prefetch_factor > 1:
+    if prefetch_factor > 1 or num_workers == 0:
         assert step_s <= slower_s * 1.03
 
 
@@ -187,28 +128,20 @@ def test_one_slow_worker_stops_the_others(make_s: float) -> None:
 
 
 # What is known, what changes, and by how many times that is faster.
+WAITING, SATURATED = {"num_cpus": 2.0, "make_cpu_s": 0.004}, {"num_cpus": 2.0, "is_saturated": True}
 GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
     ({}, lambda one: one.with_workers(4), 2.0),  # on 8 CPUs, twice the workers
     ({"num_cpus": 2.0}, lambda one: one.with_workers(4), 1.0),  # the CPUs are used up
-    (
-        {"num_cpus": 2.0, "make_cpu_s": 0.004},
-        lambda one: one.with_workers(8),
-        4.0,
-    ),  # workers that wait need none
+    (WAITING, lambda one: one.with_workers(8), 4.0),  # workers that wait need none
     ({}, lambda one: one.scaled(0.5, 0.5), 2.0),  # half the work
     ({"computes": [0.015]}, lambda one: one.scaled(0.01, 0.01), 20 / 15),  # the consumer limits every gain
-    (  # all processes wait for CPUs: sparing their time speeds the consumer up
-        {"computes": [0.03], "consumer_cpu_s": 0.02, "num_cpus": 2.0, "is_saturated": True},
-        lambda one: one.scaled(0.25, 0.25),
-        2.0,
-    ),
+    # All processes wait for CPUs: sparing their time speeds the consumer up.
+    (SATURATED | {"computes": [0.03], "consumer_cpu_s": 0.02}, lambda one: one.scaled(0.25, 0.25), 2.0),
 ]
 
 
 @pytest.mark.parametrize(("known", "change", "gain"), GAINS)
-def test_gains_that_can_be_worked_out_by_hand(
-    known: dict[str, Any], change: Callable[[Model], Model], gain: float
-) -> None:
+def test_gains_by_hand(known: dict[str, Any], change: Callable[[Model], Model], gain: float) -> None:
     """Of a loader bound by its two workers: 40 ms for a batch, 1 ms of computing."""
     model = dataclasses.replace(Model([0.001], [[0.04], [0.04]], 2, 2, 0.04, 0.001, 8.0), **known)
     assert model.gain_to(change(model)) == pytest.approx(gain, rel=0.05)

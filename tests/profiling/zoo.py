@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from typing import Any
 
 import albumentations as A
 import cv2
 import numpy as np
-import torch
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from tests.profiling.quick_zoo import BATCH, NUM_SAMPLES, PLANTED_S, Locked, Quick
+NUM_SAMPLES, BATCH = 96, 4
+PLANTED_S = 0.003  # per sample
 
-__all__ = ["BATCH", "NUM_SAMPLES", "PLANTED_S", "Locked", "Quick"]
+
+class Quick(Dataset[Any]):
+    """Small images that cost next to nothing, with an optional transform."""
+
+    def __init__(self, transform: Any = None) -> None:
+        self.images = np.zeros((8, 32, 32, 3), np.uint8)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        image = self.images[index % 8].copy()
+        return image if self.transform is None else self.transform(image=image)["image"], index
 
 
 class SlowRead(Quick):
@@ -68,57 +82,28 @@ class SlowBlur(A.ImageOnlyTransform):
         return img
 
 
-class SlowTransform(Quick):
+def plain_transform(image: Any) -> Any:
+    """A function that waits, as `SlowBlur` does."""
+    time.sleep(PLANTED_S)
+    return {"image": image}
+
+
+def slow_transform() -> Quick:
     """An albumentations pipeline, one of whose transforms is slow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = A.Compose([A.HorizontalFlip(), SlowBlur(), A.VerticalFlip()])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(image=self.images[index % 8])["image"], index
+    return Quick(A.Compose([A.HorizontalFlip(), SlowBlur(), A.VerticalFlip()]))
 
 
 class DecodedAndCropped(Quick):
     """JPEGs that are decoded in full, and of which a crop is used."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()]))
         noise = np.random.default_rng(0).integers(0, 255, (600, 800, 3), np.uint8)
         self.file = cv2.imencode(".jpg", noise)[1]
-        self.transform = A.Compose([A.RandomResizedCrop((32, 32)), A.HorizontalFlip()])
 
     def __getitem__(self, index: int) -> Any:
         image = cv2.imdecode(self.file, cv2.IMREAD_COLOR_RGB)
         return self.transform(image=image)["image"], index
-
-
-class Normalized(Quick):
-    """Images that are normalised in the dataset."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = A.Compose([A.Normalize(), A.ToTensorV2()])
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(image=self.images[index % 8])["image"], index
-
-
-def plain_transform(image: Any) -> Any:
-    """A function that waits, as `SlowBlur` does."""
-    time.sleep(PLANTED_S)
-    return image
-
-
-class SlowFunction(Quick):
-    """A plain function as the transform."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transform = plain_transform
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform(self.images[index % 8].copy()), index
 
 
 class SlowWorker(Quick):
@@ -130,13 +115,26 @@ class SlowWorker(Quick):
         return super().__getitem__(index)
 
 
+class Locked(Quick):
+    """All workers wait for one lock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = multiprocessing.get_context("fork").Lock()
+
+    def __getitem__(self, index: int) -> Any:
+        with self.lock:
+            time.sleep(PLANTED_S)
+        return super().__getitem__(index)
+
+
 def slow_collate(samples: Any) -> Any:
     """A collate_fn that waits."""
     time.sleep(BATCH * PLANTED_S)
     return default_collate(samples)
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
+class Stream(IterableDataset[Any]):
     """A stream that waits for each sample."""
 
     def __iter__(self) -> Any:
