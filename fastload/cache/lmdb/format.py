@@ -45,6 +45,7 @@ _CHECKED_FROM = 8  # number of bytes of the value that the checksum does not cov
 _TRAILER = struct.Struct("<IQ8s")
 TRAILER_MAGIC = b"FLlmdb1\0"
 _CHUNK_BYTES = 1 << 20
+CURE = "delete the file, and build or download it again"  # it can be the copy of a cache at a URL
 
 
 # --- keys and values -------------------------------------------------------------------------------------
@@ -141,9 +142,7 @@ def read_stored(fd: int, path: str) -> Stored:
             f"{path} {error}. Delete it to build it again, or use a different path"
         ) from None
     except ValueError as error:
-        raise CacheCorruptError(
-            f"{path}: its description is not valid: {error}. Delete the file and build it again"
-        ) from None
+        raise CacheCorruptError(f"{path}: its description is not valid: {error}: {CURE}") from None
     return Stored(text, description, place)
 
 
@@ -160,7 +159,7 @@ def _read_text(fd: int, path: str) -> tuple[bytes, int]:
     is_possible = length <= MAX_TEXT_BYTES and content_bytes >= 0
     text = os.pread(fd, length, content_bytes) if is_possible else b""
     if not text or zlib.crc32(text) != crc:
-        raise CacheCorruptError(f"{path}: its description is damaged: delete the file and build it again")
+        raise CacheCorruptError(f"{path}: its description is damaged: {CURE}")
     return text, content_bytes
 
 
@@ -171,7 +170,7 @@ def check_tree(fd: int, path: str, place: TreePlace) -> None:
         CacheCorruptError: It differs.
     """
     if _crc_of_runs(fd, place.runs, place.page_bytes) != place.crc32:
-        raise CacheCorruptError(f"{path}: its index is damaged: delete the file and build it again")
+        raise CacheCorruptError(f"{path}: its index is damaged: {CURE}")
 
 
 def _tree_runs(fd: int, num_pages: int, page_bytes: int) -> Iterator[tuple[int, int]]:

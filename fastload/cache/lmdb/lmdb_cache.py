@@ -18,6 +18,7 @@ import numpy as np
 
 from fastload.cache.lmdb.copies import open_copy
 from fastload.cache.lmdb.files import open_cache
+from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.open_file import damaged
 from fastload.cache.progress import BuildProgress
@@ -270,7 +271,7 @@ class LMDBCache(BaseCache):
         try:
             return stack_records(records, allocate)
         except CacheCorruptError as error:
-            raise CacheCorruptError(f"{self.path}: {error}: delete it and build it again") from error
+            raise CacheCorruptError(f"{self.path}: {error}: {CURE}") from error
 
     def verify(self, *, progress: bool = False) -> list[int]:
         """Compare every record with its checksum; the index was checked when the file was opened.

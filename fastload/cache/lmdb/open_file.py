@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastload.cache.lmdb.format import VALUE_HEADER_BYTES, check_tree, read_stored, unpack_value
+from fastload.cache.lmdb.format import CURE, VALUE_HEADER_BYTES, check_tree, read_stored, unpack_value
 from fastload.cache.lmdb.indices import StoredIndices
 from fastload.cache.lmdb.tree import Table, read_table
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
@@ -223,14 +223,12 @@ def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices
             mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
         return mapping, table
     mapping.close()  # the views that the walk made were released with its error
-    raise CacheCorruptError(f"{path}: its index is not valid: {reason}. Delete the file and build it again")
+    raise CacheCorruptError(f"{path}: its index is not valid: {reason}: {CURE}")
 
 
 def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
     """The error that tells the user where the damage is and what to do."""
-    return CacheCorruptError(
-        f"{path}: sample {index}: {error}. The file is damaged: delete it and build it again"
-    )
+    return CacheCorruptError(f"{path}: sample {index}: {error}. The file is damaged: {CURE}")
 
 
 @contextlib.contextmanager
