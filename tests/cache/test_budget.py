@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -17,10 +17,6 @@ from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_me
 from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 GB = 10**9
 
 
@@ -29,7 +25,7 @@ SELF = "proc/self/cgroup"
 GROUPS = "sys/fs/cgroup"
 
 
-def write(root: Path, files: dict[str, Any]) -> Path:
+def write(root: Any, files: dict[str, Any]) -> Any:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,9 +75,7 @@ def v1(path: str, limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
         "a name that is not text",
     ],
 )
-def test_the_tightest_group_limits(
-    files: dict[str, Any], free_bytes: int, limit_bytes: int | None, tmp_path: Path
-) -> None:
+def test_the_tightest_group_limits(files: Any, free_bytes: int, limit_bytes: Any, tmp_path: Any) -> None:
     """What is free: MemAvailable, or a limit on the way up less what is used and cannot be given back."""
     write(tmp_path, MEMINFO | files)
 
@@ -92,7 +86,7 @@ def test_the_tightest_group_limits(
 @pytest.mark.parametrize(
     ("path", "kills"), [("a/b/", 2), ("", 2), ("c/", 0)], ids=["own group", "container", "no count"]
 )
-def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tmp_path: Path) -> None:
+def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tmp_path: Any) -> None:
     """In a container whose path is the host's, the group at the mount; without a count there were none."""
     write(tmp_path, {SELF: "0::/a/b\n", f"{GROUPS}/{path}memory.events": "oom 3\noom_kill 2\n"})
 
@@ -100,7 +94,7 @@ def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tm
     assert oom_kills(tmp_path / "no such system") == 0
 
 
-def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
+def test_a_limit_on_address_space_counts(tmp_path: Any) -> None:
     """RLIMIT_AS less what is mapped already; without /proc that is unknown."""
     write(tmp_path, MEMINFO | {"proc/self/statm": "1000 200 30 1 0 40 0\n"})
     with limited(resource.RLIMIT_AS, 10 * GB):
@@ -109,7 +103,7 @@ def test_a_limit_on_address_space_counts(tmp_path: Path) -> None:
         assert available_bytes(tmp_path) == 10 * GB
 
 
-def test_without_proc_the_system_is_asked_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_proc_the_system_is_asked_itself(tmp_path: Any, monkeypatch: Any) -> None:
     """What psutil cannot read sysinfo(2) tells: the free pages."""
 
     def fail() -> Any:
@@ -152,9 +146,7 @@ def test_nonsense_is_refused(max_memory: Any) -> None:
         parse_memory(max_memory, name="prefetch_memory", available=GB)
 
 
-def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(monkeypatch: Any) -> None:
     """Read once a second, as it takes longer than a small epoch; others are read as `max_memory` is."""
     readings, seconds = iter([4000, 8000]), iter([10.0, 10.9, 11.0])
     monkeypatch.setattr(budget_module, "available_bytes", lambda: next(readings))
@@ -195,7 +187,7 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(
     ],
     ids=["no cgroups", "no limit", "limit", "limit of an ancestor", "container", "version 1"],
 )
-def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_the_tightest_quota_counts(tmp_path: Any, files: dict[str, str], quota: float | None) -> None:
     """Of the group and those above it, in both versions of cgroups."""
     assert cpus.cpu_quota(write(tmp_path, files)) == quota
 
@@ -223,7 +215,7 @@ def test_workers_follow_cpus_quotas_and_ranks(
     launcher: int | None,
     quota: float | None,
     expected: int,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: Any,
 ) -> None:
     """The quota, rounded up, and CPUs that are not a rank's alone are shared; the user's number is taken."""
     for name in cpus.RANKS_OF_HOST:

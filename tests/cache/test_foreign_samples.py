@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +13,13 @@ import fastload
 from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from tests.kit.batches import assert_same_samples
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 pytestmark = pytest.mark.usefixtures("registry")
 
 NUM_SAMPLES = 6
 
 
 @pytest.fixture(params=["ram", "lmdb"])
-def cached(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., fastload.CachedDataset]:
+def cached(request: Any, tmp_path: Any) -> Any:
     """Makes a CachedDataset of each kind, in which all samples are stored."""
 
     def make(dataset: Any, **options: Any) -> fastload.CachedDataset:
@@ -83,7 +79,7 @@ class Made:
 
     classes = ("even", "odd")
 
-    def __init__(self, make: Callable[[int], Any]) -> None:
+    def __init__(self, make: Any) -> None:
         self.make = make
 
     def __len__(self) -> int:
@@ -94,9 +90,7 @@ class Made:
 
 
 @pytest.mark.parametrize("make", [_detection, _coco])
-def test_annotations_are_cached_as_they_are(
-    make: Callable[[int], Any], cached: Callable[..., fastload.CachedDataset]
-) -> None:
+def test_annotations_are_cached_as_they_are(make: Any, cached: Any) -> None:
     """Boxes in any number, also none, and nested annotations come back with their types and values."""
     dataset = cached(Made(make))
     for index in range(NUM_SAMPLES):
@@ -106,9 +100,7 @@ def test_annotations_are_cached_as_they_are(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "Hugging Face"])
-def test_pil_images_are_converted_by_prepare(
-    library: str, request: pytest.FixtureRequest, cached: Callable[..., fastload.CachedDataset]
-) -> None:
+def test_pil_images_are_converted_by_prepare(library: str, request: Any, cached: Any) -> None:
     """With `prepare`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
     pairs = Made(lambda index: (picture(index), index))
     source = request.getfixturevalue("rows") if library == "Hugging Face" else pairs
@@ -120,7 +112,7 @@ def test_pil_images_are_converted_by_prepare(
 
 
 @pytest.fixture(scope="module")
-def rows() -> Iterator[Any]:
+def rows() -> Any:
     """A dataset in memory with a column of images and one of labels."""
     hugging_face = pytest.importorskip("datasets")
     columns = {"image": [picture(i) for i in range(NUM_SAMPLES)], "label": list(range(NUM_SAMPLES))}
@@ -130,7 +122,7 @@ def rows() -> Iterator[Any]:
         yield hugging_face.Dataset.from_dict(columns, features=hugging_face.Features(features))
 
 
-FORMATS: dict[str, Callable[[Any], Any]] = {
+FORMATS: dict[str, Any] = {
     "numpy": lambda rows: rows.with_format("numpy"),
     "torch": lambda rows: rows.with_format("torch"),
     "undecoded": lambda rows: rows.cast_column("image", pytest.importorskip("datasets").Image(decode=False)),
@@ -139,9 +131,7 @@ FORMATS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_rows_with_a_format_are_cached_as_they_are(
-    rows: Any, kind: str, cached: Callable[..., fastload.CachedDataset]
-) -> None:
+def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached: Any) -> None:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
     assert_same_samples(cached(formatted)[3], formatted[3])

@@ -6,7 +6,7 @@ import copy
 import logging
 import pickle
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -23,9 +23,6 @@ from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def subset(dataset: Any, indices: Any) -> Any:
@@ -70,15 +67,13 @@ FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)]))
         (Made(lambda index: {"image": {1, 2}}), UnsupportedSampleError, r'\$\["image"\]'),
     ],
 )
-def test_what_cannot_be_cached_is_refused_at_construction(
-    dataset: Any, error: type[Exception], said: str
-) -> None:
+def test_what_cannot_be_cached_is_refused_at_construction(dataset: Any, error: Any, said: str) -> None:
     """Random samples, also by a pipeline inside or in reused memory, and other types; the leaf is named."""
     with pytest.raises(error, match=said):
         CachedDataset(dataset)
 
 
-def test_random_state_is_put_back(registry: Path) -> None:
+def test_random_state_is_put_back(registry: Any) -> None:
     """Making a cache, attaching to it, or a refusal leaves all generators as they were, a pipeline's too."""
     pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
     dataset = Augmented(pipeline)
@@ -152,14 +147,14 @@ def pixels() -> Any:
     return np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
 
 
-def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+def warnings_of(caplog: Any) -> list[str]:
     texts = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     return [text for text in texts if "in memory already" in text]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "num_workers"), [(pixels(), 0), (pixels()[:, ::-1], 2)])
-def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, registry: Path, caplog: Any) -> None:
+def test_an_array_in_memory_is_one_warning(rows: Any, num_workers: int, registry: Any, caplog: Any) -> None:
     """It names the memory and what to do; workers, epochs and processes that join do not repeat it."""
     with caplog.at_level(logging.WARNING, "fastload"):
         first, _ = (CachedDataset(labelled(rows), cache_key="in memory") for _ in range(2))
@@ -183,7 +178,7 @@ OTHER_SAMPLES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OTHER_SAMPLES)
-def test_other_datasets_are_no_warning(kind: str, needs_lmdb: None, tmp_path: Path, caplog: Any) -> None:
+def test_other_datasets_are_no_warning(kind: str, needs_lmdb: None, tmp_path: Any, caplog: Any) -> None:
     """Samples that are made, in a mapped file, or replaced in a buffer; caches on disk take no memory."""
     np.save(tmp_path / "rows.npy", pixels())
     torch.save(torch.from_numpy(pixels()), tmp_path / "rows.pt")
@@ -318,7 +313,7 @@ CACHES = [
 
 @pytest.mark.parametrize(("cache", "times"), CACHES)
 def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
-    cache: Any, times: int, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Path
+    cache: Any, times: int, photos: Any, tmp_path: Any, monkeypatch: Any, registry: Any
 ) -> None:
     """Each time takes a stat of every file: none without a cache, one for every other."""
     asked = []
@@ -344,7 +339,7 @@ def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
     ],
 )
 def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(
-    dataset: Any, options: Any, said: str, registry: Path
+    dataset: Any, options: Any, said: str, registry: Any
 ) -> None:
     """The key, not the parts; else the user learns what needs a fingerprint()."""
     assert said in CachedDataset(dataset, **options).cache.explain()

@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -30,23 +30,17 @@ from fastload.system import logs
 from tests.cache.build_zoo import BrokenImages, exit_codes
 from tests.cache.zoo import BareImages, Images
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.kit.jobs import Job
-
 pytestmark = pytest.mark.usefixtures("registry")
 
 LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
 
-def join(rank: int, store: Path) -> None:
+def join(rank: int, store: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) -> list[Any]:
+def run_ranks(start: Any, folder: Any, cases: Any, caplog: Any) -> list[Any]:
     """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
 
     def open_in_turn(rank: int) -> tuple[Any, Any]:
@@ -112,7 +106,7 @@ def endless() -> list[Any]:
 
 
 def test_each_sample_is_read_once_but_those_that_are_compared(
-    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
 
@@ -121,7 +115,7 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
     probed = probed_indices(LENGTH)
     images = Images(LENGTH, log=tmp_path / "reads"), BrokenImages(LENGTH, bad=probed[-1:])
 
-    def fill(rank: int, store: Path) -> tuple[Any, Any]:
+    def fill(rank: int, store: Any) -> tuple[Any, Any]:
         join(rank, store)
         opened = [CachedDataset(dataset) for dataset in images]
         dist.barrier()
@@ -189,9 +183,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_ranks_share_a_cache_if_their_datasets_are_equal(
-    start: Callable[..., Job], tmp_path: Path, caplog: Any
-) -> None:
+def test_ranks_share_a_cache_if_their_datasets_are_equal(start: Any, tmp_path: Any, caplog: Any) -> None:
     """Nobody need name the samples; others keep their own, and a warning names the part that differs."""
     cases = [
         *((lambda rank, make=make: (make(rank), {}), "") for make in EQUAL.values()),
@@ -216,12 +208,10 @@ def test_ranks_share_a_cache_if_their_datasets_are_equal(
 
 
 @pytest.mark.slow
-def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(start: Any, tmp_path: Any) -> None:
     """The n-th caches are then of different datasets, and each rank keeps its own; so do two jobs."""
 
-    def open_more(rank: int, store: Path, is_uneven: bool) -> tuple[Any, Any]:
+    def open_more(rank: int, store: Any, is_uneven: bool) -> tuple[Any, Any]:
         join(rank, store)
         extra = CachedDataset(Images(7)) if rank == 0 and is_uneven else None
         dist.barrier()
@@ -259,11 +249,7 @@ TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MAST
     ],
 )
 def test_the_launcher_s_variables_tell_ranks_from_other_processes(
-    one: dict[str, str | None],
-    other: dict[str, str | None],
-    is_one: bool,
-    start: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
+    one: Any, other: Any, is_one: bool, start: Any, monkeypatch: Any
 ) -> None:
     """Two processes are ranks of one launch only if one parent numbered them, in one job."""
     parents = {None: os.getpid(), "another": os.getppid()}
@@ -284,7 +270,7 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     assert second.answer() == (first.pid if is_one else second.pid)
 
 
-def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: Any) -> None:
     """The ranks then share nothing."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -327,9 +313,7 @@ def texts(**changed: str) -> list[str]:
         (lambda: large("x"), lambda: large("y"), False),
     ],
 )
-def test_attributes_are_compared(
-    one: Any, other: Any, are_equal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attributes_are_compared(one: Any, other: Any, are_equal: bool, monkeypatch: Any) -> None:
     """By their content, up to a number of bytes: a list of gigabytes would delay the start of every rank."""
     samples = {0: Images().sample(0)}
     if one is texts:

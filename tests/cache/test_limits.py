@@ -12,7 +12,7 @@ import pickle
 import resource
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,10 +31,6 @@ from fastload.errors import CacheError, SegmentError
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 MB = 1 << 20
 GB = 1 << 30
@@ -84,9 +80,7 @@ def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
         assert plan.ragged_at + plan.ragged_bytes <= max(segment_limit, columns_at) + 2 * 4096
 
 
-def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
     monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
 
@@ -122,13 +116,7 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(
     ids=["enough", "below the samples", "below the examples", "no descriptors", "address space"],
 )
 def test_limits_make_a_cache_smaller_or_private(
-    kind: type[Images],
-    limit: int,
-    allowed: int,
-    is_shared: bool,
-    is_whole: bool,
-    said: list[str],
-    caplog: Any,
+    kind: Any, limit: int, allowed: int, is_shared: bool, is_whole: bool, said: list[str], caplog: Any
 ) -> None:
     """It holds as much as the limit grants; one warning names sizes and limit, and no sample is wrong."""
     dataset = kind(200) if kind is RaggedImages else kind(200, shape=(64, 64, 3))
@@ -161,10 +149,7 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     dataset = RaggedImages(20)
     ds = CachedDataset(dataset, max_memory="10GB")
     assert os.fstat(ds.cache.fd).st_size > 200 * MB
-    with (
-        limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB),
-        caplog.at_level(logging.WARNING, "fastload"),
-    ):
+    with limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB), caplog.at_level(logging.WARNING, "fastload"):
         other = pickle.loads(pickle.dumps(ds))
         assert_right(other, dataset)
         assert other._gather([0, 1], np.empty) is None
@@ -178,7 +163,7 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     assert ds.cache_info().num_cached == 3
 
 
-def test_private_caches_leave_memory_free(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_private_caches_leave_memory_free(monkeypatch: Any, caplog: Any) -> None:
     """Each worker has one, and their budgets together may be more than the machine has: they stop before."""
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 10_000)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: 24 * MB)
@@ -193,7 +178,7 @@ def test_private_caches_leave_memory_free(monkeypatch: pytest.MonkeyPatch, caplo
     assert "25.2 MB" in record.getMessage()
 
 
-def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any) -> None:
     """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 0)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
@@ -212,7 +197,7 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: pyte
     assert cache.nbytes == sum(len(encode(index)) for index in range(800))
 
 
-def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:
     """A segment that cannot be written to is closed, and the error says what was tried."""
 
     def refuse(*_: Any) -> int:
@@ -226,9 +211,7 @@ def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: pytest.M
 # --- locks ------------------------------------------------------------------------------------------------
 
 
-def test_without_locks_samples_of_several_sizes_are_cached_privately(
-    monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_without_locks_samples_of_several_sizes_are_cached_privately(monkeypatch: Any, caplog: Any) -> None:
     """Shared space cannot be claimed, with one warning; rows of one size need no lock."""
 
     def refuse(*_: Any) -> None:
@@ -258,7 +241,7 @@ def built_by_tasks(dataset: Any, path: Any, *, shards: int) -> LMDBCache:
 
 
 @pytest.mark.parametrize("build", [build_lmdb, built_by_tasks])
-def test_shards_beyond_the_limit_of_descriptors(build: Any, tmp_path: Path) -> None:
+def test_shards_beyond_the_limit_of_descriptors(build: Any, tmp_path: Any) -> None:
     """They would end a long build in its last step: an error at its beginning; one of many needs few."""
     path, dataset = tmp_path / "cache", Images(40)
     used = len(os.listdir("/proc/self/fd"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +19,6 @@ from fastload.images.folder import ImageFolder
 from tests.cache.zoo import Everything, Files, Images, Made, MixedImages, Pair, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, register, upload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -41,7 +36,7 @@ class Reads:
         announced: Of a folder: the samples that it was told to read ahead.
     """
 
-    def __init__(self, source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, source: Any, monkeypatch: Any) -> None:
         self.source = source
         self.announced: set[int] = set()
         self._of_folder: Counter[int] = Counter()
@@ -70,7 +65,7 @@ class Reads:
 
 
 @pytest.fixture
-def remote(photos: Path) -> Iterator[str]:
+def remote(photos: Any) -> Any:
     """The same images at a URL."""
     register()
     FaultyFileSystem.reset()
@@ -79,7 +74,7 @@ def remote(photos: Path) -> Iterator[str]:
     FaultyFileSystem.reset()
 
 
-SOURCES: dict[str, Callable[[Path, str], Any]] = {
+SOURCES: dict[str, Any] = {
     "arrays": lambda photos, url: Made(lambda index: (ROWS[index], index), SIZE),
     "uniform": lambda photos, url: Images(SIZE),
     "ragged": lambda photos, url: RaggedImages(SIZE),
@@ -104,9 +99,7 @@ Case = tuple[str, CachedDataset, Reads, list[Any]]
 
 
 @pytest.fixture(params=CASES, ids=" of ".join)
-def opened(
-    request: pytest.FixtureRequest, photos: Path, remote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[], Case]:
+def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: Any) -> Any:
     """Makes the name of a cache, a dataset with it, the reads of its source, and all samples.
 
     The test calls it, because a fixture would hold the cache when descriptors are counted.
@@ -146,7 +139,7 @@ def assert_right(batches: Any, samples: list[Any]) -> None:
         assert_same_samples(one, other)
 
 
-def test_a_filled_cache_replaces_its_source(opened: Callable[[], Case]) -> None:
+def test_a_filled_cache_replaces_its_source(opened: Any) -> None:
     """fill() reads a sample once, or not if a file has it; epochs and a resume after it read none."""
     name, dataset, reads, samples = opened()
 
@@ -165,7 +158,7 @@ def test_a_filled_cache_replaces_its_source(opened: Callable[[], Case]) -> None:
         assert (reads.take(), reads.announced) == (Counter(), set())
 
 
-def test_epochs_read_a_sample_once(opened: Callable[[], Case]) -> None:
+def test_epochs_read_a_sample_once(opened: Any) -> None:
     """Without fill(), the first epoch reads what the cache lacks, and later ones nothing."""
     name, dataset, reads, samples = opened()
     lacking = {index for index in range(SIZE) if index not in dataset.cache}

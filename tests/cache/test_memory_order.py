@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,9 +20,6 @@ from fastload.cache.ram.layout import CURSOR_AT, DESCRIPTION_AT, SUCCESSOR_AT, T
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FENCE, STORE, LOAD = "fence", "store", "load"
 INDEX = 3
@@ -61,7 +58,7 @@ def on_x86(first: Step, second: Step) -> bool:
     return (first.kind, second.kind) != (STORE, LOAD) or on_arm(first, second)
 
 
-def loads_seen(processes: list[list[Step]], waits: Callable[[Step, Step], bool]) -> set[frozenset[str]]:
+def loads_seen(processes: list[list[Step]], waits: Any) -> set[frozenset[str]]:
     """For every possible run: the places whose load, in any process, saw the store."""
 
     @functools.cache
@@ -82,7 +79,7 @@ def loads_seen(processes: list[list[Step]], waits: Callable[[Step, Step], bool])
     return set(run(tuple(tuple(range(len(process))) for process in processes), frozenset()))
 
 
-def is_safe(processes: list[list[Step]], flag: str, waits: Callable[[Step, Step], bool]) -> bool:
+def is_safe(processes: list[list[Step]], flag: str, waits: Any) -> bool:
     """Whether a run that loads the flag as stored loads all other places as stored, too."""
     places = {step.place for process in processes for step in process if step.kind == LOAD}
     return all(seen == places for seen in loads_seen(processes, waits) if flag in seen)
@@ -92,7 +89,7 @@ def is_safe(processes: list[list[Step]], flag: str, waits: Callable[[Step, Step]
 
 
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+def steps(monkeypatch: Any) -> list[Step]:
     """What this process does to segments from here on; a write of several words is a step for each half."""
     recorded: list[Step] = []
 
@@ -147,7 +144,7 @@ def of(recorded: list[Step], *places: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages])
-def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: type[Images], steps: list[Step]) -> None:
+def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: Any, steps: list[Step]) -> None:
     """On ARM, by the fence of `put` and by addresses that depend on the entry; also with two writers."""
     dataset = kind(8)
     cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)

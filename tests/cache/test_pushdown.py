@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import albumentations as A
@@ -27,15 +27,12 @@ from tests.images.test_encoded import image_file
 from tests.images.test_tiles import tiled_file, turned_file
 from tests.kit.batches import assert_same_samples
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.skipif(regions.name_of_decoder() is None, reason="needs the extra regions")
 
 HEIGHT, WIDTH = 181, 243
 MASK = (np.indices((HEIGHT, WIDTH)).sum(0) % 251 > 120).astype(np.uint8)
 
-CROPS: dict[str, Callable[[], Any]] = {
+CROPS: dict[str, Any] = {
     "RandomResizedCrop": lambda: A.RandomResizedCrop((40, 56)),
     "RandomResizedCrop, area": lambda: A.RandomResizedCrop((40, 56), area_for_downscale="image_mask"),
     "RandomSizedCrop": lambda: A.RandomSizedCrop((50, 150), (40, 56)),
@@ -88,7 +85,7 @@ def states(pipeline: Any) -> Any:
     return [(part.py_random.getstate(), part.random_generator.bit_generator.state) for part in parts]
 
 
-def assert_same_calls(make: Callable[[], Any], data: Callable[[Any], dict[str, Any]], calls: int = 6) -> Any:
+def assert_same_calls(make: Any, data: Any, calls: int = 6) -> Any:
     """Two equal pipelines, one with pushdown, give equal outputs and end in equal states."""
     content = image_file("4:2:0", HEIGHT, WIDTH)
     whole = EncodedImage(content).decode()
@@ -115,7 +112,7 @@ class RandomCrop(A.RandomCrop):
 
 NEEDS_ALL = 'SmallestMaxSize needs all pixels; decode="fast" can decode JPEGs at a reduced size'
 # Pipelines, and why whole images are decoded; None where a crop is pushed down.
-PIPELINES: dict[str, tuple[Callable[[], Any], str | None]] = {
+PIPELINES: dict[str, tuple[Any, str | None]] = {
     **{name: (lambda crop=crop: compose([crop()]), None) for name, crop in CROPS.items()},
     "saves parameters": (lambda: compose([A.RandomCrop(60, 70)], save_applied_params=True), None),
     "p": (lambda: compose([A.RandomCrop(60, 70)], p=0.5), None),
@@ -144,7 +141,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str | None]] = {
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: Any) -> None:
     """Whether a crop is pushed down or explain() says why not: all targets and later random numbers stay."""
     decoded: list[Any] = []
     real = EncodedImage.decode
@@ -271,7 +268,7 @@ def test_fast_decoding_of_a_file_whose_header_lies(height: int, width: int) -> N
 # --- a resize, then a crop at the centre -----------------------------------------------------------------
 
 INTERPOLATIONS = [cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_CUBIC, cv2.INTER_AREA, cv2.INTER_LANCZOS4]
-RESIZES: dict[str, Callable[..., Any]] = {
+RESIZES: dict[str, Any] = {
     "Resize": lambda side, **options: A.Resize(side, 2 * side, **options),
     "SmallestMaxSize": lambda side, **options: A.SmallestMaxSize(side, **options),
     "one of two": lambda side, **options: A.SmallestMaxSize([side, side + 7], **options),
@@ -280,7 +277,7 @@ RESIZES: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture
-def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_any_size(monkeypatch: Any) -> None:
     """Small images count as large ones."""
     monkeypatch.setattr(pushdown, "_MIN_PIXELS", 1)
 
@@ -336,7 +333,7 @@ def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("has_codec", [False, True])
 def test_validation_of_a_large_image_decodes_the_part_that_it_keeps(
-    reduces: bool, has_codec: bool, monkeypatch: pytest.MonkeyPatch
+    reduces: bool, has_codec: bool, monkeypatch: Any
 ) -> None:
     """Not the whole; of its tiles, or of an ordinary file by nvImageCodec."""
     height, width = 700, 1500

@@ -7,7 +7,7 @@ import fcntl
 import os
 import pickle
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -25,9 +25,6 @@ from fastload.system.locks import try_lock
 from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.jobs import Job
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NUM_SAMPLES = 24
 INDICES = st.integers(0, NUM_SAMPLES - 1)
@@ -57,7 +54,7 @@ def use(cache: SharedMemoryCache, dataset: Images, work: str, indices: Any) -> A
     return found
 
 
-def killed(work: Callable[[], object]) -> None:
+def killed(work: Any) -> None:
     """Run in a fork that SIGKILL ends, if not earlier then after all."""
     pid = os.fork()
     if pid == 0:
@@ -107,7 +104,7 @@ class RamMachine(RuleBasedStateMachine):
         kind=st.sampled_from([Images, RaggedImages, MixedImages]),
         max_memory=st.sampled_from([1 << 20, 8192, 20_000, 40_000, 60_000]),
     )
-    def make(self, kind: type[Images], max_memory: int) -> None:
+    def make(self, kind: Any, max_memory: int) -> None:
         self.dataset = kind(NUM_SAMPLES)
         examples = [self.dataset.sample(index) for index in (0, NUM_SAMPLES // 2, NUM_SAMPLES - 1)]
         self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, max_memory=max_memory)]
@@ -134,7 +131,7 @@ class RamMachine(RuleBasedStateMachine):
         return use(self.handles[number], self.dataset, work, indices)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Any:
         """Somebody else holds the lock, which nobody else held before."""
         fd = self.handles[0]._newest().segment.reopen()
         assert try_lock(fd)
@@ -288,7 +285,5 @@ class RamMachine(RuleBasedStateMachine):
 
 TestRamMachine = pytest.mark.slow(RamMachine.TestCase)
 TestRamMachine.settings = settings(
-    max_examples=25,
-    stateful_step_count=25,
-    suppress_health_check=list(HealthCheck),
+    max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

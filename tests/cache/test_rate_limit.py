@@ -61,7 +61,7 @@ class SlowFile:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch, unpaced_caches: None) -> None:
+def clock(monkeypatch: Any, unpaced_caches: None) -> None:
     """Time is still, and caches keep their rate limit."""
     monkeypatch.setattr(rate_limit, "CHEAP_S", CHEAP_S)
     monkeypatch.setattr(time, "perf_counter", CLOCK)
@@ -118,7 +118,7 @@ def test_hits_of_a_tier_pay_for_samples_of_the_next_one(in_batches: bool) -> Non
     assert len(store.stored) == NUM_SAMPLES
 
 
-def test_the_log_says_once_why_a_cache_is_not_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_why_a_cache_is_not_full(caplog: Any) -> None:
     """It gives both times, and the way to fill the cache at once."""
     caplog.set_level(logging.INFO, "fastload")
     run_epoch(RateLimit(), SlowCache([0.5]), read_s=0.001)
@@ -142,9 +142,7 @@ class Photos:
 
 
 @pytest.mark.parametrize("fills", [False, True])
-def test_samples_that_are_put_off_are_right_and_stored_later(
-    fills: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_are_put_off_are_right_and_stored_later(fills: bool, monkeypatch: Any) -> None:
     """Each access gives the sample, stored or not, until all are; fill() stores all at once."""
     photos = Photos()
     dataset = CachedDataset(photos, cache="ram")

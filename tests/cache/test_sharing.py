@@ -8,7 +8,7 @@ import logging
 import os
 import pickle
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import pytest
@@ -33,13 +33,6 @@ from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
 from tests.kit.remote import FaultyFileSystem, register
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.kit.jobs import Job
-
 
 MB = 1 << 20
 
@@ -73,9 +66,7 @@ class KnownEverything(KnownImages, Everything):
     [(KnownImages(30), None), (KnownRagged(30), None), (KnownEverything(30), None), (Images(30), "photos")],
     ids=lambda value: type(value).__name__,
 )
-def test_a_second_job_finds_what_the_first_decoded(
-    dataset: Images, key: str | None, start: Callable[..., Job]
-) -> None:
+def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | None, start: Any) -> None:
     """It gets every sample right, and reads one from the source to compare; a key shares any dataset."""
     first = start(fill, dataset, key)
     assert first.answer() == first.pid
@@ -89,7 +80,7 @@ def test_a_second_job_finds_what_the_first_decoded(
 
 
 @pytest.mark.slow
-def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], registry: Path) -> None:
+def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry: Any) -> None:
     """What one job stores is there for all; another follows a killed maker; the last takes it along."""
     mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
     before = mine.cache_info().num_cached
@@ -113,7 +104,7 @@ def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Callable[..., Job], reg
 
 
 @pytest.mark.slow
-def test_jobs_that_start_together_make_one_cache(start: Callable[..., Job]) -> None:
+def test_jobs_that_start_together_make_one_cache(start: Any) -> None:
     """Of eight jobs that open the same at once, one makes the cache and all use it."""
     jobs = [start(look, KnownImages(30)) for _ in range(8)]
 
@@ -141,7 +132,7 @@ ALONE: list[dict[str, str]] = [
     ("variables", "world_size"), [*((variables, 1) for variables in (*LAUNCHERS, *ALONE)), ({}, 2)]
 )
 def test_ranks_are_warned_of_private_caches(
-    variables: dict[str, str], world_size: int, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    variables: dict[str, str], world_size: int, monkeypatch: Any, caplog: Any
 ) -> None:
     """One warning where a launcher, or a process group, shows that there are several ranks on a host."""
     say_once.cache_clear()
@@ -165,7 +156,7 @@ def test_ranks_are_warned_of_private_caches(
         assert "so this one is private" in caplog.text
 
 
-def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> None:
+def test_other_samples_under_a_name_are_an_error(start: Any) -> None:
     """It says which part differs from that of the other process; a broken promise is found at sample 0."""
     maker = start(fill, Images(30), "photos").answer()
     start(fill, KnownImages(30, shape=(8, 8, 3))).answer()
@@ -187,7 +178,7 @@ def test_other_samples_under_a_name_are_an_error(start: Callable[..., Job]) -> N
         *("closed", *OTHER_KINDS),
     ],
 )
-def test_what_is_no_cache_is_passed_over(fault: str, start: Callable[..., Job]) -> None:
+def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
     """An entry that leads to anything but a sound cache of that name is no error: the next one is asked."""
     dataset = KnownImages(3)
     fingerprint = fingerprint_of(dataset)
@@ -224,9 +215,7 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Callable[..., Job]) 
 
 
 @pytest.mark.parametrize("kind", ["directory", "other memory", "closed"])
-def test_a_number_that_changes_hands_meanwhile_is_no_error(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_that_changes_hands_meanwhile_is_no_error(kind: str, monkeypatch: Any) -> None:
     """The owner may close its cache between the moment of the listing and that of the opening."""
     first = CachedDataset(KnownImages(3), max_memory=MB)
     real = owners.entries
@@ -253,7 +242,7 @@ def test_a_number_that_changes_hands_meanwhile_is_no_error(
     assert second[1][1] == 1
 
 
-def test_live_caches_are_listed_until_they_are_closed(start: Callable[..., Job]) -> None:
+def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     """Each once, with who opened it, its key, parts and size; it is its user's, and its size is sealed."""
     one, two = (CachedDataset(Images(30), cache_key="photos", max_memory=64 * MB) for _ in range(2))
     other = start(fill, Images(30), "photos")
@@ -273,7 +262,7 @@ def test_live_caches_are_listed_until_they_are_closed(start: Callable[..., Job])
     assert [entry.pid for entry in owners.entries()] == [other.pid]
 
 
-def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: Any) -> None:
     """While somebody holds the creation lock, others make private caches; an error of its holder frees it."""
     monkeypatch.setattr(owners, "_CREATION_WAIT_S", 0.01)
     with pytest.raises(OSError, match="mine"), owners.creating():
@@ -307,7 +296,7 @@ def test_an_entry_survives_its_file_name(name: str, numbers: Any, other: str) ->
     assert odd is None or odd.name == other.split(".")[0]
 
 
-def test_entries_are_of_living_processes(registry: Path) -> None:
+def test_entries_are_of_living_processes(registry: Any) -> None:
     """A dead owner's is removed; one of a later process with its number is none; a fork takes none back."""
     assert exit_codes(lambda: owners.register("a", 7)) == [0]
     assert len(os.listdir(registry)) == 1
@@ -321,9 +310,7 @@ def test_entries_are_of_living_processes(registry: Path) -> None:
     assert owners.entries("a") == []
 
 
-def test_an_owner_that_cannot_be_reached(
-    registry: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_an_owner_that_cannot_be_reached(registry: Any, monkeypatch: Any, caplog: Any) -> None:
     """An error says why: elsewhere, closed, other memory, or forbidden; a cache is made, with a line."""
     say_once.cache_clear()
     first = CachedDataset(KnownImages(3))
@@ -350,7 +337,7 @@ def test_an_owner_that_cannot_be_reached(
         mine.attach()
 
 
-def test_links_in_the_registry_are_not_followed(registry: Path, caplog: Any) -> None:
+def test_links_in_the_registry_are_not_followed(registry: Any, caplog: Any) -> None:
     """A link in the place of the lock or of an entry is refused, and what it points to is left alone."""
     registry.mkdir(0o700)
     target = registry.parent / "target"
@@ -382,13 +369,7 @@ NOT_PRIVATE = "is not a private directory of this user"
     ],
 )
 def test_without_a_registry_nothing_is_shared(
-    fault: str,
-    is_alone: bool,
-    num_found: int,
-    said: str,
-    registry: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: Any,
+    fault: str, is_alone: bool, num_found: int, said: str, registry: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     """Where others could write, or the system refuses, nothing is believed; one line says why."""
     say_once.cache_clear()
@@ -470,9 +451,7 @@ def test_a_machine_that_cannot_reach_the_cache_makes_one(source: Any) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9])
-def test_a_machine_with_less_memory_has_a_smaller_cache(
-    share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_with_less_memory_has_a_smaller_cache(share: float, monkeypatch: Any) -> None:
     """It stores what fits, and all samples are right."""
     source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
     first = CachedDataset(source, max_memory=1 << 20)
@@ -485,9 +464,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(
     assert 0 < there.cache_info().nbytes <= limit
 
 
-def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(monkeypatch: Any) -> None:
     """No sample is lost."""
     text = from_elsewhere(CachedDataset(Images(8)))
 
@@ -501,7 +478,7 @@ def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(
     assert_same_samples(there[3], Images(8)[3])
 
 
-def test_each_machine_copies_a_cache_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -> None:
     """On first use; a plain pickle has no URL, and nothing of its credentials."""
     register()
     FaultyFileSystem.reset()

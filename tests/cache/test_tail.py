@@ -179,7 +179,7 @@ class Mixed(Images):
 @pytest.mark.parametrize("dataset", [Images(20, shape=SHAPE), Mixed(20, shape=SHAPE)])
 @pytest.mark.parametrize("memory_format", [None, torch.channels_last])
 def test_batches_of_workers_are_those_of_single_samples(
-    dataset: Any, memory_format: Any, monkeypatch: pytest.MonkeyPatch
+    dataset: Any, memory_format: Any, monkeypatch: Any
 ) -> None:
     """Batches equal those of a dataset that calls `cached[index]`, bits and strides, in both epochs."""
     cached = CachedDataset(dataset, compose(A.Normalize(), ToTensorV2()))

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -30,18 +30,12 @@ from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, KnownImages, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 BAD = 3, 7, 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "is_shared"), [(Images, True), (MixedImages, True), (Images, False)])
-def test_fill_with_workers_reads_each_sample_once(
-    kind: type[Images], is_shared: bool, tmp_path: Path
-) -> None:
+def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tmp_path: Any) -> None:
     """Every sample is then cached and right; a cache that workers cannot share is filled in this process.
 
     A worker that finds the lock on ragged space held for long, on a busy machine, leaves its sample to
@@ -62,7 +56,7 @@ def test_fill_with_workers_reads_each_sample_once(
     assert (sum(dataset._own_reads) > 5) != is_shared
 
 
-def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
     calls = itertools.count()
     real = locks.try_lock
@@ -86,7 +80,7 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_budget_that_is_too_small_is_one_warning(
-    kind: type[Images], cache: str, num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, cache: str, num_workers: int, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """As soon as it is known; not once for each worker, nor for each epoch."""
     if cache == "private":
@@ -121,7 +115,7 @@ def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
 
 @pytest.mark.parametrize(("is_file", "num_stored"), [(False, 40), (True, 37)])
 def test_fill_of_a_full_cache_does_nothing(
-    is_file: bool, num_stored: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    is_file: bool, num_stored: int, tmp_path: Any, monkeypatch: Any, caplog: Any
 ) -> None:
     """Nothing is read, there is no bar, and the log says that the cache, or all that a file has, is full."""
     dataset = BrokenImages(40, bad=BAD if is_file else ())
@@ -146,7 +140,7 @@ def test_fill_of_a_full_cache_does_nothing(
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages])
-def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
+def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
     """It does not read all that is left to the source to find out, and a second one reads nothing."""
     dataset = kind(2000)
     ds = CachedDataset(dataset, max_memory=100_000)
@@ -166,11 +160,11 @@ def test_fill_stops_at_the_budget(kind: type[Images], caplog: Any) -> None:
 # --- two tiers -------------------------------------------------------------------------------------------
 
 
-def tiered(dataset: Images, path: Path, **options: Any) -> CachedDataset:
+def tiered(dataset: Images, path: Any, **options: Any) -> CachedDataset:
     return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], num_workers=0, progress=False, **options)
 
 
-def test_what_ram_lacks_is_read_from_the_file(tmp_path: Path) -> None:
+def test_what_ram_lacks_is_read_from_the_file(tmp_path: Any) -> None:
     """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
     dataset = RaggedImages(40)
     ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=20_000)
@@ -182,7 +176,7 @@ def test_what_ram_lacks_is_read_from_the_file(tmp_path: Path) -> None:
     assert sum(dataset.reads) == 42
 
 
-def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Path) -> None:
+def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
     """explain() says why each tier is in use, and the layout names both; a pickle fills the same memory."""
     ds = tiered(Images(4), tmp_path / "x.lmdb")
     other = pickle.loads(pickle.dumps(ds))
@@ -197,7 +191,7 @@ def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ram", [False, True])
-def test_a_file_alone_is_a_dataset(tmp_path: Path, *, ram: bool) -> None:
+def test_a_file_alone_is_a_dataset(tmp_path: Any, *, ram: bool) -> None:
     """from_cache() gives every sample and the classes, batches included, and reads no source."""
     path = tmp_path / "x"
     dataset = Images(40)
@@ -218,7 +212,7 @@ def test_a_file_alone_is_a_dataset(tmp_path: Path, *, ram: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("tier", "num_workers"), [("lmdb", 2), ("ram, lmdb", 0)])
 def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
-    tier: str, num_workers: int, tmp_path: Path
+    tier: str, num_workers: int, tmp_path: Any
 ) -> None:
     """In training, too: the error's notes name the sample and from_cache, which leaves such samples out."""
     path = tmp_path / "x"
@@ -240,7 +234,7 @@ def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(
     assert batch.tolist() == labels
 
 
-def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
+def test_the_same_parts_are_opened_without_reading(tmp_path: Any) -> None:
     """A file of the same fingerprint is opened without reading the source; another one is refused."""
     path = tmp_path / "x"
     CachedDataset(KnownImages(40), cache=f"lmdb:{path}", num_workers=0, progress=False)
@@ -261,7 +255,7 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Path) -> None:
 LONG_TITLE = "building /home/someone/projects/photographs-of-animals/caches/2026/[bold]/train-256.lmdb"
 
 
-def draw_bar(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
+def draw_bar(columns: int, monkeypatch: Any) -> str:
     """One bar on a terminal of some columns; gives its last line."""
     seconds = itertools.count(0, 10)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
@@ -277,7 +271,7 @@ def draw_bar(columns: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("columns", [80, 160])
-def test_the_counter_the_rate_and_the_time_are_whole(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_counter_the_rate_and_the_time_are_whole(columns: int, monkeypatch: Any) -> None:
     """A long path takes no place from the counter, the rate and the time left; its brackets are no markup."""
     line = draw_bar(columns, monkeypatch)
 

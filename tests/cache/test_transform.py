@@ -351,9 +351,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("name", "is_known"), [*((n, True) for n in KNOWN), *((n, False) for n in UNKNOWN)])
-def test_albumentations_own_pipelines_need_no_copy(
-    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_albumentations_own_pipelines_need_no_copy(name: str, is_known: bool, monkeypatch: Any) -> None:
     """They are given cached arrays; code of the user, of torch or of an unknown release gets copies."""
     assert keeps_read_only({**KNOWN, **UNKNOWN}[name]) == is_known
     monkeypatch.setattr(A, "__version__", "2.0.9")
@@ -373,7 +371,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds of computation, which take minutes where other processes have the cores
-def test_known_transforms_do_no_harm_on_sealed_memory(request: pytest.FixtureRequest) -> None:
+def test_known_transforms_do_no_harm_on_sealed_memory(request: Any) -> None:
     """Each of albumentations' transforms gives what it gives on a private copy, and writes to none of it."""
     words = ["thorough"] if request.config.getoption("--thorough") else []
     command = [sys.executable, "-m", "tests.cache.sealed_transforms", *words]
