@@ -6,6 +6,7 @@ import os
 import resource
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -21,8 +22,8 @@ GB = 10**9
 
 
 MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   16000000 kB\n"}
-SELF = "proc/self/cgroup"
-GROUPS = "sys/fs/cgroup"
+SELF, GROUPS = "proc/self/cgroup", "sys/fs/cgroup"
+V1, UNLIMITED = "5:cpu:/x\n3:memory,hugetlb:/a/b\n", 9223372036854771712
 
 
 def write(root: Any, files: dict[str, Any]) -> Any:
@@ -58,21 +59,10 @@ def v1(path: str, limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
         ({SELF: "0::/a/b\n", **v2("a/b", 4 * GB, GB), **v2("a", 2 * GB, GB)}, GB, 2 * GB),
         ({SELF: "0::/a\n", **v2("a", "max", GB), f"{GROUPS}/a/memory.high": 3 * GB}, 2 * GB, 3 * GB),
         ({SELF: "0::/docker/abc\n", **v2("", 4 * GB, GB)}, 3 * GB, 4 * GB),
-        (
-            {
-                SELF: "5:cpu:/x\n3:memory,hugetlb:/a/b\n",
-                **v1("a/b", 9223372036854771712, GB),
-                **v1("a", 2 * GB, GB, GB // 4),
-            },
-            *(GB * 5 // 4, 2 * GB),
-        ),
+        ({SELF: V1, **v1("a/b", UNLIMITED, GB), **v1("a", 2 * GB, GB, GB // 4)}, GB * 5 // 4, 2 * GB),
         ({SELF: "0::/a\n", **v2("a", GB, 2 * GB)}, 0, GB),
         ({SELF: "0::/a\n", **v2("a", "max", GB)}, 16_000_000 * 1024, None),
-        ({SELF: "0::/job\udcff\n", **v2("job\udcff", 2 * GB, GB)}, GB, 2 * GB),
-    ],
-    ids=[
-        *("none", "own", "ancestor", "both", "memory.high", "container", "version 1", "above it", "no limit"),
-        "a name that is not text",
+        ({SELF: "0::/job\udcff\n", **v2("job\udcff", 2 * GB, GB)}, GB, 2 * GB),  # a name that is no text
     ],
 )
 def test_the_tightest_group_limits(files: Any, free_bytes: int, limit_bytes: Any, tmp_path: Any) -> None:
@@ -105,38 +95,33 @@ def test_a_limit_on_address_space_counts(tmp_path: Any) -> None:
 
 def test_without_proc_the_system_is_asked_itself(tmp_path: Any, monkeypatch: Any) -> None:
     """What psutil cannot read sysinfo(2) tells: the free pages."""
-
-    def fail() -> Any:
-        raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
-
-    monkeypatch.setattr(psutil, "virtual_memory", fail)
+    monkeypatch.setattr(psutil, "virtual_memory", mock.Mock(side_effect=FileNotFoundError(2, "No such file")))
 
     assert 0 < available_bytes(tmp_path) <= os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
 
 
-@pytest.mark.parametrize(
-    ("max_memory", "expected"),
-    [
-        ("auto", 8 * GB),
-        (0.5, 5 * GB),
-        (1.0, 10 * GB),
-        (12345, 12345),
-        ("40GB", 40 * GB),
-        ("512MiB", 512 << 20),
-        ("1.5 gb", 3 * GB // 2),
-        ("7 KB", 7000),
-        ("100B", 100),
-        ("2TiB", 2 << 40),
-    ],
-)
+BUDGETS: Any = {
+    "auto": 8 * GB,
+    0.5: 5 * GB,
+    1.0: 10 * GB,
+    12345: 12345,
+    "40GB": 40 * GB,
+    "512MiB": 512 << 20,
+    "1.5 gb": 3 * GB // 2,
+    "7 KB": 7000,
+    "100B": 100,
+    "2TiB": 2 << 40,
+}
+
+
+@pytest.mark.parametrize(("max_memory", "expected"), BUDGETS.items())
 def test_budgets(max_memory: Any, expected: int) -> None:
     """Every documented way to say a budget means the bytes that it should."""
     assert parse_memory(max_memory, available=10 * GB) == expected
 
 
 @pytest.mark.parametrize(
-    "max_memory",
-    ["", "40", "GB", "40 parsecs", "-1GB", "0GB", 0, -5, 0.0, 1.5, float("nan"), True, None, "1e3MB"],
+    "max_memory", ["", "40", "GB", "4 parsecs", "-1GB", "0GB", 0, -5, 0.0, 1.5, float("nan"), True, None]
 )
 def test_nonsense_is_refused(max_memory: Any) -> None:
     """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
@@ -159,37 +144,26 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(monkeypa
 # --- CPUs ----------------------------------------------------------------------------------------------
 
 
+def cfs(path: str, quota: int) -> dict[str, str]:
+    """The files of a group in version 1."""
+    return {f"cpu/{path}cpu.cfs_quota_us": f"{quota}\n", f"cpu/{path}cpu.cfs_period_us": "100000\n"}
+
+
 @pytest.mark.parametrize(
     ("files", "quota"),
     [
         ({}, None),
-        ({SELF: "0::/job\n", f"{GROUPS}/job/cpu.max": "max 100000\n"}, None),
-        ({SELF: "0::/job\n", f"{GROUPS}/job/cpu.max": "250000 100000\n"}, 2.5),
-        (
-            {
-                SELF: "0::/job/step\n",
-                f"{GROUPS}/job/cpu.max": "200000 100000\n",
-                f"{GROUPS}/job/step/cpu.max": "max 100000\n",
-            },
-            2,
-        ),
-        ({SELF: "0::/../elsewhere\n", f"{GROUPS}/cpu.max": "50000 100000\n"}, 0.5),
-        (
-            {
-                SELF: "3:cpu,cpuacct:/job\n4:memory:/other\n",
-                f"{GROUPS}/cpu/job/cpu.cfs_quota_us": "300000\n",
-                f"{GROUPS}/cpu/job/cpu.cfs_period_us": "100000\n",
-                f"{GROUPS}/cpu/cpu.cfs_quota_us": "-1\n",
-                f"{GROUPS}/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
+        ({SELF: "0::/job\n", "job/cpu.max": "max 100000\n"}, None),
+        ({SELF: "0::/job\n", "job/cpu.max": "250000 100000\n"}, 2.5),
+        ({SELF: "0::/a/b\n", "a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, 2),
+        ({SELF: "0::/../elsewhere\n", "cpu.max": "50000 100000\n"}, 0.5),  # a container
+        ({SELF: "3:cpu,cpuacct:/job\n4:memory:/other\n", **cfs("job/", 300_000), **cfs("", -1)}, 3),
     ],
-    ids=["no cgroups", "no limit", "limit", "limit of an ancestor", "container", "version 1"],
 )
 def test_the_tightest_quota_counts(tmp_path: Any, files: dict[str, str], quota: float | None) -> None:
     """Of the group and those above it, in both versions of cgroups."""
-    assert cpus.cpu_quota(write(tmp_path, files)) == quota
+    placed = {name if name == SELF else f"{GROUPS}/{name}": text for name, text in files.items()}
+    assert cpus.cpu_quota(write(tmp_path, placed)) == quota
 
 
 @pytest.mark.parametrize(
@@ -210,24 +184,14 @@ def test_the_tightest_quota_counts(tmp_path: Any, files: dict[str, str], quota: 
     ],
 )
 def test_workers_follow_cpus_quotas_and_ranks(
-    variables: dict[str, str],
-    usable: int,
-    launcher: int | None,
-    quota: float | None,
-    expected: int,
-    monkeypatch: Any,
+    variables: Any, usable: int, launcher: Any, quota: Any, expected: int, monkeypatch: Any
 ) -> None:
     """The quota, rounded up, and CPUs that are not a rank's alone are shared; the user's number is taken."""
     for name in cpus.RANKS_OF_HOST:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-
-    def affinity(pid: int) -> range:
-        if launcher is None:
-            raise PermissionError
-        return range(launcher)
-
+    affinity = mock.Mock(side_effect=PermissionError) if launcher is None else lambda pid: range(launcher)
     monkeypatch.setattr(cpus, "usable_cpus", lambda: usable)
     monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
