@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pickle
 import signal
@@ -70,12 +71,10 @@ def die(*_: Any) -> None:
 
 def die_in_write(call: int) -> None:
     """Let this process die half-way through its `call`-th write to a segment."""
-    real, calls = os.pwritev, 0
+    real, calls = os.pwritev, itertools.count(1)
 
     def write(fd: int, buffers: Any, offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             data = b"".join(bytes(buffer) for buffer in buffers)
             real(fd, [data[: len(data) // 2]], offset)
             die()
@@ -84,14 +83,8 @@ def die_in_write(call: int) -> None:
     os.pwritev, os.pwrite = write, lambda fd, data, offset: write(fd, [data], offset)  # type: ignore[assignment]
 
 
-def die_in_retain(when: str) -> None:
-    """Let this process die in the middle of retain()."""
-    if when == "before the segment":
-        SharedMemoryCache._succeed = die  # type: ignore[method-assign]
-    elif when == "before the pointer":
-        generation.Generation.announce = die  # type: ignore[method-assign]
-    elif when == "between pointer and number":
-        generation.fence = die  # after the pointer, before the number
+# Where a process dies in retain(): before the segment, the pointer or the number, or behind it.
+DEATHS = [(SharedMemoryCache, "_succeed"), (generation.Generation, "announce"), (generation, "fence"), None]
 
 
 class RamMachine(RuleBasedStateMachine):
@@ -210,16 +203,11 @@ class RamMachine(RuleBasedStateMachine):
             assert self.ask(0, "retain", part) == before
         assert [refusal in str(call) for call in warning.mock_calls] == [True] * (retained != self.retained)
 
-    @rule(
-        part=PARTS,
-        when=st.sampled_from(
-            ["before the segment", "before the pointer", "between pointer and number", "behind the pointer"]
-        ),
-    )
-    def kill_a_maker(self, part: set[int] | None, when: str) -> None:
+    @rule(part=PARTS, place=st.sampled_from(DEATHS))
+    def kill_a_maker(self, part: set[int] | None, place: Any) -> None:
         """Its generation is gone with it, and no lock is left."""
         cache = self.handles[0]
-        killed(lambda: (die_in_retain(when), cache.retain(as_indices(part))))
+        killed(lambda: (place and setattr(*place, die), cache.retain(as_indices(part))))
         with self.locked():
             pass
 
