@@ -16,7 +16,6 @@ import random
 import sys
 import typing
 import warnings
-from pathlib import Path
 from typing import Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
@@ -42,10 +41,6 @@ def _pixels(*shape: int) -> Any:
     return _rng.randint(0, 256, shape, np.uint8)
 
 
-def _floats(*shape: int) -> Any:
-    return _rng.rand(*shape).astype(np.float32)
-
-
 def _mask(*shape: int) -> Any:
     return (_pixels(*shape) > 128).astype(np.uint8)
 
@@ -56,13 +51,12 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "grayscale": {"image": _pixels(H, W)},
     "one channel": {"image": _pixels(H, W, 1)},
     "five channels": {"image": _pixels(H, W, 5)},
-    "floats": {"image": _floats(H, W, 3)},
-    "gray floats": {"image": _floats(H, W)},
-    "mask": {"image": _pixels(H, W, 3), "mask": _mask(H, W)},
-    "masks": {"image": _pixels(H, W, 3), "masks": [_mask(H, W), _mask(H, W)]},
+    "floats": {"image": _rng.rand(H, W, 3).astype(np.float32)},
+    "gray floats": {"image": _rng.rand(H, W).astype(np.float32)},
     "targets": {
         "image": _pixels(H, W, 3),
         "mask": _mask(H, W),
+        "masks": [_mask(H, W), _mask(H, W)],
         "bboxes": np.array([[2, 3, 10, 12], [5, 6, 19, 20]], np.float32),
         "keypoints": np.array([[4, 5, 0.1, 1], [15, 18, 0.2, 2]], np.float32),
         "labels": np.array([1, 2]),
@@ -83,15 +77,16 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "volume": {"volume": _pixels(5, H, W, 1), "mask3d": _mask(5, H, W)},
 }
 
+SMALLER, SAME = {"height": 16, "width": 16}, {"height": H, "width": W}
 # For transforms that cannot be made without arguments, or that do nothing, or take long, with their defaults.
 RECIPES: dict[str, list[dict[str, Any]]] = {
     "Affine": [{}, {"scale": 1, "translate_px": 0, "rotate": 0, "shear": 0}],
-    "AtLeastOneBBoxRandomCrop": [{"height": 16, "width": 16}],
-    "CenterCrop": [{"height": 16, "width": 16}, {"height": H, "width": W}],
+    "AtLeastOneBBoxRandomCrop": [SMALLER],
+    "CenterCrop": [SMALLER, SAME],
     "CenterCrop3D": [{"size": (3, 16, 16)}, {"size": (5, H, W)}],
     "Crop": [{"x_min": 2, "y_min": 2, "x_max": 12, "y_max": 12}],
     "CropAndPad": [{"px": 3}, {"px": -3}, {"px": 0}],
-    "CropNonEmptyMaskIfExists": [{"height": 16, "width": 16}],
+    "CropNonEmptyMaskIfExists": [SMALLER],
     "FrequencyMasking": [{"freq_mask_param": 4}],
     "GridElasticDeform": [{"num_grid_xy": (4, 4), "magnitude": 4}],
     "LongestMaxSize": [{"max_size": 16}, {"max_size": H}],
@@ -101,12 +96,12 @@ RECIPES: dict[str, list[dict[str, Any]]] = {
     "PadIfNeeded": [{"min_height": 32, "min_width": 32}, {"min_height": 8, "min_width": 8}],
     "PadIfNeeded3D": [{"min_zyx": (8, 30, 30)}, {"min_zyx": (1, 1, 1)}],
     "PiecewiseAffine": [{"nb_rows": 2, "nb_cols": 2}],
-    "RandomCrop": [{"height": 16, "width": 16}, {"height": H, "width": W}],
+    "RandomCrop": [SMALLER, SAME],
     "RandomCrop3D": [{"size": (3, 16, 16)}],
     "RandomResizedCrop": [{"size": (16, 16)}],
-    "RandomSizedBBoxSafeCrop": [{"height": 16, "width": 16}],
+    "RandomSizedBBoxSafeCrop": [SMALLER],
     "RandomSizedCrop": [{"min_max_height": (8, 16), "size": (16, 16)}],
-    "Resize": [{"height": 16, "width": 16}, {"height": H, "width": W}],
+    "Resize": [SMALLER, SAME],
     "SmallestMaxSize": [{"max_size": 16}, {"max_size": W}],
     "Superpixels": [{"n_segments": 5, "max_size": 16}],
     "TimeMasking": [{"time_mask_param": 4}],
@@ -114,8 +109,7 @@ RECIPES: dict[str, list[dict[str, Any]]] = {
 if importlib.util.find_spec("matplotlib") is not None:
     import matplotlib as mpl
 
-    font = Path(mpl.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
-    RECIPES["TextImage"] = [{"font_path": str(font)}]
+    RECIPES["TextImage"] = [{"font_path": f"{mpl.get_data_path()}/fonts/ttf/DejaVuSans.ttf"}]
 # These take ten times as long as the others, and run with their first recipe alone.
 SLOW = {"PiecewiseAffine", "Superpixels"}
 # These do nothing themselves.
@@ -124,12 +118,8 @@ BASES = {"BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D"}
 
 def classes() -> dict[str, type]:
     """Every public transform of albumentations."""
-    found = {name: value for name, value in vars(A).items() if inspect.isclass(value)}
-    return {
-        name: value
-        for name, value in found.items()
-        if issubclass(value, A.BasicTransform) and name not in BASES
-    }
+    found = {name: value for name, value in vars(A).items() if inspect.isclass(value) and name not in BASES}
+    return {name: value for name, value in found.items() if issubclass(value, A.BasicTransform)}
 
 
 def recipes(name: str, cls: Any) -> list[dict[str, Any]]:
@@ -174,13 +164,9 @@ def pipelines(name: str, cls: Any) -> list[tuple[str, Any, Any]]:
 
 def sealed(array: Any) -> Any:
     """A copy in memory that ends the process when it is written to."""
-    fd = os.memfd_create("sealed")
-    try:
-        os.truncate(fd, array.nbytes)
-        os.pwrite(fd, array.tobytes(), 0)
-        mapping = mmap.mmap(fd, array.nbytes, prot=mmap.PROT_READ)
-    finally:
-        os.close(fd)
+    with os.fdopen(os.memfd_create("sealed"), "wb", buffering=0) as file:
+        file.write(array.tobytes())
+        mapping = mmap.mmap(file.fileno(), array.nbytes, prot=mmap.PROT_READ)
     return np.frombuffer(mapping, array.dtype).reshape(array.shape)
 
 
@@ -201,10 +187,10 @@ def seed_all(pipeline: Any, seed: int) -> None:
 
 
 def equal(one: Any, other: Any) -> bool:
-    pairs = list(zip(leaves(one), leaves(other), strict=False))
-    return len(list(leaves(one))) == len(list(leaves(other))) == len(pairs) and all(
+    ours, theirs = list(leaves(one)), list(leaves(other))
+    return len(ours) == len(theirs) and all(
         np.array_equal(left, right, equal_nan=getattr(left, "dtype", np.dtype("O")).kind == "f")
-        for left, right in pairs
+        for left, right in zip(ours, theirs, strict=True)
     )
 
 
