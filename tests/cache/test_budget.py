@@ -141,9 +141,6 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(monkeypa
     assert [parse_prefetch_memory(limit) for limit in ("3kB", 77)] == [3000, 77]
 
 
-# --- CPUs ----------------------------------------------------------------------------------------------
-
-
 def cfs(path: str, quota: int) -> dict[str, str]:
     """The files of a group in version 1."""
     return {f"cpu/{path}cpu.cfs_quota_us": f"{quota}\n", f"cpu/{path}cpu.cfs_period_us": "100000\n"}

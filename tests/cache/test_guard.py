@@ -119,9 +119,6 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
     assert ds.cache_info().num_cached == min(3, num_samples)
 
 
-# --- samples in memory ---------------------------------------------------------------------------------
-
-
 def labelled(rows: Any) -> Any:
     """Samples that are rows of one array."""
     return Made(lambda index: {"label": index, "image": rows[index]}, 50)
@@ -161,9 +158,6 @@ def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: 
         CachedDataset(labelled(PIXELS), cache=f"lmdb:{tmp_path / 'x'}", num_workers=0, progress=False)
 
     assert "in memory already" not in caplog.text
-
-
-# --- fingerprints --------------------------------------------------------------------------------------
 
 
 TEXTS = st.dictionaries(st.text(), st.text(), max_size=5)

@@ -63,9 +63,6 @@ def run_ranks(start: Any, folder: Any, cases: Any, caplog: Any) -> list[Any]:
     return [[(pids.index(maker), *others) for maker, *others in found] for found in both]
 
 
-# --- datasets that are equal ------------------------------------------------------------------------------
-
-
 class Holding(Images):
     """Images with one more attribute."""
 
@@ -95,9 +92,7 @@ ENDLESS.append(ENDLESS)
 PREPARED: dict[str, Any] = {"a pipeline": A.Resize(8, 8), "a function": lambda sample: sample}
 
 
-def test_samples_are_read_once_but_for_those_compared(
-    start: Any, tmp_path: Any, monkeypatch: Any
-) -> None:
+def test_samples_are_read_once_but_for_those_compared(start: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
 
     A fork or a worker of a rank is none: it has inherited the connection to the store.
@@ -125,9 +120,6 @@ def test_samples_are_read_once_but_for_those_compared(
     assert helpers == ((True, [7], []),) * 2
     assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
     assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
-
-
-# --- datasets that differ ---------------------------------------------------------------------------------
 
 
 class Globals(Images):
@@ -217,9 +209,6 @@ def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(start: Any, t
     assert differences == (None,) * 6
 
 
-# --- launches ---------------------------------------------------------------------------------------------
-
-
 TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
 
 
@@ -266,9 +255,6 @@ def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: Any) -> None:
 
     assert "private to this process" in CachedDataset(Images(LENGTH)).explain()
     assert owners.entries() == []
-
-
-# --- what is compared -------------------------------------------------------------------------------------
 
 
 def texts(changed: int = -1) -> list[str]:

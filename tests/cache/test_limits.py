@@ -47,9 +47,6 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
             assert_same_samples(ds[index], dataset.sample(index))
 
 
-# --- what is planned --------------------------------------------------------------------------------------
-
-
 @given(
     num_samples=st.integers(0, 10**7),
     max_bytes=st.integers(1, 1 << 42),
@@ -91,9 +88,6 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatc
 
     assert 3 < ds.cache_info().num_cached < 20
     assert ["of several sizes" in text for text in caplog.messages] == [True]
-
-
-# --- limits -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
@@ -190,9 +184,6 @@ def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> 
     monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(SegmentError, match="cannot write to a new shared segment"):
         SharedMemoryCache(4, [1], max_memory=MB)
-
-
-# --- locks ------------------------------------------------------------------------------------------------
 
 
 def test_without_locks_samples_of_several_sizes_are_cached_privately(monkeypatch: Any, caplog: Any) -> None:

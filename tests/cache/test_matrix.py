@@ -161,9 +161,6 @@ def test_epochs_read_a_sample_once(opened: Any) -> None:
         assert dataset.cache_info().num_cached == SIZE
 
 
-# --- batches in one go ---------------------------------------------------------------------------------
-
-
 def warmed(dataset: Images) -> CachedDataset:
     ds = CachedDataset(dataset)
     ds.fill(0, progress=False)

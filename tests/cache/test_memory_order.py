@@ -80,9 +80,6 @@ def is_safe(processes: list[list[Step]], flag: str, waits: Any) -> bool:
     return all(seen == places for seen in loads_seen(processes, waits) if flag in seen)
 
 
-# --- what the code does -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def steps(monkeypatch: Any) -> list[Step]:
     """What this process does to segments from here on; a write of several words is a step for each half."""

@@ -247,9 +247,6 @@ def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: Any) -> None:
     assert ds[1][1] == 1
 
 
-# --- the registry --------------------------------------------------------------------------------------
-
-
 NUMBERS = st.tuples(*[st.integers(0, 2**63)] * 4)
 
 
@@ -362,9 +359,6 @@ def test_without_a_registry_nothing_is_shared(
     assert (has_lock, len(found)) == (fault == "no list", fault == "no locks")
     assert (entry is None) == fault.startswith(("open", "a ", "no d", "no /"))
     assert caplog.text.count(WITHOUT_A_REGISTRY[fault]) == 1
-
-
-# --- on other machines ----------------------------------------------------------------------------------
 
 
 def sent(value: Any) -> bytes:

@@ -108,9 +108,7 @@ def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("is_file", [False, True])
-def test_fill_of_a_full_cache_is_nothing(
-    is_file: bool, tmp_path: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_fill_of_a_full_cache_is_nothing(is_file: bool, tmp_path: Any, monkeypatch: Any, caplog: Any) -> None:
     """Nothing is read, there is no bar, and the log says that the cache, or all that a file has, is full."""
     dataset = BrokenImages(40, bad=BAD if is_file else ())
     if is_file:
@@ -145,9 +143,6 @@ def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
         assert sum(dataset.reads) == before
         assert f"takes no more samples: {info.num_cached:,} of 2,000 samples" in caplog.text
     assert_same_samples(ds._view(1999), dataset.sample(1999))
-
-
-# --- two tiers -------------------------------------------------------------------------------------------
 
 
 def tiered(dataset: Images, path: Any, **options: Any) -> CachedDataset:
@@ -225,9 +220,6 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Any) -> None:
         CachedDataset(KnownImages(40, version="2"), cache=cache)
     with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there"):
         CachedDataset(KnownImages(40), cache=cache, prepare=A.Resize(8, 8))
-
-
-# --- the bar -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("columns", [80, 160])

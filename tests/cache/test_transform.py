@@ -264,9 +264,6 @@ def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
                 assert_same_samples(np.asarray(image), pipeline(image=dataset.sample(index))["image"])
 
 
-# --- cached memory that a transform is given -----------------------------------------------------------
-
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -22,20 +22,10 @@ Triple = namedtuple("Triple", "a b c")
 
 
 class Images:
-    """`(32 x 24 x 3 uint8 array, int)`, a function of the index; counts its reads.
+    """`(uint8 array, int)`, a function of the index; counts its reads, in a log those of all processes."""
 
-    Args:
-        num_samples: Its length.
-        shape: Of an image.
-        log: A file that every read is appended to, so that reads of all processes count.
-    """
-
-    def __init__(
-        self, num_samples: int = 20, *, shape: tuple[int, ...] = (32, 24, 3), log: Any = None
-    ) -> None:
-        self.num_samples = num_samples
-        self.shape = shape
-        self.log = log
+    def __init__(self, num_samples: int = 20, *, shape: Any = (32, 24, 3), log: Any = None) -> None:
+        self.num_samples, self.shape, self.log = num_samples, shape, log
         self._own_reads = [0] * num_samples
 
     def __len__(self) -> int:
@@ -133,9 +123,8 @@ class RandomImages(Images):
 class Triples(Images):
     """Samples are namedtuples of this module."""
 
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)[:2]
-        return Triple(image, label, index)
+    def sample(self, index: int) -> Any:
+        return Triple(*super().sample(index), index)
 
 
 class Made(Images):
@@ -166,8 +155,7 @@ class Files(Images):
     def __init__(self, folder: Any, form: str = "pair", *, is_decoded: bool = False) -> None:
         self.paths = sorted(path for path in folder.rglob("*") if path.is_file())
         super().__init__(len(self.paths))
-        self.form = form
-        self.is_decoded = is_decoded
+        self.form, self.is_decoded = form, is_decoded
 
     def sample(self, index: int) -> Any:
         image = EncodedImage(self.paths[index])
