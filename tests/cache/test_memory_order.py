@@ -26,17 +26,11 @@ INDEX = 3
 
 
 class Step(NamedTuple):
-    """One access of a process, or a fence.
-
-    Attributes:
-        kind: FENCE, STORE or LOAD.
-        place: What is stored or loaded.
-        after: The place of the earlier load from which this load's address is computed.
-    """
+    """One access of a process, or a fence."""
 
     kind: str
     place: str = ""
-    after: str = ""
+    after: str = ""  # the place of the earlier load from which this load's address is computed
 
 
 store, load = functools.partial(Step, STORE), functools.partial(Step, LOAD)

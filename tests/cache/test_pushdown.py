@@ -173,9 +173,6 @@ def test_replay_and_the_error_of_a_large_crop() -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-# --- decode="fast" ---------------------------------------------------------------------------------------
-
-
 def smooth_file(height: int, width: int) -> bytes:
     """A JPEG of a picture with soft edges, as photos have."""
     y, x = np.mgrid[:height, :width]
@@ -250,8 +247,6 @@ def test_fast_decoding_of_a_file_whose_header_lies(height: int, width: int) -> N
         found = Pushdown(A.Compose([A.Resize(50, 60)]), reduces=True)(image=EncodedImage(bytes(content)))
         assert found["image"].shape == (50, 60, 3)
 
-
-# --- a resize, then a crop at the centre -----------------------------------------------------------------
 
 INTERPOLATIONS = [cv2.INTER_NEAREST, cv2.INTER_LINEAR, cv2.INTER_CUBIC, cv2.INTER_AREA, cv2.INTER_LANCZOS4]
 RESIZES: dict[str, Any] = {
@@ -349,9 +344,6 @@ def test_fast_validation_of_tiles_is_that_of_files(sides: Any, interpolation: in
     tiled = EncodedImage(tile_jpeg(content, "x"))
     found = Pushdown(A.Compose([resize, crop]), reduces=True)(image=tiled)["image"]
     assert psnr_db(found, expected) > (30 if interpolation == cv2.INTER_NEAREST else 48)
-
-
-# --- in a CachedDataset ----------------------------------------------------------------------------------
 
 
 def test_a_new_pipeline_or_way_of_decoding() -> None:

@@ -101,9 +101,6 @@ class TestPrivateCache(CacheContract):
         return cache
 
 
-# --- the budget -------------------------------------------------------------------------------------------
-
-
 def tiny(index: int) -> Any:
     """Pairs of numbers, some of which are of another kind, and too large for their row."""
     return (index, float(index)) if index % 3 or not index else (index, np.full(40, index))
@@ -195,9 +192,6 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     assert cache.missing().tolist() == []
 
 
-# --- faults -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "try_lock")])
 def test_what_the_system_refuses_leaves_samples_out(
     where: Any, name: str, monkeypatch: Any, caplog: Any
@@ -259,9 +253,6 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(most: int, mon
     for index, sample in enumerate(samples):
         assert cache.put(index, sample)
         assert_same_samples(cache.get(index), sample)
-
-
-# --- generations and processes ----------------------------------------------------------------------------
 
 
 def state(cache: SharedMemoryCache, dataset: Images) -> tuple[int, list[int]]:
@@ -392,9 +383,6 @@ def test_processes_that_store_and_retain_at_once(kind: Any, start: Any) -> None:
         assert min(numbers) > before
 
 
-# --- generations of registered caches ---------------------------------------------------------------------
-
-
 def found(dataset: Images) -> Any:
     """The registered cache of these samples."""
     return registry.find(fingerprint_of(dataset), len(dataset))
@@ -446,9 +434,6 @@ def test_a_generation_that_cannot_be_reached_is_followed_by_retain(monkeypatch: 
 
     assert states == [(1, list(range(30)))] * 3
     assert state(two, dataset) == (2, [])
-
-
-# --- retain of datasets -----------------------------------------------------------------------------------
 
 
 def test_indices_come_in_many_forms() -> None:

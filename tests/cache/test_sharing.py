@@ -105,12 +105,12 @@ def test_jobs_that_start_together_make_one_cache(start: Any) -> None:
 
 
 LAUNCHERS = [
-    {"LOCAL_WORLD_SIZE": "8"},
+    *(
+        {name: "4"}
+        for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_LOCALID")
+    ),
     {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # Lightning
-    {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
-    {"MPI_LOCALNRANKS": "4"},
-    {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"},
-    {"SLURM_LOCALID": "3"},
+    *({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}, {"SLURM_LOCALID": "3"}),
 ]
 ALONE: list[dict[str, str]] = [
     {},
@@ -201,13 +201,7 @@ def test_a_cache_that_is_closed_meanwhile_is_no_error(monkeypatch: Any) -> None:
     """Its owner may close it between the moment of the listing and that of the opening."""
     first = CachedDataset(KnownImages(3), max_memory=MB)
     real = owners.entries
-
-    def list_and_close(name: str | None = None) -> list[owners.Entry]:
-        found = real(name)
-        first.cache.close()
-        return found
-
-    monkeypatch.setattr(owners, "entries", list_and_close)
+    monkeypatch.setattr(owners, "entries", lambda name: (real(name), first.cache.close())[0])
     second = CachedDataset(KnownImages(3), max_memory=MB)
 
     assert second.cache.origin.created_s > first.cache.origin.created_s
@@ -226,7 +220,7 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
         os.ftruncate(two.cache.fd, 0)
     two.cache.close()
 
-    assert sorted(live.owners) == sorted([os.getpid(), other.pid])
+    assert set(live.owners) == {os.getpid(), other.pid}
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
     assert live.parts["num_samples"] == "30"
     assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
