@@ -68,7 +68,6 @@ def v1(path: str, limit: int, used: int, inactive: int = 0) -> dict[str, Any]:
 def test_the_tightest_group_limits(files: Any, free_bytes: int, limit_bytes: Any, tmp_path: Any) -> None:
     """What is free: MemAvailable, or a limit on the way up less what is used and cannot be given back."""
     write(tmp_path, MEMINFO | files)
-
     assert available_bytes(tmp_path) == free_bytes
     assert cgroup_limit_bytes(tmp_path) == limit_bytes
 
@@ -79,7 +78,6 @@ def test_the_tightest_group_limits(files: Any, free_bytes: int, limit_bytes: Any
 def test_kills_are_counted_in_the_group_of_the_process(path: str, kills: int, tmp_path: Any) -> None:
     """In a container whose path is the host's, the group at the mount; without a count there were none."""
     write(tmp_path, {SELF: "0::/a/b\n", f"{GROUPS}/{path}memory.events": "oom 3\noom_kill 2\n"})
-
     assert oom_kills(tmp_path) == kills
     assert oom_kills(tmp_path / "no such system") == 0
 
@@ -96,7 +94,6 @@ def test_a_limit_on_address_space_counts(tmp_path: Any) -> None:
 def test_without_proc_the_system_is_asked_itself(tmp_path: Any, monkeypatch: Any) -> None:
     """What psutil cannot read sysinfo(2) tells: the free pages."""
     monkeypatch.setattr(psutil, "virtual_memory", mock.Mock(side_effect=FileNotFoundError(2, "No such file")))
-
     assert 0 < available_bytes(tmp_path) <= os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
 
 
@@ -136,7 +133,6 @@ def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(monkeypa
     readings, seconds = iter([4000, 8000]), iter([10.0, 10.9, 11.0])
     monkeypatch.setattr(budget_module, "available_bytes", lambda: next(readings))
     monkeypatch.setattr(budget_module, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
-
     assert [parse_prefetch_memory("auto") for _ in range(3)] == [1000, 1000, 2000]
     assert [parse_prefetch_memory(limit) for limit in ("3kB", 77)] == [3000, 77]
 
@@ -192,7 +188,6 @@ def test_workers_follow_cpus_quotas_and_ranks(
     monkeypatch.setattr(cpus, "usable_cpus", lambda: usable)
     monkeypatch.setattr(cpus, "cpu_quota", lambda: quota)
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
-
     assert cpus.rank_cpus() == expected
     assert variables or processes.choose_workers(None, 1000) == expected
     assert processes.choose_workers(5, 1000) == 5

@@ -114,7 +114,6 @@ def test_probing_costs_two_reads(num_samples: int) -> None:
     """Construction reads each examined sample once, and two of them once more."""
     dataset = Everything(num_samples)
     ds = CachedDataset(dataset)
-
     assert sum(dataset.reads) <= min(3, num_samples) + 2
     assert ds.cache_info().num_cached == min(3, num_samples)
 
@@ -142,7 +141,6 @@ def test_an_array_in_memory_is_one_warning(rows: Any, registry: Any, caplog: Any
         for _ in range(2):
             assert len(list(fastload.DataLoader(first, 10, num_workers=1))) == 5
     (text,) = [text for text in caplog.messages if "in memory already" in text]
-
     assert "an array of 9.6 kB" in text
     assert "calls the transform itself" in text
 
@@ -156,7 +154,6 @@ def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: 
         for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), Made(in_a_buffer, 50)):
             CachedDataset(dataset, cache="ram")
         CachedDataset(labelled(PIXELS), cache=f"lmdb:{tmp_path / 'x'}", num_workers=0, progress=False)
-
     assert "in memory already" not in caplog.text
 
 
@@ -201,7 +198,6 @@ PREPARED = A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Resize(8, 9), Halve(2)
 def test_what_makes_the_samples_makes_the_name(parts: list[tuple[Any, dict[str, Any]]]) -> None:
     """Content, class and length; a key instead; the indices of a subset, in order; a deterministic part."""
     names = [fingerprint_of(dataset, **options).name for dataset, options in parts]
-
     assert len(set(names)) == len(parts)
     assert names == [fingerprint_of(copy.deepcopy(dataset), **options).name for dataset, options in parts]
 
@@ -209,7 +205,6 @@ def test_what_makes_the_samples_makes_the_name(parts: list[tuple[Any, dict[str, 
 def test_equal_parts_have_one_name() -> None:
     """Indices of a subset by their values; with a key the name is the key's, so other content is seen."""
     one, other = fingerprint_of(Images(8), key="photos"), fingerprint_of(Images(9), key="photos")
-
     assert fingerprint_of(Subset(KNOWN, [1, 2])).name == fingerprint_of(Subset(KNOWN, np.array([1, 2]))).name
     assert one.name == other.name
     assert one.differences(other) == ['num_samples is "8" here and "9" there']
@@ -252,7 +247,6 @@ def test_differences_are_all_and_only_those(here: dict[str, str], there: dict[st
     """Fingerprints without a key have one name exactly if no part differs; each that does is named once."""
     one, other = Fingerprint(here), Fingerprint(there)
     differing = [part for part in here.keys() | there.keys() if here.get(part) != there.get(part)]
-
     assert len(one.differences(other)) == len(differing)
     assert (one.name == other.name) is (not differing)
     assert digest_of(dict(reversed(here.items()))) == digest_of(here)  # their order does not matter

@@ -252,7 +252,6 @@ def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
-
     assert "private to this process" in CachedDataset(Images(LENGTH)).explain()
     assert owners.entries() == []
 
@@ -284,5 +283,4 @@ def test_attributes_are_compared(one: Any, other: Any, are_equal: bool, monkeypa
     """By their content, up to a number of bytes: a list of gigabytes would delay the start of every rank."""
     samples = {0: Images().sample(0)}
     monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
-
     assert (likeness(Holding(one), None, samples) == likeness(Holding(other), None, samples)) == are_equal

@@ -85,7 +85,6 @@ def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatc
     ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
-
     assert 3 < ds.cache_info().num_cached < 20
     assert ["of several sizes" in text for text in caplog.messages] == [True]
 
@@ -153,7 +152,6 @@ def test_private_caches_leave_memory_free(monkeypatch: Any, caplog: Any) -> None
     ds = CachedDataset(dataset, cache=PrivateCache(20, max_memory=100 * MB))
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
-
     assert 3 < ds.cache_info().num_cached < 20
     (line,) = caplog.messages
     assert "stops growing" in line

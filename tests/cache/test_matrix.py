@@ -148,7 +148,6 @@ def test_epochs_read_a_sample_once(opened: Any) -> None:
     name, dataset, reads, samples = opened()
     lacking = {index for index in range(SIZE) if index not in dataset.cache}
     loader = loader_of(dataset, "sample")
-
     assert_right(loader, samples)
     assert reads.take() == Counter(lacking)
     assert reads.announced <= lacking
@@ -225,7 +224,6 @@ def test_batch_lies_where_it_was_told() -> None:
     given: list[Any] = []
     ds: Any = warmed(Images(20))
     images, labels = ds._gather([1, 2, 3], lambda *kind: given.append(np.empty(*kind)) or given[-1])
-
     assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
     assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
     images.fill_(0)

@@ -127,7 +127,6 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_
     cache = SharedMemoryCache(len(dataset), [dataset.sample(0)], max_memory=max_memory)
     order = random.Random(1).sample(range(len(dataset)), len(dataset))
     stored = [index for index in order if cache.put(index, dataset.sample(index))]
-
     assert (cache.layout, cache.capacity) == ("uniform", num_fitting)
     assert stored == order[:num_fitting]
     assert cache.nbytes <= cache.max_bytes == max_memory
@@ -147,7 +146,6 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, shar
     cache = SharedMemoryCache(size, samples[:1], max_memory=8192 + int(share * needed))
     for index in random.Random(seed).sample(range(size), size):
         cache.put(index, samples[index])
-
     assert cache.nbytes <= max(cache.max_bytes, round_up(4096 + 8 * size, 4096))
     assert_right(cache, dataset)
 
@@ -162,7 +160,6 @@ def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -
         if nbytes <= left_bytes:
             left_bytes -= nbytes
             fitting.append(index)
-
     assert put_all(cache, dataset) == cached(cache) == fitting
 
 
@@ -185,7 +182,6 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     nbytes = cache.nbytes
     cache.close()
     cache.retain(some(1))
-
     assert MB < nbytes < MB + 64 * 1024
     assert nbytes % 4096 == 0
     assert (cache.nbytes, cache.num_cached, cache.generation, cache.fd) == (0, 0, 0, -1)
@@ -226,7 +222,6 @@ def test_a_half_seen_entry_is_empty_and_a_torn_pointer_leads_nowhere() -> None:
     segment = cache._now.segment
     os.pwrite(segment.fd, os.urandom(44), layout.SUCCESSOR_AT + 8)
     os.pwrite(segment.fd, (9).to_bytes(8, "little"), layout.SUCCESSOR_AT)
-
     assert state(cache, dataset) == (1, list(range(12)))
 
 
@@ -238,7 +233,6 @@ def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
     cache = filled(RaggedImages(3))
     for fd in copies:
         os.close(fd)
-
     assert cache.num_cached == 3
 
 
@@ -316,7 +310,6 @@ def test_a_generation_that_went_with_its_maker_is_told(start: Any, caplog: Any) 
         after = state(cache, dataset)
     text = pickle.dumps(cache)
     cache.close()
-
     assert (made, after) == (2, (1, list(range(30))))
     assert "the new one is gone" in caplog.text
     with pytest.raises(SegmentError, match=f"the descriptor of process {os.getpid()} cannot be opened"):
@@ -431,7 +424,6 @@ def test_a_generation_that_cannot_be_reached_is_followed_by_retain(monkeypatch: 
         states.append(state(two, dataset))
     states.append(state(two, dataset))
     two.retain(some(1, 2, 3))
-
     assert states == [(1, list(range(30)))] * 3
     assert state(two, dataset) == (2, [])
 
@@ -443,7 +435,6 @@ def test_indices_come_in_many_forms() -> None:
         ds = CachedDataset(Images(20), max_memory=MB)
         ds.retain(indices)
         ds.fill(num_workers=0)
-
         assert cached(ds.cache) == [3, 4, 5]
 
 
@@ -471,7 +462,6 @@ def test_what_cannot_be_retained_is_an_error(indices: Any, error: Any, said: str
     ds.fill(num_workers=0)
     with pytest.raises(error, match=said):
         ds.retain(indices)
-
     assert ds.cache_info().num_cached == 20
 
 
@@ -507,7 +497,6 @@ def test_a_private_cache_drops_its_own_samples() -> None:
     again = pickle.loads(pickle.dumps(cache))
     left = cached(cache), cache.missing().tolist(), cache.nbytes
     cache.retain(None)
-
     assert left == ([3, 4], [], before // 10)
     assert put_all(again, dataset) == [3, 4]
     assert put_all(cache, dataset) == list(range(20))
@@ -523,7 +512,6 @@ def test_samples_that_are_not_in_ram_come_from_where_they_are(path: Any) -> None
         before = sum(dataset.reads)
         for index in range(20):
             assert_same_samples(ds[index], dataset.sample(index))
-
         assert ds.cache_info().num_cached == num_cached
         assert sum(dataset.reads) - before == (0 if cache else 20)
 
@@ -541,6 +529,5 @@ def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Any) -> None:
         ds.retain(part)
         for index in range(40):
             assert_same_samples(ds[index], decoded[index])
-
         assert 10 < len(cached(fast)) < 20
         assert sorted([*cached(fast), *cached(slow)]) == list(part)

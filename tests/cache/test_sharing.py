@@ -67,7 +67,6 @@ def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | N
     first = start(fill, dataset, key)
     assert first.answer() == first.pid
     ds = CachedDataset(dataset, cache_key=key)
-
     assert ds.cache_info().num_cached == 30
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
@@ -100,7 +99,6 @@ def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry: Any) -> 
 def test_jobs_that_start_together_make_one_cache(start: Any) -> None:
     """Of five jobs that open the same at once, one makes the cache and all use it."""
     jobs = [start(look, KnownImages(30)) for _ in range(5)]
-
     assert len({job.answer()[0] for job in jobs}) == 1
 
 
@@ -203,7 +201,6 @@ def test_a_cache_that_is_closed_meanwhile_is_no_error(monkeypatch: Any) -> None:
     real = owners.entries
     monkeypatch.setattr(owners, "entries", lambda name: (real(name), first.cache.close())[0])
     second = CachedDataset(KnownImages(3), max_memory=MB)
-
     assert second.cache.origin.created_s > first.cache.origin.created_s
     assert second[1][1] == 1
 
@@ -236,7 +233,6 @@ def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: Any) -> None:
     with owners.creating() as is_alone:
         assert is_alone
         ds = CachedDataset(KnownImages(3))
-
     assert "so this one is private" in ds.cache.explain()
     assert ds[1][1] == 1
 
@@ -248,7 +244,6 @@ NUMBERS = st.tuples(*[st.integers(0, 2**63)] * 4)
 def test_an_entry_survives_its_file_name(name: str, numbers: Any, other: str) -> None:
     """What a file name states is what was put into it; any other text is none, and never an error."""
     entry, odd = Entry(name, *numbers), Entry.parse(other)
-
     assert Entry.parse(entry.file_name) == entry
     assert odd is None or odd.name == other.split(".")[0]
 
@@ -302,7 +297,6 @@ def test_links_in_the_registry_are_not_followed(registry: Any, caplog: Any) -> N
         again = owners.register("a", 7)
         with owners.creating() as is_alone:
             pass
-
     assert (again, is_alone) == (None, False)
     assert caplog.text.count("Too many levels of symbolic links") == 2
     assert not target.exists()
@@ -373,7 +367,6 @@ def test_on_the_same_machine_it_is_the_same_cache() -> None:
     here = CachedDataset(Images(8))
     there = pickle.loads(sent(here))
     here.fill(num_workers=0)
-
     assert there.cache_info().num_cached == 8
 
 
@@ -388,7 +381,6 @@ def test_a_machine_that_cannot_reach_the_cache_makes_one(source: Any) -> None:
     one, other = pickle.loads(text), pickle.loads(text)
     assert one.cache_info().num_cached == 0
     one.fill(num_workers=0)
-
     assert isinstance(other.cache, SharedMemoryCache)
     assert (other.cache_info().num_cached, other.cache_info().layout) == (8, layout)
     assert_same_samples([other[i] for i in range(8)], [source[i] for i in range(8)])
@@ -401,7 +393,6 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     first, limit = CachedDataset(source, max_memory=MB), MB // 2
     monkeypatch.setattr(registry, "parse_memory", lambda _: limit)
     there = pickle.loads(from_elsewhere(first))
-
     assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
     assert there.cache_info().max_bytes == limit
     assert 0 < there.cache_info().nbytes <= limit
@@ -412,7 +403,6 @@ def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(monkeypatc
     text = from_elsewhere(CachedDataset(Images(8)))
     monkeypatch.setattr(Layout, "create_segment", mock.Mock(side_effect=SegmentError("denied")))
     there = pickle.loads(text)
-
     assert there.cache_info().layout == "private"
     assert_same_samples(there[3], Images(8)[3])
 
@@ -429,7 +419,6 @@ def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -
     text, plain = sent(cache), pickle.dumps(cache)
     (tmp_path / "here").rename(tmp_path / "gone")
     monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "there"))
-
     assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
     with pytest.raises(FileNotFoundError):
         pickle.loads(plain).get(0)

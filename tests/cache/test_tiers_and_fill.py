@@ -54,7 +54,6 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
     reads = sum(dataset.reads)
     for index in range(200):
         assert_same_samples(ds._view(index), dataset.sample(index))
-
     assert info.num_cached == 200
     assert 202 <= reads <= 202 + max_again
     assert sum(dataset.reads) == reads
@@ -66,7 +65,6 @@ def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
     calls, real = itertools.count(), locks.try_lock
     monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
     ds = CachedDataset(RaggedImages(100), max_memory=1 << 20)
-
     assert ds.fill(0, progress=False).num_cached == 100
 
 
@@ -101,7 +99,6 @@ def test_a_budget_that_is_too_small_is_one_warning(
 def test_an_error_in_fill_is_the_dataset_s(num_workers: int) -> None:
     """A sample that cannot be read stops fill() with the dataset's own error; what was stored stays."""
     ds = CachedDataset(BrokenImages(20, bad=[7]), max_memory=1 << 20)
-
     with pytest.raises(ImageReadError, match="it is broken"):
         ds.fill(num_workers, progress=False)
     assert ds.cache_info().num_cached >= 3
@@ -137,7 +134,6 @@ def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
     before = sum(dataset.reads)
     with caplog.at_level(logging.INFO, "fastload"):
         info = ds.fill(0, progress=False)
-
     assert 0 < info.num_cached <= before < 1000
     if kind is Images:  # smaller ones may fit into what is left
         assert sum(dataset.reads) == before
@@ -156,7 +152,6 @@ def test_what_ram_lacks_is_read_from_the_file(tmp_path: Any) -> None:
     for _ in range(2):
         for index in range(40):
             assert_same_samples(ds._view(index), dataset.sample(index))
-
     assert 3 < ds.cache_info().num_cached < 40
     assert sum(dataset.reads) == 42
 
@@ -166,7 +161,6 @@ def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
     ds = tiered(Images(4), tmp_path / "x.lmdb")
     other = pickle.loads(pickle.dumps(ds))
     other._view(1)
-
     assert 1 in ds.cache
     assert isinstance(ds.cache, Stack)
     assert ds.cache.layout == "uniform over lmdb"
@@ -183,7 +177,6 @@ def test_a_file_alone_is_a_dataset(path: Any, *, ram: bool) -> None:
         for number, (images, _) in enumerate(fastload.DataLoader(ds, batch_size=5, num_workers=1)):
             for row in range(5):
                 assert np.array_equal(images[row], Images().sample(number * 5 + row)[0])
-
     assert len(ds) == ds.cache_info().num_cached == 20
 
 
@@ -213,7 +206,6 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Any) -> None:
     """A file of the same fingerprint is opened without reading the source; another one is refused."""
     cache, dataset = f"lmdb:{tmp_path / 'x'}", KnownImages(40)
     CachedDataset(KnownImages(40), cache=cache, num_workers=0, progress=False)
-
     assert "its fingerprint matches" in CachedDataset(dataset, cache=cache).cache.explain()
     assert sum(dataset.reads) == 0
     with pytest.raises(CacheMismatchError, match='fingerprint is "2" here and "1" there'):
@@ -233,7 +225,6 @@ def test_the_counter_the_rate_and_the_time_are_whole(columns: int, monkeypatch: 
         bar.advance(10 << 30, 640_000)
     lines = [text for text in file.getvalue().replace("\r", "\n").splitlines() if "/1,281,167 " in text]
     line = lines[-1].split("\x1b[2K")[-1].rstrip()
-
     assert len(line) <= columns
     assert " 640,000/1,281,167 " in line
     assert " samples/s, 10.7 GB" in line
