@@ -19,8 +19,6 @@ from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
 GB = 10**9
-
-
 MEMINFO = {"proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   16000000 kB\n"}
 SELF, GROUPS = "proc/self/cgroup", "sys/fs/cgroup"
 V1, UNLIMITED = "5:cpu:/x\n3:memory,hugetlb:/a/b\n", 9223372036854771712

@@ -15,7 +15,6 @@ from tests.kit.batches import assert_same_samples
 from tests.kit.datasets import Made
 
 pytestmark = pytest.mark.usefixtures("registry")
-
 NUM_SAMPLES = 6
 
 

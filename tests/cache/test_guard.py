@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import pickle
 import random
@@ -23,6 +24,8 @@ from fastload.errors import RandomDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
+
+pytestmark = pytest.mark.usefixtures("registry")
 
 
 class Augmented(Images):
@@ -67,7 +70,7 @@ def test_what_cannot_be_cached_is_refused_at_construction(dataset: Any, said: st
         CachedDataset(Made(lambda index: {"image": {1, 2}}))
 
 
-def test_random_state_is_put_back(registry: Any) -> None:
+def test_random_state_is_put_back() -> None:
     """Making a cache, attaching to it, or a refusal leaves all generators as they were, a pipeline's too."""
     pipeline = A.Compose([A.Resize(8, 8), A.HorizontalFlip(p=1)], seed=3)
     dataset = Augmented(pipeline)
@@ -82,7 +85,6 @@ def test_random_state_is_put_back(registry: Any) -> None:
     assert first.cache.origin == second.cache.origin
     with pytest.raises(RandomDatasetError):
         CachedDataset(RandomImages("random"))
-
     assert states() == before
 
 
@@ -134,7 +136,7 @@ PIXELS = np.random.default_rng(0).integers(0, 256, (50, 8, 8, 3), np.uint8)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [PIXELS, PIXELS[:, ::-1]])
-def test_an_array_in_memory_is_one_warning(rows: Any, registry: Any, caplog: Any) -> None:
+def test_an_array_in_memory_is_one_warning(rows: Any, caplog: Any) -> None:
     """It names the memory and what to do; workers, epochs and processes that join do not repeat it."""
     with caplog.at_level(logging.WARNING, "fastload"):
         first, _ = (CachedDataset(labelled(rows), cache_key="in memory") for _ in range(2))
@@ -168,11 +170,11 @@ def halve(sample: Any) -> Any:
     return sample[0][::2], sample[1]
 
 
+@dataclasses.dataclass
 class Halve:
     """A deterministic part that says what it is."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    step: int
 
     def __call__(self, sample: Any) -> Any:
         return sample[0][:: self.step], sample[1]
@@ -252,9 +254,7 @@ def test_differences_are_all_and_only_those(here: dict[str, str], there: dict[st
     assert digest_of(dict(reversed(here.items()))) == digest_of(here)  # their order does not matter
 
 
-def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
-    photos: Any, tmp_path: Any, monkeypatch: Any, registry: Any
-) -> None:
+def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """Each time takes a stat of every file: none without a cache, one for every other."""
     asked, digest, path = [], ImageFolder._local_digest, f"lmdb:{tmp_path / 'cache'}"
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
@@ -275,8 +275,6 @@ def test_a_folder_is_asked_for_its_fingerprint_as_rarely_as_possible(
         (KnownImages(8), {"prepare": halve}, "because KnownImages with prepare=halve has neither"),
     ],
 )
-def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(
-    dataset: Any, options: Any, said: str, registry: Any
-) -> None:
+def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(dataset: Any, options: Any, said: str) -> None:
     """The key, not the parts; else the user learns what needs a fingerprint()."""
     assert said in CachedDataset(dataset, **options).cache.explain()

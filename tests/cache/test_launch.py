@@ -28,7 +28,6 @@ from tests.cache.build_zoo import BrokenImages, exit_codes
 from tests.cache.zoo import BareImages, Images
 
 pytestmark = pytest.mark.usefixtures("registry")
-
 LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
@@ -93,10 +92,7 @@ PREPARED: dict[str, Any] = {"a pipeline": A.Resize(8, 8), "a function": lambda s
 
 
 def test_samples_are_read_once_but_for_those_compared(start: Any, tmp_path: Any, monkeypatch: Any) -> None:
-    """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
-
-    A fork or a worker of a rank is none: it has inherited the connection to the store.
-    """
+    """The second rank reads what it compares, readable or not; forks and workers of a rank are no ranks."""
     probed = probed_indices(LENGTH)
     images = Images(LENGTH, log=tmp_path / "reads"), BrokenImages(LENGTH, bad=probed[-1:])
 
@@ -203,7 +199,6 @@ def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(start: Any, t
     jobs = [("one", True), ("two", False), ("three", False)]
     ranks = [start(open_more, rank, tmp_path / job, uneven) for job, uneven in jobs for rank in range(2)]
     makers, differences = zip(*(rank.answer() for rank in ranks), strict=True)
-
     assert makers[:2] == tuple(rank.pid for rank in ranks[:2])
     assert makers[2] == makers[3] != makers[4] == makers[5]
     assert differences == (None,) * 6
@@ -242,7 +237,6 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     first = start(look, one)
     maker = first.answer()
     second = start(look, other)
-
     assert maker == first.pid
     assert second.answer() == (first.pid if is_one else second.pid)
 

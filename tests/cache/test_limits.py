@@ -35,8 +35,6 @@ from tests.kit.faults import limited, mapped_bytes
 
 MB = 1 << 20
 GB = 1 << 30
-
-
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -53,8 +51,8 @@ def assert_right(ds: CachedDataset, dataset: Images) -> None:
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=3),
     segment_limit=st.just(0) | st.integers(1, 1 << 42),
 )
-def test_a_segment_holds_what_the_examples_show_and_no_more_than_the_budget(
-    num_samples: int, max_bytes: int, sizes: list[int], segment_limit: int
+def test_a_segment_fits_its_examples(
+    num_samples: int, max_bytes: int, sizes: Any, segment_limit: int
 ) -> None:
     """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
     examples = [np.zeros(size, np.uint8) for size in sizes]
@@ -172,7 +170,6 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(fill, range(4)))
-
     assert cache.num_cached == 800
     assert cache.nbytes == sum(len(encode(index)) for index in range(800))
 

@@ -22,7 +22,6 @@ from tests.kit.batches import assert_same_samples, read_epoch
 from tests.kit.remote import FaultyFileSystem, register, upload
 
 pytestmark = pytest.mark.usefixtures("registry")
-
 SIZE, BATCH = 12, 5
 URL = "faulty://bucket/photos"
 ROWS = np.arange(SIZE * 60, dtype=np.float32).reshape(SIZE, 20, 3)
@@ -118,16 +117,12 @@ def loader_of(dataset: CachedDataset, rng: Any = "worker") -> Any:
 
 
 def assert_right(batches: Any, samples: list[Any]) -> None:
-    found = [sample for batch in batches for sample in batch]
-    assert len(found) == len(samples)
-    for one, other in zip(found, samples, strict=True):
-        assert_same_samples(one, other)
+    assert_same_samples([sample for batch in batches for sample in batch], samples)
 
 
 def test_a_filled_cache_replaces_its_source(opened: Any) -> None:
     """fill() reads a sample once, or not if a file has it; epochs and a resume after it read none."""
     name, dataset, reads, samples = opened()
-
     assert dataset.fill(0, progress=False).num_cached == (0 if name == "none" else SIZE)
     assert max(reads.take().values(), default=0) <= (name != "none" and "lmdb" not in name)
     reads.announced.clear()

@@ -29,10 +29,8 @@ from tests.images.test_tiles import tiled_file, turned_file
 from tests.kit.batches import assert_same_samples
 
 pytestmark = pytest.mark.skipif(regions.name_of_decoder() is None, reason="needs the extra regions")
-
 HEIGHT, WIDTH = 181, 243
 MASK = (np.indices((HEIGHT, WIDTH)).sum(0) % 251 > 120).astype(np.uint8)
-
 CROPS: dict[str, Any] = {
     "RandomResizedCrop": lambda: A.RandomResizedCrop((40, 56)),
     "RandomResizedCrop, area": lambda: A.RandomResizedCrop((40, 56), area_for_downscale="image_mask"),
@@ -212,7 +210,6 @@ def test_fast_decoding_is_close(first: Any, db: int) -> None:
     for _ in range(5):
         expected = plain(**data | {"image": whole})
         found = pushdown(**data | {"image": EncodedImage(content)})
-
         assert found["image"].shape == expected["image"].shape
         assert psnr_db(found["image"], expected["image"]) > db
         del found["image"], expected["image"]
@@ -306,10 +303,8 @@ def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
 
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("has_codec", [False, True])
-def test_validation_of_a_large_image_decodes_the_part_that_it_keeps(
-    reduces: bool, has_codec: bool, monkeypatch: Any
-) -> None:
-    """Not the whole; of its tiles, or of an ordinary file by nvImageCodec."""
+def test_validation_decodes_the_part_that_it_keeps(reduces: bool, has_codec: bool, monkeypatch: Any) -> None:
+    """Not the whole of a large image; of its tiles, or of an ordinary file by nvImageCodec."""
     height, width = 700, 1500
     content = smooth_file(height, width)
     validation = A.Compose([A.SmallestMaxSize(128), A.CenterCrop(112, 112)])

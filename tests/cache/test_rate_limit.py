@@ -21,8 +21,6 @@ from tests.cache.zoo import Made
 NUM_SAMPLES = 40
 CHEAP_S = 0.0001
 MS = st.floats(0.0, 0.05)
-
-
 CLOCK = SimpleNamespace(now_s=0.0)
 
 

@@ -45,7 +45,6 @@ MB = 1 << 20
 # Of a cache of small images and labels: header, table, pages that are used in part, gaps between columns.
 OVERHEAD = 2 * 4096 + 2 * 4096 + 128
 ROW_BYTES = 32 * 24 * 3 + 8
-
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -189,22 +188,15 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "try_lock")])
-def test_what_the_system_refuses_leaves_samples_out(
-    where: Any, name: str, monkeypatch: Any, caplog: Any
-) -> None:
-    """No space is claimed without the lock; what is stored stays; without memory the cache grows no more.
-
-    One line says so.
-    """
+def test_what_the_system_refuses_is_left_out(where: Any, name: str, monkeypatch: Any, caplog: Any) -> None:
+    """No space is claimed without the lock; what is stored stays; without memory the cache grows no more."""
     say_once.cache_clear()
     cache = make(dataset := RaggedImages(4))
     cache.put(0, dataset.sample(0))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "fastload"):
         patch.setattr(where, name, mock.Mock(side_effect=OSError(37, "No locks available")))
         put_all(cache, dataset)
-
         assert cached(cache) == [0]
-
     assert ["No locks available" in text for text in caplog.messages] == [True]
     put_all(cache, dataset)
     assert cached(cache) == ([0] if name == "pwrite" else [0, 1, 2, 3])
@@ -291,7 +283,6 @@ def test_old_memory_goes_once_all_have_followed_and_nobody_holds_a_sample(start:
     assert_same_samples(sample, dataset.sample(7))
     del sample
     gc.collect()
-
     assert were_held == (True, True)
     assert not is_held(cache, old)
     assert job.ask(state, dataset) == (3, [10, 11])
@@ -405,7 +396,6 @@ def test_ranks_find_generations_through_each_other(start: Any) -> None:
     (live,) = registry.live_caches()
     owners.unregister(entries[os.getpid()])
     late = start(lambda: ((cache := found(dataset)), state(cache, dataset)))
-
     assert followed == reached == (2, [])
     assert set(entries.values()) == {entry for entry in before if entry.pid != maker.pid}
     assert (live.num_cached, live.nbytes) == (0, cache.nbytes)
@@ -482,7 +472,6 @@ def test_workers_that_live_on_follow(tmp_path: Any) -> None:
         for _ in loader:
             pass
         reads = np.subtract(dataset.reads, before)
-
         assert cached(ds.cache) == list(part)
         assert reads.tolist() == [0 if index in part else 1 for index in range(40)]
     del loader

@@ -37,8 +37,6 @@ from tests.kit.faults import OTHER_KINDS, something_else
 from tests.kit.remote import FaultyFileSystem, register
 
 MB = 1 << 20
-
-
 pytestmark = pytest.mark.usefixtures("registry")
 
 
@@ -88,7 +86,6 @@ def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry: Any) -> 
     first.kill()
     second.kill()
     third = start(look, KnownImages(30))
-
     assert third.answer() == (third.pid, 3)
     third.kill()
     assert owners.entries() == []
@@ -132,7 +129,6 @@ def test_ranks_are_warned_of_private_caches(variables: Any, size: int, monkeypat
     is_alone = variables in ALONE and size == 1
     with caplog.at_level(logging.WARNING, "fastload"):
         made = [CachedDataset(Images(30)) for _ in range(2)]
-
     assert ["private to this process and its workers" in text for text in caplog.messages] == (
         [] if is_alone else [True]
     )
@@ -216,7 +212,6 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     with pytest.raises(PermissionError):
         os.ftruncate(two.cache.fd, 0)
     two.cache.close()
-
     assert set(live.owners) == {os.getpid(), other.pid}
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
     assert live.parts["num_samples"] == "30"
@@ -271,7 +266,6 @@ def test_an_owner_that_cannot_be_reached(registry: Any, monkeypatch: Any, caplog
     (registry / mine.file_name).rename(registry / other.file_name)
     with caplog.at_level(logging.INFO, "fastload"):
         second = CachedDataset(KnownImages(3))
-
     assert other.is_alive
     assert second.cache.origin.created_s != first.cache.origin.created_s
     assert f"it cannot be shared: process {os.getpid()} runs in a different PID namespace" in caplog.text
@@ -313,9 +307,7 @@ WITHOUT_A_REGISTRY = {
 
 
 @pytest.mark.parametrize("fault", WITHOUT_A_REGISTRY)
-def test_without_a_registry_nothing_is_shared(
-    fault: str, registry: Any, monkeypatch: Any, caplog: Any
-) -> None:
+def test_without_a_registry_none_is_shared(fault: str, registry: Any, monkeypatch: Any, caplog: Any) -> None:
     """Where others could write, or the system refuses, nothing is believed; one line says why."""
     say_once.cache_clear()
     real, refuse = os.stat, mock.Mock(side_effect=OSError(38, "Function not implemented"))

@@ -25,7 +25,6 @@ from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
 
 SHAPE = (112, 120, 3)  # an image of more than 32 KiB
-
 LAST = ToTensorV2()
 STEPS: Any = [
     A.Normalize(),

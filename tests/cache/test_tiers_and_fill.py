@@ -91,7 +91,6 @@ def test_a_budget_that_is_too_small_is_one_warning(
         logging.getLogger("fastload").removeHandler(handler)
         handler.close()
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
-
     assert re.search(r"holds only \d+ of 480 samples \(\d+%\)", line)
 
 
@@ -117,7 +116,6 @@ def test_fill_of_a_full_cache_is_nothing(is_file: bool, tmp_path: Any, monkeypat
         ds.fill(0, progress=False)
         before = sum(dataset.reads)
         stored = ds.fill(0).num_cached
-
     assert stored == 40 - len(dataset.bad)
     assert (terminal.getvalue(), sum(dataset.reads)) == ("", before)
     full = "cache: nothing to fill, the cache is full already"
@@ -188,7 +186,6 @@ def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(tmp_path: Any, *
     build_lmdb(dataset, path, num_workers=0, progress=False, on_error="skip", max_errors=1.0)
     cache: Any = ["ram", f"lmdb:{path}"] if ram else f"lmdb:{path}"
     ds = CachedDataset(dataset, cache=cache, max_memory=1 << 20)
-
     with pytest.raises(ImageReadError, match="it is broken") as caught:
         list(fastload.DataLoader(ds, batch_size=4, num_workers=0 if ram else 1))
 

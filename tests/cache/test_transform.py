@@ -264,9 +264,6 @@ def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
                 assert_same_samples(np.asarray(image), pipeline(image=dataset.sample(index))["image"])
 
 
-ROOT = Path(__file__).parents[2]
-
-
 # Subclasses of a user, who may override anything.
 OwnFlip, OwnCompose, OwnParams = (
     type("Own", (base,), {"__module__": __name__}) for base in (A.HorizontalFlip, A.Compose, A.BboxParams)
@@ -342,7 +339,7 @@ def test_known_transforms_do_no_harm_on_sealed_memory(request: Any) -> None:
     """Each of albumentations' transforms gives what it gives on a private copy, and writes to none of it."""
     words = ["thorough"] if request.config.getoption("--thorough") else []
     command = [sys.executable, "-m", "tests.cache.sealed_transforms", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, f"ended with {done.returncode} in the last of\n{done.stderr[-2000:]}"
     results = json.loads(done.stdout)
     assert {name: found["differences"] for name, found in results.items() if found["differences"]} == {}
