@@ -33,8 +33,7 @@ from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
-MB = 1 << 20
-GB = 1 << 30
+MB, GB = 1 << 20, 1 << 30
 pytestmark = pytest.mark.usefixtures("registry")
 
 

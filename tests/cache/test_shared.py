@@ -119,7 +119,6 @@ def large(index: int) -> Any:
         # Rows fill whole pages, wherever the samples lie in the dataset.
         (Made(int, 20_000), OVERHEAD - 4096 - 64 + round_up(160_000, 4096) + 16_000, 2000),
     ],
-    ids=["rows", "odd samples", "small rows"],
 )
 def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_fitting: int) -> None:
     """Samples of any index are stored until the budget is used up, and take no more than it."""
@@ -132,9 +131,7 @@ def test_a_budget_holds_any_subset_that_fits(dataset: Any, max_memory: int, num_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dataset", [Made(tiny, 1000), Made(large, 30), MixedImages(60)], ids=["tiny", "large", "mixed"]
-)
+@pytest.mark.parametrize("dataset", [Made(tiny, 1000), Made(large, 30), MixedImages(60)])
 @given(share=st.floats(0, 1.3), seed=st.integers(0, 9))
 @settings(max_examples=15)
 def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, share: float, seed: int) -> None:

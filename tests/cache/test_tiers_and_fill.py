@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import logging
@@ -80,16 +81,13 @@ def test_a_budget_that_is_too_small_is_one_warning(
     if cache == "private":
         monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
     handler = logging.FileHandler(tmp_path / "log")  # forked workers append to it, too
-    logging.getLogger("fastload").addHandler(handler)
     handler.setLevel(logging.WARNING)
-    try:
+    monkeypatch.setattr(logging.getLogger("fastload"), "handlers", [handler])
+    with contextlib.closing(handler):
         tiers = ["ram", f"lmdb:{tmp_path / 'x'}"] if cache == "lmdb" else "ram"
         ds = CachedDataset(kind(480), cache=tiers, max_memory=80_000, num_workers=0, progress=False)
         for _ in range(2):
             assert sum(fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len)) == 480
-    finally:
-        logging.getLogger("fastload").removeHandler(handler)
-        handler.close()
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
     assert re.search(r"holds only \d+ of 480 samples \(\d+%\)", line)
 
