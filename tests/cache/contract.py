@@ -44,7 +44,6 @@ class CacheContract(ABC):
     def test_gives_back_what_was_stored(self, dataset: Images, tmp_path: Any) -> None:
         """Every sample comes back with its types, dtypes, shapes and values; a full cache says that it is."""
         cache = self.make(dataset, tmp_path)
-
         for index in range(12):
             assert_same_samples(cache.get(index), dataset.sample(index))
         assert cache.num_samples == cache.num_cached == 12
@@ -87,7 +86,6 @@ class CacheContract(ABC):
         cache = pickle.loads(pickle.dumps(original))
         with ThreadPoolExecutor(4) as pool:
             samples = list(pool.map(cache.get, list(range(12)) * 8))
-
         for position, sample in enumerate(samples):
             if sample is not None:  # a private cache travels empty
                 assert_same_samples(sample, dataset.sample(position % 12))
