@@ -17,8 +17,6 @@ import typing
 import warnings
 from typing import Any
 
-os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
-
 import albumentations as A
 import cv2
 import numpy as np
@@ -233,7 +231,3 @@ def main() -> None:
                     run(title, pipeline, sample, NUM_SEEDS if number == 0 else 1, found)
         results[name] = found
     json.dump(results, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -335,11 +332,11 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds of computation, which take minutes where other processes have the cores
-def test_known_transforms_do_no_harm_on_sealed_memory(request: Any) -> None:
+def test_known_transforms_do_no_harm_on_sealed_memory(request: Any, interpreter: Any) -> None:
     """Each of albumentations' transforms gives what it gives on a private copy, and writes to none of it."""
     words = ["thorough"] if request.config.getoption("--thorough") else []
-    command = [sys.executable, "-m", "tests.cache.sealed_transforms", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    program = "from tests.cache import sealed_transforms\nsealed_transforms.main()"
+    done = interpreter.run(program, *words, limit_s=600, exits=False)
     assert done.returncode == 0, f"ended with {done.returncode} in the last of\n{done.stderr[-2000:]}"
     results = json.loads(done.stdout)
     assert {name: found["differences"] for name, found in results.items() if found["differences"]} == {}
