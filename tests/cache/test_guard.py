@@ -49,7 +49,7 @@ def in_one_buffer(index: int) -> Any:
     return BUFFER
 
 
-FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)]))
+FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)], seed=0))
 
 
 @pytest.mark.parametrize(
