@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +14,9 @@ from tests.cache.zoo import Images
 from tests.images.test_encoded import noise
 from tests.kit.jobs import Job
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 @pytest.fixture
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def registry(tmp_path: Any, monkeypatch: Any) -> Any:
     """An empty registry of this test's own."""
     path = tmp_path / "registry"
     monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(path))
@@ -28,14 +24,14 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path: Any) -> Any:
     """A finished cache of 20 images."""
     build_lmdb(Images(20), tmp_path / "cache", num_workers=0).close()
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Twelve JPEGs of two classes, of different sizes; some of them are turned by EXIF."""
     root = tmp_path_factory.mktemp("photos")
     for index in range(12):
@@ -49,11 +45,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
+def start() -> Any:
     """Starts jobs, which are ended with the test."""
     jobs: list[Job] = []
 
-    def start(work: Callable[..., Any], *args: Any) -> Job:
+    def start(work: Any, *args: Any) -> Any:
         jobs.append(Job(work, *args))
         return jobs[-1]
 

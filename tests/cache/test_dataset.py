@@ -6,14 +6,13 @@ import copy
 import itertools
 import logging
 import pickle
-import re
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 import fastload
 from fastload.cache import open_cache
@@ -25,35 +24,20 @@ from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
 from fastload.system import locks
-from tests.cache.zoo import (
-    BareImages,
-    Everything,
-    Images,
-    MixedImages,
-    OneAtATime,
-    as_array,
-)
+from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, MixedImages
 from tests.kit.batches import assert_same_samples, stop_workers
-
-if TYPE_CHECKING:
-    from tests.kit.processes import Interpreter
+from tests.kit.datasets import Stream
 
 pytestmark = pytest.mark.usefixtures("registry")
 
 
+def as_it_is(sample: Any) -> Any:
+    return sample
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "method", "is_refused"),
-    [
-        (Everything, "fork", False),
-        (MixedImages, "forkserver", False),
-        (Images, "fork", True),
-        (MixedImages, "fork", True),
-    ],
-)
-def test_each_sample_is_decoded_once(
-    kind: type[Images], method: str, is_refused: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("kind", [Everything, MixedImages, Images])
+def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """In shuffled epochs of two workers; one whose worker does not get the lock, again in the next epoch."""
     real, calls, refusals = locks.try_lock, itertools.count(), tmp_path / "refusals"
     refusals.touch()
@@ -67,14 +51,11 @@ def test_each_sample_is_decoded_once(
 
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
-    if is_refused:
-        monkeypatch.setattr(locks, "try_lock", try_lock)
-    options: Any = {"collate_fn": as_array, "multiprocessing_context": method}
-    source = ds if is_refused else OneAtATime(ds, method)
-    loader = DataLoader(source, batch_size=8, shuffle=True, num_workers=2, **options)
+    monkeypatch.setattr(locks, "try_lock", try_lock)
+    loader = DataLoader(ds, batch_size=8, shuffle=True, num_workers=2, collate_fn=len)
     first = 0
     for epoch in range(2):
-        assert sum(map(len, loader)) == 200
+        assert sum(loader) == 200
         stop_workers(loader._iterator)
         second = refusals.stat().st_size - first
         assert ds.cache_info().num_cached == 200 - second
@@ -82,7 +63,7 @@ def test_each_sample_is_decoded_once(
 
     assert min(dataset.reads) == 1
     assert sum(dataset.reads) == 202 + first  # the constructor looks at some samples
-    assert (first > 0) == (is_refused and kind is MixedImages)  # rows of one size need no lock
+    assert (first > 0) == (kind is MixedImages)  # rows of one size need no lock
 
 
 @pytest.mark.parametrize("max_memory", ["auto", 1])
@@ -114,48 +95,40 @@ def test_indices_as_lists_take_them() -> None:
     with pytest.raises(TypeError):
         ds["0"]  # type: ignore[index]
     assert [label for _, label in ds] == list(range(20))
-    described = repr(CachedDataset(Images(), transform=as_array, cache=None))
-    assert described == "CachedDataset(Images of 20 samples, no cache, transform=as_array)"
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(3))
+    described = repr(CachedDataset(Images(), transform=as_it_is, cache=None))
+    assert described == "CachedDataset(Images of 20 samples, no cache, transform=as_it_is)"
 
 
 NO_PAIR, NAMES = "is not a valid pair of caches: pass", '"lmdb:PATH"'
 
 
 @pytest.mark.parametrize(
-    ("dataset", "options", "kind", "said"),
+    ("dataset", "options", "said"),
     [
-        (Stream(), {}, TypeError, "map-style"),
-        (iter([1]), {}, TypeError, "__len__ and __getitem__"),
-        ({1, 2}, {}, TypeError, "__getitem__"),
-        *(([1], {"cache": cache}, ValueError, NAMES) for cache in ("disk", "lmdb:", "", 5, ["ram"])),
-        ([1], {"cache": ["ram-encoded", "ram"]}, ValueError, NAMES),
-        *(([1], {"cache": tiers}, ValueError, NO_PAIR) for tiers in ([], ["ram", "ram"], ["lmdb:x", "ram"])),
-        ([1], {"cache": ["ram", "lmdb:x", "ram"]}, ValueError, NO_PAIR),
-        ([1], {"max_memory": "much"}, ValueError, "max_memory='much'"),
-        ([1], {"cache": "memory://bucket/cache"}, ValueError, 'pass cache="lmdb:memory://bucket/cache"'),
-        ([1], {"cache": __file__}, ValueError, f'pass cache="lmdb:{__file__}"'),
+        (Stream(), {}, "map-style"),
+        (iter([1]), {}, "__len__ and __getitem__"),
+        ({1, 2}, {}, "__getitem__"),
+        *(([1], {"cache": cache}, NAMES) for cache in ("disk", "lmdb:", 5, ["ram"], ["ram-encoded", "ram"])),
+        *(([1], {"cache": ["lmdb:x", "ram", "ram"][i:j]}, NO_PAIR) for i, j in ((0, 0), (0, 2), (1, 3))),
+        ([1], {"cache": ["ram", "lmdb:x", "ram"]}, NO_PAIR),
+        ([1], {"max_memory": "much"}, "max_memory='much'"),
+        ([1], {"cache": "memory://bucket/cache"}, 'pass cache="lmdb:memory://bucket/cache"'),
+        ([1], {"cache": __file__}, f'pass cache="lmdb:{__file__}"'),
     ],
 )
-def test_what_is_no_dataset_and_no_cache_is_refused(
-    dataset: Any, options: dict[str, Any], kind: type[Exception], said: str
-) -> None:
+def test_what_is_no_dataset_and_no_cache_is_refused(dataset: Any, options: Any, said: str) -> None:
     """The error says what is missing, or what to give: tiers are RAM over another cache."""
-    with pytest.raises(kind, match=said):
+    with pytest.raises(ValueError if options else TypeError, match=said):
         CachedDataset(dataset, **options)
 
 
-@pytest.mark.parametrize("cache", ["ram", "lmdb"])
-def test_empty_dataset(cache: str, tmp_path: Any) -> None:
+def test_empty_dataset(tmp_path: Any) -> None:
     """A dataset of nothing is taken, and holds nothing."""
-    ds = CachedDataset([], cache="ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}")
-    assert (len(ds), ds.cache_info().num_cached) == (0, 0)
-    with pytest.raises(IndexError):
-        ds[0]
+    for cache in ("ram", f"lmdb:{tmp_path / 'cache'}"):
+        ds = CachedDataset([], cache=cache)
+        assert (len(ds), ds.cache_info().num_cached) == (0, 0)
+        with pytest.raises(IndexError):
+            ds[0]
 
 
 def test_cache_object(tmp_path: Any) -> None:
@@ -177,26 +150,19 @@ def test_cache_object(tmp_path: Any) -> None:
         CachedDataset(Images(4), cache=ds)  # type: ignore[arg-type]
 
 
-class OddOne(Images):
-    """One sample that cannot be cached, and one that raises."""
-
-    def sample(self, index: int) -> Any:
-        if index == 8:
-            raise KeyError("mine")
-        return super().sample(index) if index != 7 else object()
-
-
 def test_late_unsupported_sample_is_named() -> None:
     """A sample that cannot be cached raises at its access, with its index; errors of the dataset pass."""
-    ds = CachedDataset(OddOne(20))
+    samples = {index: index for index in range(20)} | {7: object()}
+    del samples[8]
+    ds = CachedDataset(Made(samples.__getitem__))
     with pytest.raises(UnsupportedSampleError) as caught:
         ds[7]
     assert caught.value.__notes__ == ["in sample 7 of the dataset"]
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(KeyError, match="8"):
         ds[8]
 
 
-def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_without_shared_memory(monkeypatch: Any, caplog: Any) -> None:
     """Where there is no anonymous memory the cache is private, one warning says so, and samples are right."""
     monkeypatch.setattr(segment, "why_unsupported", lambda: "this platform has no memory")
     dataset = Images(20)
@@ -206,22 +172,21 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> 
         for index in range(20):
             assert_same_samples(ds[index], dataset.sample(index))
 
-    assert len(caplog.records) == 1
-    assert "lmdb:PATH" in caplog.text
-    assert "this platform has no memory" in caplog.text
+    (warning,) = caplog.messages
+    assert "lmdb:PATH" in warning
+    assert "this platform has no memory" in warning
     assert ds.cache.explain().endswith("this platform has no memory")
     assert ds.cache_info().layout == "private"
     assert sum(dataset.reads) == 22
     assert_same_samples(pickle.loads(pickle.dumps(ds))[3], dataset.sample(3))
 
 
-class Labelled(Images):
+class Labelled(KnownImages):
     """A dataset as torchvision's are, and with all that frameworks look for."""
 
     def __init__(self, num_samples: int) -> None:
         super().__init__(num_samples)
-        self.classes, self.class_to_idx = ["cat", "dog"], {"cat": 0, "dog": 1}
-        self._private, self.epoch = 1, 0
+        self.classes, self.class_to_idx, self._private = ["cat", "dog"], {"cat": 0, "dog": 1}, 1
 
     @property
     def targets(self) -> list[int]:
@@ -231,20 +196,11 @@ class Labelled(Images):
     def broken(self) -> int:
         return self.no_such_thing
 
-    def fingerprint(self) -> str:
-        return "labelled"
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": 3}
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def refuse(self, *_: Any) -> Any:
         raise AssertionError("the cache was passed by")
 
     # `fill` is a name that CachedDataset has too.
-    __getitems__ = load_state_dict = set_format = set_transform = fill = refuse
+    __getitems__ = state_dict = load_state_dict = set_epoch = set_format = set_transform = fill = refuse
 
 
 def test_attributes_of_the_dataset_inside() -> None:
@@ -274,16 +230,12 @@ def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None
 
 def test_the_loader_calls_nothing_of_the_dataset_inside() -> None:
     """Epochs, states and batches of a loader are those of the cached dataset."""
-    source = Labelled(20)
-    ds = CachedDataset(source, max_memory="1MB")
-    loader = fastload.DataLoader(ds, batch_size=5)
+    loader, other = (fastload.DataLoader(CachedDataset(Labelled(20)), batch_size=5) for _ in range(2))
     loader.set_epoch(3)
     for _ in range(2):
         labels = [label for _, batch in loader for label in batch.tolist()]
-    other = fastload.DataLoader(ds, batch_size=5)
     other.load_state_dict(loader.state_dict())
     assert labels == list(range(20))
-    assert source.epoch == 0
 
 
 def test_copies_and_pickles_share_the_cache() -> None:
@@ -302,8 +254,8 @@ def test_copies_and_pickles_share_the_cache() -> None:
         assert ds.cache.get(number) is not None
 
 
-@pytest.mark.parametrize("prepare", [None, as_array])
-def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("prepare", [None, as_it_is])
+def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """By the argument of `cache`, with its prefix, or by a name; it has the names of its source's classes."""
     monkeypatch.chdir(tmp_path)
     CachedDataset(Labelled(4), prepare=prepare, cache="lmdb:cache", num_workers=0).cache.close()
@@ -312,30 +264,21 @@ def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: pytest.
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4
 
 
-def test_a_builder_is_waited_for_with_few_words(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_builder_is_waited_for_with_few_words(monkeypatch: Any, caplog: Any) -> None:
     """One line when the wait begins, and one every 10 s."""
-    now_s = 100.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
+    waits_s: list[float] = []
 
     def build(*_: Any, **__: Any) -> Any:
-        if now_s < 125:
+        if sum(waits_s) < 25:
             raise CacheBusyError("x is being built by process 1: wait until it has finished")
-        if now_s < 126:
-            raise CacheBusyError("x is being built by process 2: wait until it has finished")
         return SharedMemoryCache(4, [Images(4).sample(0)], max_memory=1 << 20)
 
-    clock = types.SimpleNamespace(monotonic=lambda: now_s, sleep=sleep, time=lambda: now_s)
-    monkeypatch.setattr(open_cache, "time", clock)
+    monkeypatch.setattr(open_cache, "time", types.SimpleNamespace(sleep=waits_s.append))
     monkeypatch.setattr(open_cache, "build_lmdb", build)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(4), cache="lmdb:x")
-    builders = re.findall(r"waiting: x is being built by process (\d)", caplog.text)
-
-    assert builders == ["1", "1", "1"]
+    assert caplog.text.count("waiting: x is being built by process 1") == 3
 
 
 def test_one_line_says_what_was_decided(caplog: Any) -> None:
@@ -344,7 +287,6 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
         CachedDataset(Images(2000, shape=(100, 100, 3)), max_memory="15MB")
     warning, record = (record.getMessage() for record in caplog.records)
     fit = "cache: uniform layout, 498 of 2,000 samples fit, about 60.3 MB needed, at most 15.0 MB; shared"
-
     assert caplog.records[0].levelname == "WARNING"
     assert "holds only 498 of 2,000 samples (25%), which need about 60.3 MB" in warning
     assert record.startswith(fit)
@@ -356,14 +298,16 @@ def test_one_line_says_what_was_decided(caplog: Any) -> None:
     assert 7 * 2304 < info.nbytes < 10**6
 
 
-def test_a_cache_in_ram_needs_no_lmdb(interpreter: Interpreter) -> None:
+WITHOUT_LMDB = """
+import sys
+sys.modules["lmdb"] = None
+import fastload, tests.cache.zoo
+dataset = fastload.CachedDataset(tests.cache.zoo.Images(8), cache="ram")
+print(len(list(fastload.DataLoader(dataset, 4))), dataset.cache_info().num_cached)
+"""
+
+
+def test_a_cache_in_ram_needs_no_lmdb(interpreter: Any) -> None:
     """Free-threaded builds of Python have no wheels of lmdb; only building a cache on disk imports it."""
-    done = interpreter.run(
-        "import sys\n"
-        "sys.modules['lmdb'] = None\n"
-        "import fastload\n"
-        "from tests.cache.zoo import Images\n"
-        "dataset = fastload.CachedDataset(Images(8), cache='ram')\n"
-        "print(len(list(fastload.DataLoader(dataset, 4))), dataset.cache_info().num_cached)\n"
-    )
+    done = interpreter.run(WITHOUT_LMDB, exits=False)
     assert (done.returncode, done.stdout) == (0, "2 8\n"), done.stderr

@@ -1,17 +1,14 @@
-"""Ranks of one launch share caches that have neither a fingerprint nor a key, if their datasets are equal.
+"""Ranks of one launch share caches without fingerprint and key, if their datasets are equal.
 
-tests/distributed/test_launchers.py does the same with real launchers. Here ranks are forks of the test, in a
-process group of their own.
+tests/distributed/test_launchers.py has real launchers. Here ranks are forks of the test.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import threading
-import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -30,23 +27,16 @@ from fastload.system import logs
 from tests.cache.build_zoo import BrokenImages, exit_codes
 from tests.cache.zoo import BareImages, Images
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.kit.jobs import Job
-
 pytestmark = pytest.mark.usefixtures("registry")
-
 LENGTH = 30
 UNPROBED = next(index for index in range(LENGTH) if index not in probed_indices(LENGTH))
 
 
-def join(rank: int, store: Path) -> None:
+def join(rank: int, store: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
 
-def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) -> list[Any]:
+def run_ranks(start: Any, folder: Any, cases: Any, caplog: Any) -> list[Any]:
     """Open caches in two ranks; for each, by rank: which rank made it, why it is used, and the warnings."""
 
     def open_in_turn(rank: int) -> tuple[Any, Any]:
@@ -61,21 +51,15 @@ def run_ranks(start: Callable[..., Job], folder: Path, cases: Any, caplog: Any) 
                     ds = CachedDataset(dataset, **options)
                     ds.fill(num_workers=0)
                 dist.barrier()
-            texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-            wrong = [i for i in range(len(ds)) if first_difference(ds._view(i), ds._source[i]) is not None]
+            assert all(first_difference(ds._view(i), ds._source[i]) is None for i in range(len(ds)))
             opened.append(ds)
-            found.append((ds.cache.origin.pid, ds.explain(), texts, wrong))
+            found.append((ds.cache.origin.pid, ds.explain(), caplog.messages))
         return opened, found
 
     ranks = [start(open_in_turn, rank) for rank in range(2)]
     pids = [rank.pid for rank in ranks]
-    answers = [rank.answer() for rank in ranks]
-    assert [wrong for answer in answers for *_, wrong in answer] == [[]] * 2 * len(cases)
-    both = zip(*answers, strict=True)
-    return [[(pids.index(maker), why, texts) for maker, why, texts, _ in found] for found in both]
-
-
-# --- datasets that are equal ------------------------------------------------------------------------------
+    both = zip(*[rank.answer() for rank in ranks], strict=True)
+    return [[(pids.index(maker), *others) for maker, *others in found] for found in both]
 
 
 class Holding(Images):
@@ -100,38 +84,28 @@ EQUAL: dict[str, Any] = {
     "an array of objects": lambda rank: Holding(np.array(["a", None, {1}], dtype=object)),
     "a shared list": lambda rank: Holding(SharedList([{"label": 1}, {"label": 2}])),
     "a list twice or two equal lists": lambda rank: Holding([[1, 2]] * 2 if rank else [[1, 2], [1, 2]]),
-    "a list that contains itself": lambda rank: Holding(endless()),
+    "a list that contains itself": lambda rank: Holding(ENDLESS),
 }
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 PREPARED: dict[str, Any] = {"a pipeline": A.Resize(8, 8), "a function": lambda sample: sample}
 
 
-def endless() -> list[Any]:
-    held: list[Any] = []
-    held.append(held)
-    return held
-
-
-def test_each_sample_is_read_once_but_those_that_are_compared(
-    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second rank reads what it compares; one that cannot be read is no error before it is asked for.
-
-    A fork or a worker of a rank is none: it has inherited the connection to the store.
-    """
+def test_samples_are_read_once_but_for_those_compared(start: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    """The second rank reads what it compares, readable or not; forks and workers of a rank are no ranks."""
     probed = probed_indices(LENGTH)
     images = Images(LENGTH, log=tmp_path / "reads"), BrokenImages(LENGTH, bad=probed[-1:])
 
-    def fill(rank: int, store: Path) -> tuple[Any, Any]:
+    def fill(rank: int, store: Any) -> tuple[Any, Any]:
         join(rank, store)
         opened = [CachedDataset(dataset) for dataset in images]
         dist.barrier()
         if rank == 0:
             opened[0].fill(num_workers=0)
         dist.barrier()
-        is_rank = launch.names() != []
-        codes = exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
+        names, codes = launch.names(), exit_codes(lambda: os._exit(7 if launch.names() == [] else 1))
         monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
-        helpers = is_rank, codes, launch.names()
+        helpers = names != [], codes, launch.names()
         return opened, (opened[0].fill(num_workers=0).num_cached, opened[1].cache.origin.pid, helpers)
 
     ranks = [start(fill, rank, tmp_path / "store") for rank in range(2)]
@@ -142,9 +116,6 @@ def test_each_sample_is_read_once_but_those_that_are_compared(
     assert helpers == ((True, [7], []),) * 2
     assert {i for i, count in enumerate(images[0].reads) if count != 1} == set(probed)
     assert sum(images[0].reads) == LENGTH + len(probed) + 4  # each rank reads two samples again
-
-
-# --- datasets that differ ---------------------------------------------------------------------------------
 
 
 class Globals(Images):
@@ -189,9 +160,7 @@ DIFFERENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.slow
-def test_ranks_share_a_cache_if_their_datasets_are_equal(
-    start: Callable[..., Job], tmp_path: Path, caplog: Any
-) -> None:
+def test_ranks_share_a_cache_if_their_datasets_are_equal(start: Any, tmp_path: Any, caplog: Any) -> None:
     """Nobody need name the samples; others keep their own, and a warning names the part that differs."""
     cases = [
         *((lambda rank, make=make: (make(rank), {}), "") for make in EQUAL.values()),
@@ -216,12 +185,10 @@ def test_ranks_share_a_cache_if_their_datasets_are_equal(
 
 
 @pytest.mark.slow
-def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
-    start: Callable[..., Job], tmp_path: Path
-) -> None:
+def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(start: Any, tmp_path: Any) -> None:
     """The n-th caches are then of different datasets, and each rank keeps its own; so do two jobs."""
 
-    def open_more(rank: int, store: Path, is_uneven: bool) -> tuple[Any, Any]:
+    def open_more(rank: int, store: Any, is_uneven: bool) -> tuple[Any, Any]:
         join(rank, store)
         extra = CachedDataset(Images(7)) if rank == 0 and is_uneven else None
         dist.barrier()
@@ -232,13 +199,9 @@ def test_a_cache_that_only_one_rank_makes_costs_the_others_no_wait(
     jobs = [("one", True), ("two", False), ("three", False)]
     ranks = [start(open_more, rank, tmp_path / job, uneven) for job, uneven in jobs for rank in range(2)]
     makers, differences = zip(*(rank.answer() for rank in ranks), strict=True)
-
     assert makers[:2] == tuple(rank.pid for rank in ranks[:2])
     assert makers[2] == makers[3] != makers[4] == makers[5]
     assert differences == (None,) * 6
-
-
-# --- launches ---------------------------------------------------------------------------------------------
 
 
 TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MASTER_PORT": "1"}
@@ -255,23 +218,18 @@ TORCHRUN = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2", "MAST
         ({"MASTER_PORT": None}, {"MASTER_PORT": None, "LOCAL_RANK": "1"}, False),
         ({"LOCAL_RANK": None}, {"LOCAL_RANK": None}, False),  # two scripts of a shell
         ({"LOCAL_WORLD_SIZE": None}, {"LOCAL_WORLD_SIZE": None, "LOCAL_RANK": "1"}, True),
-        ({}, {"LOCAL_RANK": "1", "parent": "another"}, False),  # as two nodes on one host
+        ({}, {"LOCAL_RANK": "1", "parent": os.getppid()}, False),  # as two nodes on one host
     ],
 )
 def test_the_launcher_s_variables_tell_ranks_from_other_processes(
-    one: dict[str, str | None],
-    other: dict[str, str | None],
-    is_one: bool,
-    start: Callable[..., Job],
-    monkeypatch: pytest.MonkeyPatch,
+    one: Any, other: Any, is_one: bool, start: Any, monkeypatch: Any
 ) -> None:
     """Two processes are ranks of one launch only if one parent numbered them, in one job."""
-    parents = {None: os.getpid(), "another": os.getppid()}
+    here = os.getpid()
 
-    def look(variables: dict[str, str | None]) -> tuple[Any, Any]:
-        parent = parents[variables.pop("parent", None)]
+    def look(variables: dict[str, Any]) -> tuple[Any, Any]:
         started_with = {k: v for k, v in (TORCHRUN | variables).items() if v is not None}
-        monkeypatch.setattr(os, "getppid", lambda: parent)
+        monkeypatch.setattr(os, "getppid", lambda: started_with.get("parent", here))
         monkeypatch.setattr(launch, "started_with", lambda: started_with)
         ds = CachedDataset(Images(LENGTH))
         return ds, ds.cache.origin.pid
@@ -279,34 +237,24 @@ def test_the_launcher_s_variables_tell_ranks_from_other_processes(
     first = start(look, one)
     maker = first.answer()
     second = start(look, other)
-
     assert maker == first.pid
     assert second.answer() == (first.pid if is_one else second.pid)
 
 
-def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_used_is_no_error(monkeypatch: Any) -> None:
     """The ranks then share nothing."""
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
-
     assert "private to this process" in CachedDataset(Images(LENGTH)).explain()
     assert owners.entries() == []
 
 
-# --- what is compared -------------------------------------------------------------------------------------
+def texts(changed: int = -1) -> list[str]:
+    """More bytes than are compared; one text can be another."""
+    return [f"{10**9 if number == changed else number:050}" for number in range(5000)]
 
 
-def large(first: str) -> list[str]:
-    return [first * 1000] + ["x" * 1000] * 199_999
-
-
-def texts(**changed: str) -> list[str]:
-    """More than is compared where the limit is 10,000 bytes."""
-    return [changed.get(f"number_{number}", f"{number:050}") for number in range(5000)]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "are_equal"),
     [
@@ -320,21 +268,13 @@ def texts(**changed: str) -> list[str]:
         (SharedList([1, {"a": 2}]), SharedList([{"a": 2}]), False),
         (max, min, False),
         (Images, BareImages, False),
-        (texts, lambda: texts(number_4999="another end"), True),
-        (texts, lambda: texts(number_3="another beginning"), False),
-        # Of values above 128 MiB, a part of the elements.
-        (lambda: np.zeros(40 << 20, np.float32), lambda: np.ones(40 << 20, np.float32), False),
-        (lambda: large("x"), lambda: large("y"), False),
+        (texts(), texts(changed=4999), True),
+        (texts(), texts(changed=3), False),
+        (np.zeros(5000), np.ones(5000), False),  # of a large one, a part of the elements
     ],
 )
-def test_attributes_are_compared(
-    one: Any, other: Any, are_equal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attributes_are_compared(one: Any, other: Any, are_equal: bool, monkeypatch: Any) -> None:
     """By their content, up to a number of bytes: a list of gigabytes would delay the start of every rank."""
     samples = {0: Images().sample(0)}
-    if one is texts:
-        monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
-    if isinstance(one, types.FunctionType):  # large values live as long as the test
-        one, other = one(), other()
-
+    monkeypatch.setattr("fastload.cache.likeness._MAX_BYTES", 10_000)
     assert (likeness(Holding(one), None, samples) == likeness(Holding(other), None, samples)) == are_equal

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,33 +21,19 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 FENCE, STORE, LOAD = "fence", "store", "load"
 INDEX = 3
 
 
 class Step(NamedTuple):
-    """One access of a process, or a fence.
-
-    Attributes:
-        kind: FENCE, STORE or LOAD.
-        place: What is stored or loaded.
-        after: The place of the earlier load from which this load's address is computed.
-    """
+    """One access of a process, or a fence."""
 
     kind: str
     place: str = ""
-    after: str = ""
+    after: str = ""  # the place of the earlier load from which this load's address is computed
 
 
-def store(place: str) -> Step:
-    return Step(STORE, place)
-
-
-def load(place: str, after: str = "") -> Step:
-    return Step(LOAD, place, after)
+store, load = functools.partial(Step, STORE), functools.partial(Step, LOAD)
 
 
 def on_arm(first: Step, second: Step) -> bool:
@@ -61,7 +47,7 @@ def on_x86(first: Step, second: Step) -> bool:
     return (first.kind, second.kind) != (STORE, LOAD) or on_arm(first, second)
 
 
-def loads_seen(processes: list[list[Step]], waits: Callable[[Step, Step], bool]) -> set[frozenset[str]]:
+def loads_seen(processes: list[list[Step]], waits: Any) -> set[frozenset[str]]:
     """For every possible run: the places whose load, in any process, saw the store."""
 
     @functools.cache
@@ -82,32 +68,24 @@ def loads_seen(processes: list[list[Step]], waits: Callable[[Step, Step], bool])
     return set(run(tuple(tuple(range(len(process))) for process in processes), frozenset()))
 
 
-def is_safe(processes: list[list[Step]], flag: str, waits: Callable[[Step, Step], bool]) -> bool:
+def is_safe(processes: list[list[Step]], flag: str, waits: Any) -> bool:
     """Whether a run that loads the flag as stored loads all other places as stored, too."""
     places = {step.place for process in processes for step in process if step.kind == LOAD}
     return all(seen == places for seen in loads_seen(processes, waits) if flag in seen)
 
 
-# --- what the code does -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
-def steps(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+def steps(monkeypatch: Any) -> list[Step]:
     """What this process does to segments from here on; a write of several words is a step for each half."""
     recorded: list[Step] = []
 
     def name(offset: int, nbytes: int) -> list[str]:
-        if offset == SUCCESSOR_AT:
-            return ["number"]
-        if SUCCESSOR_AT < offset < DESCRIPTION_AT:
-            return ["holder"]
+        if SUCCESSOR_AT <= offset < DESCRIPTION_AT:
+            return ["number" if offset == SUCCESSOR_AT else "holder"]
         if TABLE_AT <= offset < TABLE_AT + 4096:
             return ["entry"]
-        return (
-            ["cursor"]
-            if offset == CURSOR_AT
-            else [f"sample at {offset}", f"sample at {offset + nbytes // 2}"]
-        )
+        halves = [f"sample at {offset}", f"sample at {offset + nbytes // 2}"]
+        return ["cursor"] if offset == CURSOR_AT else halves
 
     write, pread, store_number = Segment.write, os.pread, generation.Generation._store
 
@@ -147,12 +125,12 @@ def of(recorded: list[Step], *places: str) -> list[Step]:
 
 
 @pytest.mark.parametrize("kind", [Images, RaggedImages])
-def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: type[Images], steps: list[Step]) -> None:
+def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: Any, steps: list[Step]) -> None:
     """On ARM, by the fence of `put` and by addresses that depend on the entry; also with two writers."""
-    dataset = kind(8)
-    cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)
+    samples = [kind(8).sample(i) for i in range(8)]
+    cache = SharedMemoryCache(8, samples, max_memory=1 << 20)
     steps.clear()
-    assert cache.put(INDEX, dataset.sample(INDEX))
+    assert cache.put(INDEX, samples[INDEX])
 
     writer = of(steps, "sample", "entry")
     places = [step.place for step in writer if step.kind == STORE and step.place != "entry"]
@@ -169,18 +147,17 @@ def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: type[Images], ste
 
 def test_rows_are_read_where_their_entries_lead() -> None:
     """Entries that lead to other rows change what is read, one by one and as a batch."""
-    dataset = Images(8)
-    cache = SharedMemoryCache(8, [dataset.sample(i) for i in range(8)], max_memory=1 << 20)
+    samples = [Images(8).sample(i) for i in range(8)]
+    cache = SharedMemoryCache(8, samples, max_memory=1 << 20)
     for index in range(8):
-        cache.put(index, dataset.sample(index))
+        cache.put(index, samples[index])
     for index in range(8):
         cache._now.publish(index, 2 * (7 - index) + 1)
 
-    image, _ = cache.get(INDEX)
     images, _ = cache.gather(np.arange(8), np.empty)
-    np.testing.assert_array_equal(image, dataset.sample(7 - INDEX)[0])
     for index in range(8):
-        np.testing.assert_array_equal(images[index], dataset.sample(7 - index)[0])
+        np.testing.assert_array_equal(cache.get(index)[0], samples[7 - index][0])
+        np.testing.assert_array_equal(images[index], samples[7 - index][0])
 
 
 def test_who_sees_a_new_generation_sees_where_it_is(steps: list[Step]) -> None:
@@ -189,19 +166,14 @@ def test_who_sees_a_new_generation_sees_where_it_is(steps: list[Step]) -> None:
     steps.clear()
     cache.retain(np.arange(4))
     announced = of(steps, "holder", "number")
-    first = announced.index(store("holder"))
-    writer = announced[first:]
-
-    steps.clear()
+    writer = announced[announced.index(store("holder")) :]
     old = SharedMemoryCache(8, [1], max_memory=1 << 20)._now
     steps.clear()
     assert old.newer() is None
     reader = [load("number"), *of(steps, "holder")]
 
-    assert [step.place for step in writer + reader if step.kind != FENCE] == [
-        *("holder", "number"),
-        *("number", "holder"),
-    ]
+    places = [step.place for step in writer + reader if step.kind != FENCE]
+    assert places == ["holder", "number", "number", "holder"]
     assert is_safe([writer, reader], "number", on_arm)
     for process in (writer, reader):
         weaker = [[s for s in p if s.kind != FENCE or p is not process] for p in (writer, reader)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import pickle
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -23,11 +24,7 @@ from fastload.memory.segment import Segment
 from fastload.nested.tree import first_difference
 from fastload.system.locks import try_lock
 from tests.cache.zoo import Images, MixedImages, RaggedImages
-from tests.kit.batches import assert_same_samples
 from tests.kit.jobs import Job
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NUM_SAMPLES = 24
 INDICES = st.integers(0, NUM_SAMPLES - 1)
@@ -47,17 +44,14 @@ def use(cache: SharedMemoryCache, dataset: Images, work: str, indices: Any) -> A
     if work == "retain":
         cache.retain(as_indices(indices))
         return cache.generation
-    found = []
-    for index in indices:
-        sample = cache.get(index)
+    samples = [cache.get(index) for index in indices]
+    for index, sample in zip(indices, samples, strict=True):
         assert (sample is not None) == (index in cache)
-        if sample is not None:
-            assert_same_samples(sample, dataset.sample(index))
-        found.append(sample is not None)
-    return found
+        assert sample is None or first_difference(sample, dataset.sample(index)) is None
+    return [sample is not None for sample in samples]
 
 
-def killed(work: Callable[[], object]) -> None:
+def killed(work: Any) -> None:
     """Run in a fork that SIGKILL ends, if not earlier then after all."""
     pid = os.fork()
     if pid == 0:
@@ -73,12 +67,10 @@ def die(*_: Any) -> None:
 
 def die_in_write(call: int) -> None:
     """Let this process die half-way through its `call`-th write to a segment."""
-    real, calls = os.pwritev, 0
+    real, calls = os.pwritev, itertools.count(1)
 
     def write(fd: int, buffers: Any, offset: int) -> int:
-        nonlocal calls
-        calls += 1
-        if calls == call:
+        if next(calls) == call:
             data = b"".join(bytes(buffer) for buffer in buffers)
             real(fd, [data[: len(data) // 2]], offset)
             die()
@@ -87,14 +79,8 @@ def die_in_write(call: int) -> None:
     os.pwritev, os.pwrite = write, lambda fd, data, offset: write(fd, [data], offset)  # type: ignore[assignment]
 
 
-def die_in_retain(when: str) -> None:
-    """Let this process die in the middle of retain()."""
-    if when == "before the segment":
-        SharedMemoryCache._succeed = die  # type: ignore[method-assign]
-    elif when == "before the pointer":
-        generation.Generation.announce = die  # type: ignore[method-assign]
-    elif when == "between pointer and number":
-        generation.fence = die  # after the pointer, before the number
+# Where a process dies in retain(): before the segment, the pointer or the number, or behind it.
+DEATHS = [(SharedMemoryCache, "_succeed"), (generation.Generation, "announce"), (generation, "fence"), None]
 
 
 class RamMachine(RuleBasedStateMachine):
@@ -107,7 +93,7 @@ class RamMachine(RuleBasedStateMachine):
         kind=st.sampled_from([Images, RaggedImages, MixedImages]),
         max_memory=st.sampled_from([1 << 20, 8192, 20_000, 40_000, 60_000]),
     )
-    def make(self, kind: type[Images], max_memory: int) -> None:
+    def make(self, kind: Any, max_memory: int) -> None:
         self.dataset = kind(NUM_SAMPLES)
         examples = [self.dataset.sample(index) for index in (0, NUM_SAMPLES // 2, NUM_SAMPLES - 1)]
         self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, max_memory=max_memory)]
@@ -134,7 +120,7 @@ class RamMachine(RuleBasedStateMachine):
         return use(self.handles[number], self.dataset, work, indices)
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Any:
         """Somebody else holds the lock, which nobody else held before."""
         fd = self.handles[0]._newest().segment.reopen()
         assert try_lock(fd)
@@ -213,16 +199,11 @@ class RamMachine(RuleBasedStateMachine):
             assert self.ask(0, "retain", part) == before
         assert [refusal in str(call) for call in warning.mock_calls] == [True] * (retained != self.retained)
 
-    @rule(
-        part=PARTS,
-        when=st.sampled_from(
-            ["before the segment", "before the pointer", "between pointer and number", "behind the pointer"]
-        ),
-    )
-    def kill_a_maker(self, part: set[int] | None, when: str) -> None:
+    @rule(part=PARTS, place=st.sampled_from(DEATHS))
+    def kill_a_maker(self, part: set[int] | None, place: Any) -> None:
         """Its generation is gone with it, and no lock is left."""
         cache = self.handles[0]
-        killed(lambda: (die_in_retain(when), cache.retain(as_indices(part))))
+        killed(lambda: (place and setattr(*place, die), cache.retain(as_indices(part))))
         with self.locked():
             pass
 
@@ -288,7 +269,5 @@ class RamMachine(RuleBasedStateMachine):
 
 TestRamMachine = pytest.mark.slow(RamMachine.TestCase)
 TestRamMachine.settings = settings(
-    max_examples=25,
-    stateful_step_count=25,
-    suppress_health_check=list(HealthCheck),
+    max_examples=25, stateful_step_count=25, suppress_health_check=list(HealthCheck)
 )

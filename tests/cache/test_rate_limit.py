@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,22 +16,12 @@ from fastload import CachedDataset
 from fastload.cache import rate_limit
 from fastload.cache.rate_limit import RateLimit
 from fastload.cache.stack import Stack
+from tests.cache.zoo import Made
 
 NUM_SAMPLES = 40
 CHEAP_S = 0.0001
 MS = st.floats(0.0, 0.05)
-
-
-class Clock:
-    """Stands for `time.perf_counter`."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now_s=0.0)
 
 
 class SlowCache:
@@ -52,19 +43,17 @@ class SlowCache:
         return indices
 
 
-class SlowFile:
-    """Reading a sample takes as long as storing it."""
-
-    def get(self, index: int) -> Any:
-        CLOCK.now_s += 0.05
-        return index
+def slowly(given: Any) -> Any:
+    """Takes its time to give it back."""
+    CLOCK.now_s += 0.05
+    return given
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch, unpaced_caches: None) -> None:
+def clock(monkeypatch: Any, unpaced_caches: None) -> None:
     """Time is still, and caches keep their rate limit."""
     monkeypatch.setattr(rate_limit, "CHEAP_S", CHEAP_S)
-    monkeypatch.setattr(time, "perf_counter", CLOCK)
+    monkeypatch.setattr(time, "perf_counter", lambda: CLOCK.now_s)
 
 
 def run_epoch(keeper: RateLimit, cache: SlowCache, read_s: float) -> float:
@@ -80,9 +69,7 @@ def run_epoch(keeper: RateLimit, cache: SlowCache, read_s: float) -> float:
 
 
 @given(read_s=MS, store_s=st.lists(MS, min_size=1), epochs=st.integers(1, 6))
-def test_no_epoch_takes_much_longer_than_without_a_cache(
-    read_s: float, store_s: list[float], epochs: int
-) -> None:
+def test_no_epoch_takes_much_longer_than_without_a_cache(read_s: float, store_s: Any, epochs: int) -> None:
     """A fifth, what is cheap, what was saved up, and the last sample: no epoch takes more than these."""
     keeper, cache = RateLimit(), SlowCache(store_s)
     saved_s = max(rate_limit._BEGIN_S, rate_limit._MAX_S)
@@ -109,8 +96,8 @@ def test_few_epochs_store_everything(read_s: float, store_s: float, epochs: int)
 @pytest.mark.parametrize("in_batches", [False, True])
 def test_hits_of_a_tier_pay_for_samples_of_the_next_one(in_batches: bool) -> None:
     """One by one and in batches: without them, few of the samples of a slow file would be in RAM by now."""
-    store: Any = SlowCache([0.05])
-    stack = Stack(NUM_SAMPLES, [store], behind=SlowFile())  # type: ignore[arg-type]
+    store, file = SlowCache([0.05]), SimpleNamespace(get=slowly)
+    stack: Any = Stack(NUM_SAMPLES, [store], behind=file)
     for _ in range(3):
         stored = set(store.stored) if in_batches else set()
         stack.gather(np.array(sorted(stored), np.intp), np.empty)
@@ -118,49 +105,28 @@ def test_hits_of_a_tier_pay_for_samples_of_the_next_one(in_batches: bool) -> Non
     assert len(store.stored) == NUM_SAMPLES
 
 
-def test_the_log_says_once_why_a_cache_is_not_full(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_why_a_cache_is_not_full(caplog: Any) -> None:
     """It gives both times, and the way to fill the cache at once."""
     caplog.set_level(logging.INFO, "fastload")
     run_epoch(RateLimit(), SlowCache([0.5]), read_s=0.001)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert "1.00 ms to read and 500.00 ms to store" in line
     assert "CachedDataset.fill()" in line
 
 
-class Photos:
-    """Reading one takes 1 ms."""
-
-    num_reads = 0
-
-    def __len__(self) -> int:
-        return NUM_SAMPLES
-
-    def __getitem__(self, index: int) -> Any:
-        CLOCK.now_s += 0.001
-        self.num_reads += 1
-        return np.full((4, 4, 3), index, np.uint8)
-
-
 @pytest.mark.parametrize("fills", [False, True])
-def test_samples_that_are_put_off_are_right_and_stored_later(
-    fills: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_are_put_off_are_right_and_stored_later(fills: bool, monkeypatch: Any) -> None:
     """Each access gives the sample, stored or not, until all are; fill() stores all at once."""
-    photos = Photos()
+    photos = Made(slowly, NUM_SAMPLES)
     dataset = CachedDataset(photos, cache="ram")
     put = dataset.cache.put
-
-    def slow_put(index: int, sample: Any) -> bool:
-        CLOCK.now_s += 0.1
-        return put(index, sample)
-
-    monkeypatch.setattr(dataset.cache, "put", slow_put)
-    reads, stored = photos.num_reads, [dataset.cache_info().num_cached]
+    monkeypatch.setattr(dataset.cache, "put", lambda index, sample: put(index, slowly(sample)))
+    reads, stored = sum(photos.reads), [dataset.cache_info().num_cached]
     while stored[-1] < NUM_SAMPLES:
         if fills:
             dataset.fill(num_workers=0, progress=False)
         else:
-            assert [int(dataset[index][0, 0, 0]) for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+            assert [dataset[index] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
         stored.append(dataset.cache_info().num_cached)
     assert (len(stored) == 2) == fills
-    assert (photos.num_reads - reads == NUM_SAMPLES - stored[0]) == fills
+    assert (sum(photos.reads) - reads == NUM_SAMPLES - stored[0]) == fills

@@ -15,30 +15,24 @@ from hypothesis import strategies as st
 
 from fastload import CachedDataset, DataLoader
 from fastload.cache.pushdown import Pushdown
-from fastload.cache.tail import Tail, find_tail
+from fastload.cache.tail import find_tail
 from fastload.images.encoded import EncodedImage
 from fastload.nested.pending import PendingImage, computed
 from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
 from tests.cache.test_pushdown import compose as with_targets
-from tests.cache.zoo import Images
+from tests.cache.zoo import Images, Made
 from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
 
 SHAPE = (112, 120, 3)  # an image of more than 32 KiB
-
-NORMALIZATIONS = st.sampled_from(
-    [
-        {},
-        {"mean": 0.5, "std": 0.25},
-        {"mean": (0.1, 0.2, 0.3), "std": (1, 2, 3), "max_pixel_value": 1.0},
-        {"mean": (0, 0, 0), "std": (1, 1, 1)},
-    ]
-)
-ENDS = st.one_of(
-    NORMALIZATIONS.map(lambda options: [A.Normalize(**options)]),
-    NORMALIZATIONS.map(lambda options: [A.Normalize(**options), ToTensorV2()]),
-    st.just([ToTensorV2()]),
-)
+LAST = ToTensorV2()
+STEPS: Any = [
+    A.Normalize(),
+    A.Normalize(mean=0.5, std=0.25),
+    A.Normalize(mean=(0.1, 0.2, 0.3), std=(1, 2, 3), max_pixel_value=1.0),
+    A.Normalize(mean=(0, 0, 0), std=(1, 1, 1)),
+]
+ENDS = st.sampled_from([[LAST], *([step] for step in STEPS), *([step, LAST] for step in STEPS)])
 IMAGES = [
     np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     for shape in [(140, 131, 3), (140, 131), (140, 131, 1), (140, 131, 4), (20, 30, 3)]
@@ -47,12 +41,6 @@ IMAGES = [
 
 def compose(*end: Any, p: float = 1.0) -> Any:
     return A.Compose([A.HorizontalFlip(p=0.5), A.RandomBrightnessContrast(p=0.5), *end], p=p, seed=3)
-
-
-def tail_of(pipeline: Any) -> Tail:
-    tail = find_tail(pipeline)
-    assert tail is not None
-    return tail
 
 
 def outcome(call: Any, *args: Any, **data: Any) -> Any:
@@ -65,11 +53,8 @@ def outcome(call: Any, *args: Any, **data: Any) -> Any:
 @settings(max_examples=60)
 @given(end=ENDS, image=st.sampled_from(IMAGES), p=st.sampled_from([1.0, 0.5]))
 def test_computed_later_it_is_what_the_pipeline_returns(end: list[Any], image: Any, p: float) -> None:
-    """The result, the other targets, the errors and the generators are the pipeline's; rows get its bits.
-
-    Rows lie in memory order C, and tensors' rows also in channels-last order.
-    """
-    pipeline = compose(*end, p=p)
+    """The result, the other targets, the errors and the generators are the pipeline's; rows get its bits."""
+    pipeline = compose(*copy.deepcopy(end), p=p)
     twin = copy.deepcopy(pipeline)
     tail = find_tail(twin)
     for _ in range(4):
@@ -86,7 +71,7 @@ def test_computed_later_it_is_what_the_pipeline_returns(end: list[Any], image: A
 
 
 def check_rows(pending: Any) -> None:
-    """A pending image writes what `value()` returns, of the kind, shape and dtype that it says."""
+    """A pending image writes what `value()` returns, as it says: in memory order C, and channels-last."""
     if type(pending) is not PendingImage:
         return
     value = pending.value()
@@ -105,7 +90,8 @@ def test_targets_beside_the_image_stay() -> None:
     crop = with_targets([A.RandomResizedCrop((112, 120))], [A.Normalize(), ToTensorV2()], seed=5)
     twin = copy.deepcopy(crop)
     encoded = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
-    through = tail_of(twin).through(Pushdown(twin, reduces=False).run)
+    tail: Any = find_tail(twin)
+    through = tail.through(Pushdown(twin, reduces=False).run)
     for _ in range(5):
         theirs, ours = crop(**targets(encoded.decode())), through(**targets(encoded))
         assert type(ours["image"]) is PendingImage
@@ -155,45 +141,31 @@ def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
     np.testing.assert_array_equal(cached[0][0], pipeline(image=image.decode())["image"])
 
 
-class Uncached:
-    """Reads another dataset one sample at a time, by its public method."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
+IMAGES_OF_ONE_SIZE = Images(20, shape=SHAPE)
 
 
-class Mixed(Images):
+def mixed(index: int) -> Any:
     """A second array whose dtype changes in the middle, so its samples do not fit one plan."""
-
-    def sample(self, index: int) -> Any:
-        image, _ = super().sample(index)
-        return {"image": image, "extra": np.ones(9000, np.float32 if index < 5 else np.float64)}
+    extra = np.ones(9000, np.float32 if index < 5 else np.float64)
+    return {"image": IMAGES_OF_ONE_SIZE.sample(index)[0], "extra": extra}
 
 
-@pytest.mark.parametrize("dataset", [Images(20, shape=SHAPE), Mixed(20, shape=SHAPE)])
-@pytest.mark.parametrize("memory_format", [None, torch.channels_last])
-def test_batches_of_workers_are_those_of_single_samples(
-    dataset: Any, memory_format: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("dataset", [IMAGES_OF_ONE_SIZE, Made(mixed, 20)])
+@pytest.mark.parametrize("options", [{}, {"memory_format": torch.channels_last}])
+def test_batches_of_workers_are_those_of_single_samples(dataset: Any, options: Any, monkeypatch: Any) -> None:
     """Batches equal those of a dataset that calls `cached[index]`, bits and strides, in both epochs."""
     cached = CachedDataset(dataset, compose(A.Normalize(), ToTensorV2()))
+    around = Made(cached.__getitem__, 20)
     epochs = []
-    for source in (Uncached(cached), cached):
+    for source in (around, cached):
         torch.manual_seed(7)
-        options = {} if memory_format is None else {"memory_format": memory_format}
-        loader = DataLoader(source, 8, shuffle=True, num_workers=2, persistent_workers=True, **options)
+        loader = DataLoader(source, 8, shuffle=True, num_workers=1, persistent_workers=True, **options)
         epochs.append([read_epoch(loader) for _ in range(2)])
         loader.close()
     for theirs, ours in zip(*epochs, strict=True):
         assert_same_batches(theirs, ours)
-    if type(dataset) is Images:  # a worker writes the image itself, but for a dataset around it
+    if dataset is IMAGES_OF_ONE_SIZE:  # a worker writes the image itself, but for a dataset around it
         monkeypatch.setattr(PendingImage, "write", lambda self, row: row.fill(99))
-        for source, is_pending in ((cached, True), (Uncached(cached), False)):
+        for source, is_pending in ((cached, True), (around, False)):
             images, _ = next(iter(DataLoader(source, 4, num_workers=1, multiprocessing_context="fork")))
             assert bool((images == 99).all()) is is_pending

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import albumentations as A
 import cv2
@@ -24,7 +22,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.transform import TransformCaller
 from fastload.cache.zero_copy import keeps_read_only
 from fastload.nested.tree import leaves
-from tests.cache.zoo import BareImages, FloatImages, Images, Pair
+from tests.cache.zoo import BareImages, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
 
 
@@ -76,18 +74,21 @@ def test_a_transform_gives_what_it_gives_on_a_private_copy(way: str) -> None:
         assert [int(array.min()) for array in transform] == [*range(1, len(transform) + 1)]
 
 
-class Shaped(Images):
+def as_dict(*keys: str) -> Any:
+    """Makes dicts of image and label under these keys."""
+    return lambda *sample: dict(zip(keys, sample, strict=True))
+
+
+def shaped(make: Any) -> Any:
     """Gives what it was told to make of image and label."""
-
-    def __init__(self, make: Any) -> None:
-        super().__init__(4)
-        self.make = make
-
-    def sample(self, index: int) -> Any:
-        return self.make(*super().sample(index))
+    return Made(lambda index: make(*Images().sample(index)), 4)
 
 
 FLIP = A.Compose([A.HorizontalFlip(p=1)])
+
+
+def with_mask(image: Any, label: int) -> Any:
+    return {"image": image, "mask": image[..., 0], "label": label}
 
 
 class Invert(A.ImageOnlyTransform):
@@ -100,30 +101,20 @@ class Invert(A.ImageOnlyTransform):
 @pytest.mark.parametrize(
     ("make", "expected", "pipeline"),
     [
-        (lambda image, label: image, lambda image, label: image[:, ::-1], FLIP),
-        (lambda image, label: (image, label), lambda image, label: (image[:, ::-1], label), FLIP),
-        (lambda i, label: (i, label), lambda i, label: (i[:, ::-1], label), A.HorizontalFlip(p=1)),
-        (lambda image, label: (image, label), lambda image, label: (255 - image, label), Invert(p=1)),
-        (lambda image, label: [image, "x"], lambda image, label: [image[:, ::-1], "x"], FLIP),
-        (lambda image, label: Pair(image, label), lambda i, label: Pair(i[:, ::-1], label), FLIP),
-        (lambda i, label: (i[..., 0], np.zeros(3)), lambda i, label: (i[:, ::-1, 0], np.zeros(3)), FLIP),
-        (
-            lambda image, label: {"image": image, "mask": image[..., 0], "label": label},
-            lambda image, label: {"image": image[:, ::-1], "mask": image[:, ::-1, 0], "label": label},
-            FLIP,
-        ),
+        (lambda i, n: i, lambda i, n: i[:, ::-1], FLIP),
+        (lambda i, n: (i, n), lambda i, n: (i[:, ::-1], n), A.HorizontalFlip(p=1)),
+        (lambda i, n: (i, n), lambda i, n: (255 - i, n), Invert(p=1)),
+        (lambda i, n: [i, "x"], lambda i, n: [i[:, ::-1], "x"], FLIP),
+        (lambda i, n: Pair(i, n), lambda i, n: Pair(i[:, ::-1], n), FLIP),
+        (lambda i, n: (i[..., 0], np.zeros(3)), lambda i, n: (i[:, ::-1, 0], np.zeros(3)), FLIP),
+        (with_mask, lambda i, n: with_mask(i[:, ::-1], n), FLIP),
         (lambda i, n: {"volume": i, "n": n}, lambda i, n: {"volume": i[:, :, ::-1], "n": n}, FLIP),
     ],
 )
 def test_albumentations_conventions(make: Any, expected: Any, pipeline: Any) -> None:
     """An array, a sequence that starts with one and a dict of targets are transformed as documented."""
-    ds = CachedDataset(Shaped(make), pipeline)
+    ds = CachedDataset(shaped(make), pipeline)
     assert_same_samples(ds[1], expected(*Images(4).sample(1)))
-
-
-def as_dict(*keys: str) -> Any:
-    """Makes dicts of image and label under these keys."""
-    return lambda *sample: dict(zip(keys, sample, strict=True))
 
 
 def take(sample: Any) -> Any:
@@ -164,7 +155,7 @@ IMG = "is a dict of {'img': array (32, 24, 3) uint8, "
 def test_what_fails_says_what_was_given(role: str, make: Any, function: Any, said: str, note: str) -> None:
     """As it was, not what the function left of it, and what to return instead."""
     with pytest.raises(Exception, match=said) as caught:
-        CachedDataset(Shaped(make), **{role: function})[1]
+        CachedDataset(shaped(make), **{role: function})[1]
     found = "\n".join(getattr(caught.value, "__notes__", []))
     assert note.replace("sample 1", "sample 0" if role == "prepare" else "sample 1") in found
     assert ("transpose them" in found) == ("transpose them" in note)
@@ -174,35 +165,29 @@ def test_what_fails_says_what_was_given(role: str, make: Any, function: Any, sai
 class Frozen(Exception):  # noqa: N818
     """An error that takes no notes."""
 
-    code: int
+    code: int = 3
 
 
-@pytest.mark.parametrize("make", [lambda: Frozen(3), lambda: ValueError("of my own")])
-def test_an_error_of_the_user_passes_through(make: Any) -> None:
+@pytest.mark.parametrize("error", [Frozen, ValueError])
+def test_an_error_of_the_user_passes_through(error: type[Exception]) -> None:
     """It is raised, and not the error of adding a note to it; the transform is not run twice."""
-    calls: list[int] = []
-
-    def fails(sample: Any) -> Any:
-        calls.append(1)
-        raise make()
-
-    with pytest.raises(type(make())) as caught:
+    fails = mock.Mock(side_effect=error)
+    with pytest.raises(error) as caught:
         CachedDataset(Images(4), transform=fails)[0]
-    assert str(caught.value) == str(make())
-    assert len(calls) == 1
+    assert str(caught.value) == str(error())
+    assert fails.call_count == 1
 
 
 @pytest.mark.parametrize("role", ["transform", "prepare"])
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (5, "{}=5 is of type int, which is not callable: pass an albumentations pipeline, a function"),
-        ("flip", "{}='flip' is of type str, which is not callable"),
-        ([A.NoOp()], "is of type list, which is not callable"),
         (
-            A.HorizontalFlip,
-            r"{} is the class HorizontalFlip: pass an instance of it, such as {}=HorizontalFlip\(",
+            "flip",
+            "{}='flip' is of type str, which is not callable: pass an albumentations pipeline, a function",
         ),
+        ([A.NoOp()], "is of type list, which is not callable"),
+        (A.NoOp, r"{} is the class NoOp: pass an instance of it, such as {}=NoOp\("),
     ],
 )
 def test_what_cannot_be_called_is_refused_at_once(role: str, value: Any, text: str) -> None:
@@ -218,14 +203,11 @@ def test_what_cannot_be_called_is_refused_at_once(role: str, value: Any, text: s
             later[0]
 
 
-@pytest.mark.parametrize("method", ["process", "thread"])
-def test_the_note_comes_from_workers(method: Any) -> None:
+def test_the_note_comes_from_workers() -> None:
     """The error that a worker sends carries the note."""
-    loader = DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1, worker_type=method)
     with pytest.raises(AttributeError) as caught:
-        next(iter(loader))
-    found = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert f"sample 0 {A_TUPLE}" in found
+        next(iter(DataLoader(CachedDataset(Images(8), image_only), 4, num_workers=1)))
+    assert f"sample 0 {A_TUPLE}" in "\n".join([str(caught.value), *caught.value.__notes__])
 
 
 def test_threads_share_a_cached_dataset() -> None:
@@ -270,7 +252,7 @@ def test_the_transform_may_be_replaced_while_threads_read() -> None:
 @pytest.mark.parametrize("normalization", ["min_max_per_channel", "standard"])
 def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
     """Also what divides float32 images in place, which read-only memory refuses at first."""
-    dataset = FloatImages(24)
+    dataset = Made(lambda index: np.random.RandomState(index).rand(8, 6, 3).astype(np.float32))
     pipeline = A.Compose([A.Normalize(normalization=normalization), A.HorizontalFlip(p=1)])
     for options in ({"num_workers": 3, "worker_type": "thread"}, {}):
         loader = DataLoader(CachedDataset(dataset, pipeline), batch_size=None, **options)
@@ -279,22 +261,10 @@ def test_worker_threads_transform_as_plain_code(normalization: Any) -> None:
                 assert_same_samples(np.asarray(image), pipeline(image=dataset.sample(index))["image"])
 
 
-# --- cached memory that a transform is given -----------------------------------------------------------
-
-
-ROOT = Path(__file__).parents[2]
-
-
-class OwnFlip(A.HorizontalFlip):
-    """A user's subclass; what it overrides may run any code."""
-
-
-class OwnCompose(A.Compose):
-    """A user's subclass."""
-
-
-class OwnParams(A.BboxParams):
-    """A user's subclass."""
+# Subclasses of a user, who may override anything.
+OwnFlip, OwnCompose, OwnParams = (
+    type("Own", (base,), {"__module__": __name__}) for base in (A.HorizontalFlip, A.Compose, A.BboxParams)
+)
 
 
 def own_function(image: Any, **params: Any) -> Any:
@@ -307,15 +277,10 @@ def with_attribute(**values: Any) -> Any:
     return transform
 
 
-def used() -> Any:
-    """A pipeline that remembers its last call, such as the types of labels."""
-    boxes = A.BboxParams("pascal_voc", label_fields=["labels", "numbers"])
-    pipeline = A.Compose([A.HorizontalFlip(p=1)], bbox_params=boxes, save_applied_params=True)
-    box, image = np.array([[1, 1, 5, 5]], np.float32), np.zeros((8, 8, 3), np.uint8)
-    pipeline(image=image, bboxes=box, labels=["cat"], numbers=np.array([3]))
-    return pipeline
-
-
+BOXES = A.BboxParams("pascal_voc", label_fields=["labels", "numbers"])
+USED = A.Compose([A.HorizontalFlip(p=1)], bbox_params=BOXES, save_applied_params=True)
+BOX, ZEROS = np.array([[1, 1, 5, 5]], np.float32), np.zeros((8, 8, 3), np.uint8)
+USED(image=ZEROS, bboxes=BOX, labels=["cat"], numbers=np.array([3]))  # it remembers the types of labels
 CIRCLE: list[Any] = []
 CIRCLE.append(CIRCLE)
 
@@ -324,12 +289,9 @@ KNOWN = {
     "single": A.HorizontalFlip(),
     "nested": A.Compose([A.OneOf([A.Sequential([A.SomeOf([A.Blur()])]), A.NoOp()])]),
     "replay": A.ReplayCompose([A.RandomCrop(8, 8)]),
-    "functions of albumentations": A.Compose(
-        [A.ColorJitter(), A.HistogramMatching(metadata_key="references")]
-    ),
-    "used": used(),
+    "its functions": A.Compose([A.ColorJitter(), A.HistogramMatching(metadata_key="references")]),
+    "used, with boxes": USED,
     "circle": with_attribute(parts=CIRCLE),
-    "boxes": A.Compose([A.HorizontalFlip()], bbox_params=A.BboxParams("coco", label_fields=["labels"])),
 }
 UNKNOWN = {
     "function": own_function,
@@ -351,9 +313,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("name", "is_known"), [*((n, True) for n in KNOWN), *((n, False) for n in UNKNOWN)])
-def test_albumentations_own_pipelines_need_no_copy(
-    name: str, is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_albumentations_own_pipelines_need_no_copy(name: str, is_known: bool, monkeypatch: Any) -> None:
     """They are given cached arrays; code of the user, of torch or of an unknown release gets copies."""
     assert keeps_read_only({**KNOWN, **UNKNOWN}[name]) == is_known
     monkeypatch.setattr(A, "__version__", "2.0.9")
@@ -363,8 +323,7 @@ def test_albumentations_own_pipelines_need_no_copy(
 def test_known_pipelines_are_given_the_cached_memory() -> None:
     """The transforms of such a pipeline run on the cache's own array, and not on a copy."""
     ds = CachedDataset(BareImages(4), A.Compose([A.HorizontalFlip(p=1)]))
-    caller = TransformCaller(ds.transform)
-    image = ds._view(1)
+    caller, image = TransformCaller(ds.transform), ds._view(1)
     seen: list[Any] = []
     caller._call = lambda sample, given, index, tail: seen.append(given)
     caller(lambda _: image, 1)
@@ -373,11 +332,11 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # seconds of computation, which take minutes where other processes have the cores
-def test_known_transforms_do_no_harm_on_sealed_memory(request: pytest.FixtureRequest) -> None:
+def test_known_transforms_do_no_harm_on_sealed_memory(request: Any, interpreter: Any) -> None:
     """Each of albumentations' transforms gives what it gives on a private copy, and writes to none of it."""
     words = ["thorough"] if request.config.getoption("--thorough") else []
-    command = [sys.executable, "-m", "tests.cache.sealed_transforms", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    program = "from tests.cache import sealed_transforms\nsealed_transforms.main()"
+    done = interpreter.run(program, *words, limit_s=600, exits=False)
     assert done.returncode == 0, f"ended with {done.returncode} in the last of\n{done.stderr[-2000:]}"
     results = json.loads(done.stdout)
     assert {name: found["differences"] for name, found in results.items() if found["differences"]} == {}

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import copy
 import random
 from collections import namedtuple
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data
-from torch.utils.data import default_collate
 
 from fastload.images.encoded import EncodedImage
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
-def _collates_numpy_bools() -> bool:
-    try:
-        default_collate([np.True_])
-    except TypeError:
-        return False
-    return True
-
-
-# torch 2.6 reads np.bool scalars as integers, which NumPy 2.3 and later refuse.
-COLLATES_NUMPY_BOOLS = _collates_numpy_bools()
 
 
 class Pair(NamedTuple):
@@ -39,20 +22,10 @@ Triple = namedtuple("Triple", "a b c")
 
 
 class Images:
-    """`(32 x 24 x 3 uint8 array, int)`, a function of the index; counts its reads.
+    """`(uint8 array, int)`, a function of the index; counts its reads, in a log those of all processes."""
 
-    Args:
-        num_samples: Its length.
-        shape: Of an image.
-        log: A file that every read is appended to, so that reads of all processes count.
-    """
-
-    def __init__(
-        self, num_samples: int = 20, *, shape: tuple[int, ...] = (32, 24, 3), log: Any = None
-    ) -> None:
-        self.num_samples = num_samples
-        self.shape = shape
-        self.log = log
+    def __init__(self, num_samples: int = 20, *, shape: Any = (32, 24, 3), log: Any = None) -> None:
+        self.num_samples, self.shape, self.log = num_samples, shape, log
         self._own_reads = [0] * num_samples
 
     def __len__(self) -> int:
@@ -77,21 +50,12 @@ class Images:
     def sample(self, index: int) -> Any:
         return np.random.RandomState(index).randint(0, 256, self.shape, np.uint8), index
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Images:
-        copy = type(self).__new__(type(self))
-        copy.__dict__.update(self.__dict__)
-        return copy
+    def __deepcopy__(self, memo: Any) -> Images:
+        return copy.copy(self)  # which counts in the same list
 
 
 class KnownImages(Images):
-    """Images that say what they are.
-
-    Args:
-        version: What fingerprint() gives.
-    """
+    """Images that say what they are: their version."""
 
     def __init__(self, num_samples: int = 20, *, version: Any = "1", **options: Any) -> None:
         super().__init__(num_samples, **options)
@@ -106,13 +70,6 @@ class BareImages(Images):
 
     def sample(self, index: int) -> Any:
         return super().sample(index)[0]
-
-
-class FloatImages(Images):
-    """A float32 array alone, which one of albumentations' normalizations divides in place."""
-
-    def sample(self, index: int) -> Any:
-        return np.random.RandomState(index).rand(8, 6, 3).astype(np.float32)
 
 
 class RaggedImages(Images):
@@ -141,20 +98,13 @@ class Everything(Images):
             "image": rng.randint(0, 256, (4, 5, 3), np.uint8),
             "pair": Pair(torch.arange(3) + index, rng.rand()),
             "more": [index % 2 == 0, f"name-{index}", b"\x00" * (index % 9), np.float32(index)],
-            "half": (torch.full((2,), index, dtype=torch.bfloat16), np.int16(index), np.bool_(index % 2)),
+            "half": (torch.full((2,), index, dtype=torch.bfloat16), np.int16(index)),
             "zero": np.zeros((0, 3), np.float32),
             "number": np.array(index),
         }
 
 
-class Collatable(Everything):
-    """Everything, without the kinds of leaves that the installed torch's default_collate refuses."""
-
-    def sample(self, index: int) -> Any:
-        sample = super().sample(index)
-        if not COLLATES_NUMPY_BOOLS:
-            sample["half"] = tuple(leaf for leaf in sample["half"] if not isinstance(leaf, np.bool_))
-        return sample
+Collatable = Everything  # by default_collate
 
 
 class RandomImages(Images):
@@ -166,20 +116,15 @@ class RandomImages(Images):
 
     def sample(self, index: int) -> Any:
         image, label = super().sample(index)
-        draws = {
-            "random": lambda: random.random(),
-            "numpy": lambda: np.random.rand(),
-            "torch": lambda: float(torch.rand(1)),
-        }
-        return {"image": image, "meta": [label, draws[self.way]() < 0.5]}
+        draw = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.rand(1))}
+        return {"image": image, "meta": [label, draw[self.way]() < 0.5]}
 
 
 class Triples(Images):
     """Samples are namedtuples of this module."""
 
-    def __getitem__(self, index: int) -> Any:
-        image, label = super().__getitem__(index)[:2]
-        return Triple(image, label, index)
+    def sample(self, index: int) -> Any:
+        return Triple(*super().sample(index), index)
 
 
 class Made(Images):
@@ -205,44 +150,13 @@ FORMS: dict[str, Any] = {
 
 
 class Files(Images):
-    """Undecoded images in samples of one form.
+    """The images below a folder, undecoded or decoded, in samples of one of FORMS."""
 
-    Args:
-        folder: Of the files, which may lie in its folders.
-        form: A name in FORMS.
-        is_decoded: Whether images are decoded instead.
-    """
-
-    def __init__(self, folder: Path, form: str = "pair", *, is_decoded: bool = False) -> None:
+    def __init__(self, folder: Any, form: str = "pair", *, is_decoded: bool = False) -> None:
         self.paths = sorted(path for path in folder.rglob("*") if path.is_file())
         super().__init__(len(self.paths))
-        self.form = form
-        self.is_decoded = is_decoded
+        self.form, self.is_decoded = form, is_decoded
 
     def sample(self, index: int) -> Any:
         image = EncodedImage(self.paths[index])
         return FORMS[self.form](image.decode() if self.is_decoded else image, index)
-
-
-class OneAtATime(torch.utils.data.Dataset[Any]):
-    """Samples of another dataset, which only one process reads at any moment.
-
-    Ragged space is taken under a lock, and a process that finds the lock held leaves its sample uncached.
-    With this dataset no process finds it held.
-    """
-
-    def __init__(self, dataset: Any, start_method: str) -> None:
-        self.dataset = dataset
-        self.lock = multiprocessing.get_context(start_method).Lock()
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        with self.lock:
-            return self.dataset[index]
-
-
-def as_array(sample: Any) -> Any:
-    """Run in workers: lists of samples of any shape are batches."""
-    return sample
