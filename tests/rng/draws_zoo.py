@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
 
@@ -16,8 +16,11 @@ from torch.utils.data import default_collate
 
 import fastload
 
-SIDE = 64
-POSITIONS = np.arange(SIDE * SIDE, dtype=np.int32).reshape(SIDE, SIDE, 1).astype(np.float32)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# A crop of a picture whose pixels are their own positions tells where it was taken.
+POSITIONS = np.arange(1 << 16, dtype=np.int32).reshape(256, 256, 1).astype(np.float32)
 
 # Every kind of generator that rng="sample" seeds.
 KINDS: dict[str, Any] = {
@@ -58,7 +61,7 @@ def draw_sample_rng() -> int:
 
 
 def corner(pipeline: Any) -> int:
-    """Where a crop begins."""
+    """Where one random crop begins."""
     return int(pipeline(image=POSITIONS)["image"][0, 0, 0])
 
 
@@ -122,11 +125,21 @@ class Alone:
         return [*crops, int(self.part.R.randint(1 << 30)), int(self.composed.R.randint(1 << 30))]
 
     def stand(self) -> Any:
-        """Which generators the pipelines and MONAI's objects have, and where they and its own stand."""
-        parts = [self.crop, *self.crop.transforms, *self.crop.transforms[0].transforms, self.second]
-        kept = [generator for part in parts for generator in (part.py_random, part.random_generator)]
-        kept += [self.part.R, self.composed.R]
-        return list(map(id, kept)), list(map(state_of, [*kept, *self.own]))
+        kept = [self.part.R, self.composed.R]
+        return stand_of([self.crop, self.second], kept), list(map(state_of, self.own))
+
+
+def walk(pipelines: Any) -> Iterator[Any]:
+    """The pipelines, and all transforms in their lists."""
+    for pipeline in pipelines:
+        yield pipeline
+        yield from walk(getattr(pipeline, "transforms", ()))
+
+
+def stand_of(pipelines: list[Any], kept: Any = ()) -> Any:
+    """Which generators the pipelines have, and where they stand; and the same of others that are kept."""
+    kept = [*kept, *(one for part in walk(pipelines) for one in (part.py_random, part.random_generator))]
+    return list(map(id, kept)), list(map(state_of, kept))
 
 
 def state_of(generator: Any) -> str:
@@ -156,22 +169,14 @@ class Dice(Alone):
         self.error = error
 
     def __getitem__(self, index: Any) -> Any:
-        error = self.error
-        row = torch.tensor([int(index), *self.wide(), *self.narrow()])
-        if index == 2 and error is not None:
-            self.error = None
+        row = super().__getitem__(index)
+        if index == 2 and self.error is not None:
+            error, self.error = self.error, None
             raise error
         return row
 
     def wide(self) -> list[int]:
         return [*draw_globals(), *super().wide(), *map(draw, self.in_a_set)]
-
-
-class AtOnce(Dice):
-    """Fetches many samples with one call."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
 
 
 class Unreadable(Dice):
@@ -201,12 +206,12 @@ class Pictures:
 
     def __getitem__(self, index: int) -> Any:
         draw_globals(), list(map(draw, self.own))
-        return POSITIONS + index, index
+        return POSITIONS[:64, :64] + index, index
 
 
 def resize() -> A.Compose:
     """A deterministic pipeline that draws all the same: albumentations tosses a coin for p=1, too."""
-    return A.Compose([A.Resize(SIDE, SIDE, p=1)])
+    return A.Compose([A.Resize(64, 64, p=1)])
 
 
 class Jitter:
@@ -223,40 +228,21 @@ class Jitter:
         return numbers + draw_globals() if self.shared else numbers, label
 
 
-class Wrapped:
-    """Draws before and after it asks a cached dataset."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        before = random.getrandbits(40), draw_sample_rng()
-        sample = self.dataset[index]
-        return before, sample, random.getrandbits(40), draw_sample_rng()
+def around(dataset: Any, index: int) -> Any:
+    """Draws before and after it asks a dataset."""
+    before = random.getrandbits(40), draw_sample_rng()
+    sample = dataset[index]
+    return before, sample, random.getrandbits(40), draw_sample_rng()
 
 
-class Keyed:
-    """Indexed by names, tuples and numbers."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return str(key), random.getrandbits(40)
-
-
-class Holder:
-    """Holds a value in an attribute."""
+class Noise:
+    """A transform that adds a draw to the sample."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-
-class Noise(Holder):
-    """A transform that adds a draw to the sample."""
-
     def __call__(self, sample: Any) -> Any:
-        return (*sample, draw(self.value))
+        return sample, draw(self.value)
 
 
 class Chain:
@@ -269,19 +255,6 @@ class Chain:
         for transform in self.transforms:
             sample = transform(sample)
         return sample
-
-
-class Plain:
-    """A dataset that applies a transform to the index."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform((index,))
 
 
 class Drawing:
@@ -306,11 +279,11 @@ class Drawing:
 module_generator = np.random.default_rng(1)
 
 
-class DrawsFromModule(Plain):
-    """Draws from a generator that its method finds in the module."""
+def draw_of_module(index: int) -> Any:
+    """A draw from a generator that the function finds in its module."""
+    return index, draw(module_generator)
 
-    def __init__(self) -> None:
-        super().__init__(None)
 
-    def __getitem__(self, index: int) -> Any:
-        return index, draw(module_generator)
+def keyed(key: Any) -> Any:
+    """The sample of a name, a tuple or a number."""
+    return str(key), random.getrandbits(40)

@@ -12,14 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from fastload import DataLoader
 from fastload.rng.pipelines import Search
 from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
 from fastload.system.logs import say_once
+from tests.kit.datasets import Bulk, Made, Stream
 from tests.rng import draws_zoo as zoo
-from tests.rng.draws_zoo import Alone, Dice, Drawing, Keyed, plain
+from tests.rng.draws_zoo import Alone, Chain, Dice, Drawing, Noise, plain
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 
@@ -56,17 +57,9 @@ def test_a_seed_given_to_compose_is_mixed_in() -> None:
 
 def test_the_libraries_generators_are_not_the_datasets() -> None:
     """Who keeps numpy's own RandomState in an attribute draws what numpy.random draws."""
-
-    class FromNumpy(zoo.Plain):
-        rng = np.random.mtrand._rand
-
-    class FromModule(zoo.Plain):
-        rng = np.random  # type: ignore[assignment]
-
     found = []
-    for kind in (FromNumpy, FromModule):
-        dataset = kind(None)
-        dataset.transform = lambda sample, dataset=dataset: dataset.rng.randint(1 << 30)
+    for generator in (np.random.mtrand._rand, np.random):
+        dataset = Made(functools.partial(lambda rng, index: rng.randint(1 << 30), generator))
         found.append(read(dataset))
     assert found[0] == found[1]
 
@@ -153,36 +146,27 @@ def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> No
 # --- errors and warnings ---------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(())
+REFUSED: list[tuple[Any, Any, str]] = [
+    (lambda: read(Stream()), ValueError, r'^rng="sample" derives random streams .*, but a Stream has none'),
+    (lambda: read(Bulk(int)), ValueError, r"Bulk\.__getitems__"),
+    (lambda: read(Subset(Bulk(int), [1])), ValueError, r"Bulk\.__getitems__"),
+    (
+        lambda: DataLoader(Dice(), rng="batch"),  # type: ignore[arg-type]
+        ValueError,
+        r'^rng should be "worker" or "sample", but got \'batch\'$',
+    ),
+    *(
+        (
+            functools.partial(read, Made(str), batch_size=None, sampler=[index]),
+            TypeError,
+            rf"integers, strings, and tuples.* a {kind}\b",
+        )
+        for index, kind in [(1.5, "float"), (None, "NoneType"), (("a", b"a"), "bytes")]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("refused", "error", "text"),
-    [
-        (
-            lambda: read(Stream()),
-            ValueError,
-            r'^rng="sample" derives random streams .*, but a Stream has none',
-        ),
-        (lambda: read(zoo.AtOnce()), ValueError, r"AtOnce\.__getitems__"),
-        (lambda: read(Subset(zoo.AtOnce(), [1])), ValueError, r"AtOnce\.__getitems__"),
-        (
-            lambda: DataLoader(Dice(), rng="batch"),  # type: ignore[arg-type]
-            ValueError,
-            r'^rng should be "worker" or "sample", but got \'batch\'$',
-        ),
-        *(
-            (
-                functools.partial(read, Keyed(), batch_size=None, sampler=[index]),
-                TypeError,
-                rf"integers, strings, and tuples.* a {kind}\b",
-            )
-            for index, kind in [(1.5, "float"), (None, "NoneType"), ([1], "list"), (("a", b"a"), "bytes")]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("refused", "error", "text"), REFUSED)
 def test_refused(refused: Any, error: Any, text: str) -> None:
     """A stream, many samples at once, an unknown mode, and an index without a stable digest."""
     with pytest.raises(error, match=text):
@@ -191,7 +175,7 @@ def test_refused(refused: Any, error: Any, text: str) -> None:
 
 def test_many_at_once_are_read_one_by_one_without_batches() -> None:
     """Then there is no call of __getitems__."""
-    assert len(read(zoo.AtOnce(3), batch_size=None)) == 3
+    assert len(read(Bulk(int, 3), batch_size=None)) == 3
 
 
 class OwnBits(np.random.PCG64):
@@ -205,36 +189,30 @@ def in_a_partial(bad: Any) -> Any:
 
 
 def noise(generator: Any) -> tuple[Any, Any]:
-    return zoo.Plain(zoo.Chain(zoo.Noise(generator))), {}
+    return Made(Chain(Noise(generator)), 12), {}
 
 
+# Of each: how it is made, options, and what the warning says; none: no warning.
 WARNINGS: dict[str, tuple[Any, Any, list[str]]] = {
     "unknown bits": (lambda: noise(np.random.Generator(OwnBits(1))), {}, ["Generator(OwnBits) at "]),
     "other bits": (
         lambda: noise(np.random.RandomState(np.random.PCG64(1))),
         {},
-        [
-            "does not seed dataset.transform.transforms[0].value, RandomState(PCG64) at ",
-            "fastload.sample_rng()",
-        ],
+        ["seed dataset.make.transforms[0].value, RandomState(PCG64) at ", "fastload.sample_rng()"],
     ),
-    "system": (
-        lambda: noise(random.SystemRandom()),
-        {"num_workers": 2},
-        [", <random.SystemRandom object at "],
-    ),
+    "system": (lambda: noise(random.SystemRandom()), {"num_workers": 2}, [", <random.SystemRandom object "]),
     "in a collate_fn": (
-        lambda: (zoo.Plain(repr), {"collate_fn": in_a_partial(random.SystemRandom())}),
+        lambda: (Made(int, 12), {"collate_fn": in_a_partial(random.SystemRandom())}),
         {},
         ["seed collate_fn.inner.args[0]['key'][1], <random.SystemRandom "],
     ),
-    # A generator that a method finds in its module cannot be copied for each thread.
+    # A generator that a function finds in its module cannot be copied for each thread.
     "in a module": (
-        lambda: (zoo.DrawsFromModule(), {}),
+        lambda: (Made(zoo.draw_of_module, 12), {}),
         THREADS,
         [
-            "does not seed dataset.__getitem__.module_generator, which all ",
-            "<function DrawsFromModule.__getitem__",
+            "does not seed dataset.make.module_generator, which all ",
+            "<function draw_of_module",
             'worker_type="process"',
         ],
     ),
@@ -268,4 +246,4 @@ def test_the_modules_of_installed_packages_keep_theirs(caplog: Any, monkeypatch:
     """A generator in the module of a library, which may name its files with it, is left alone."""
     monkeypatch.setattr(sys.modules[zoo.__name__], "__file__", "/lib/python3/site-packages/library.py")
 
-    assert warned(caplog, lambda: (zoo.DrawsFromModule(), {}), **THREADS) == []
+    assert warned(caplog, lambda: (Made(zoo.draw_of_module, 12), {}), **THREADS) == []
