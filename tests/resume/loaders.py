@@ -121,15 +121,8 @@ def run(
 ) -> list[list[list[int]]]:
     """What each epoch brings in a training that is interrupted, and goes on in a new process each time.
 
-    The training draws from torch's generator itself, and saves its state beside the loader's.
-
-    Args:
-        kind: Of the loader.
-        epochs: How many.
-        points: Epochs, and how many of their batches have come when the run is interrupted.
-        workers: How many the first loader has, and each later one.
-        send: Through a checkpoint.
-        options: Of the loader.
+    The training draws from torch's generator itself, and saves its state beside the loader's. Points are
+    epochs and how many of their batches have come; each loader has the next number of workers.
     """
     counts = itertools.cycle(workers)
     torch.manual_seed(11)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def fake_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     """A device to which loaders with device= copy ahead."""
     fake = FakeBackend()
     monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
@@ -62,6 +62,7 @@ UNSTARTED = Exception, {"hook": lambda: 0, "multiprocessing_context": "spawn"}  
 WORKER: dict[str, Any] = {"num_workers": 1}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PERSISTENT: dict[str, Any] = {"persistent_workers": True}
+CUDA: dict[str, Any] = {"device": "cuda"}
 TORCHS: dict[str, Any] = {"num_workers": 1, "in_order": False}
 FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
     *(({}, fault) for fault in (ITER, OTHER)),
@@ -73,20 +74,18 @@ FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
     (THREADS | PERSISTENT, NEXT),
     *((TORCHS | PERSISTENT, fault) for fault in (ITER, NEXT)),
     (TORCHS, UNSTARTED),
-    (WORKER | PERSISTENT | {"device": "cuda"}, (ArithmeticError, {"CopiesAhead": _fail})),
+    (WORKER | PERSISTENT | CUDA, (ArithmeticError, {"CopiesAhead": _fail})),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 @pytest.mark.parametrize(("options", "fault"), FAULTS)
-def test_a_loaded_state_stays_loaded(
-    options: dict[str, Any], fault: tuple[Any, dict[str, Any]], request: pytest.FixtureRequest
-) -> None:
+def test_a_loaded_state_stays_loaded(options: Any, fault: Any, request: pytest.FixtureRequest) -> None:
     """After the failure generators, samplers, state and persistent workers are as before, and serve the rest.
 
     Torch's iterators are resumed between epochs, and others within one.
     """
-    fake: Any = request.getfixturevalue("fake_device") if "device" in options else None
+    fake: Any = request.getfixturevalue("fake") if "device" in options else None
     is_torchs = "in_order" in options
     with make(**TORCHS if is_torchs else {}) as loader:
         list(loader)
@@ -183,12 +182,8 @@ def assert_no_state(loader: Any, error: Any = ArithmeticError, match: str = "no 
     return caught
 
 
-@pytest.mark.parametrize(
-    ("options", "num_workers"), [({}, 0), ({}, 2), ({"device": "cuda"}, 0), ({"device": "cuda"}, 1)], ids=str
-)
-def test_a_stream_that_cannot_say_where_it_stands(
-    options: Any, num_workers: int, fake_device: FakeBackend
-) -> None:
+@pytest.mark.parametrize(("options", "num_workers"), [({}, 0), ({}, 2), (CUDA, 0), (CUDA, 1)])
+def test_a_stream_that_cannot_say_where_it_stands(options: Any, num_workers: int, fake: Any) -> None:
     """It brings all batches; its error comes when the loader's state is asked for after a received batch."""
     with DataLoader(stream(state_dict=_fail), 3, num_workers=num_workers, **options) as loader:
         iterator = iter(loader)
@@ -206,13 +201,13 @@ def test_a_stream_that_cannot_say_where_it_stands(
 
 
 @pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 4), (1, 1)])
-def test_the_state_of_a_stream_is_not_ahead(num_workers: int, num_batches: int, fake_device: Any) -> None:
+def test_the_state_of_a_stream_is_not_ahead(num_workers: int, num_batches: int, fake: Any) -> None:
     """With device=, the state is that after the batch handed out, not after those fetched ahead."""
     state = state_after(make_kind("Stream", num_workers, device="cuda"), num_batches)
     with make_kind("Stream", num_workers, device="cuda") as loader:
         loader.load_state_dict(state)
         rest = list(loader)
-    fake_device.drain()
+    fake.drain()
 
     assert labels(rest) == uninterrupted("Stream", 1)[0][num_batches:]
 
@@ -264,10 +259,8 @@ def test_a_state_that_cannot_be_pickled_and_an_error_beside_a_batch_s_own(num_wo
         assert_no_state(loader)
 
 
-@pytest.mark.parametrize(
-    "methods", [{"state_dict": lambda num_samples: {}}, {"load_state_dict": lambda state, strict: None}]
-)
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "in_order": False}], ids=str)
+@pytest.mark.parametrize("methods", [{"state_dict": lambda num: {}}, {"load_state_dict": lambda a, b: None}])
+@pytest.mark.parametrize("options", [{}, WORKER, TORCHS], ids=str)
 def test_a_stream_whose_methods_need_arguments(methods: Any, options: dict[str, Any]) -> None:
     """It is iterated like any stream; a state says why the epoch cannot be resumed in its middle."""
     with DataLoader(stream(**methods), 3, **options) as loader:
@@ -296,9 +289,7 @@ def test_samplers_are_asked_the_same_way(num_workers: int) -> None:
     assert loader.state_dict()["samplers"] == {}
 
 
-def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatch: Any) -> None:
     """It brings no state of its worker's stream, which stands where it stood before."""
     parent, original = os.getpid(), pool.Segment.map
     refusals = iter([False, True])

@@ -98,9 +98,7 @@ def shuffling(seed: int) -> DataLoader:
 
 
 @pytest.mark.parametrize("num_batches", [0, 2, 99])
-def test_ranks_share_a_state_if_they_have_the_same_seed(
-    num_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_a_state_if_they_have_the_same_seed(num_batches: int, monkeypatch: Any) -> None:
     """Each resumes the same order; for a rank with another seed it is an error that gives both seeds."""
     as_rank(monkeypatch, 0)
     loader = shuffling(5)
@@ -120,7 +118,7 @@ def test_ranks_share_a_state_if_they_have_the_same_seed(
 
 @pytest.mark.parametrize("is_distributed", [True, False])
 def test_samplers_of_the_user_s_are_split_where_nobody_sees_it(
-    is_distributed: bool, monkeypatch: pytest.MonkeyPatch
+    is_distributed: bool, monkeypatch: Any
 ) -> None:
     """Each rank's own list of indices is skipped by the number of batches; without ranks, it is checked."""
     loaders = [DataLoader(Numbers(20), 2, sampler=list(range(rank, 20, 2))) for rank in range(2)]
@@ -139,9 +137,7 @@ def test_samplers_of_the_user_s_are_split_where_nobody_sees_it(
             iter(loader)
 
 
-def test_a_stream_s_state_of_another_rank_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_s_state_of_another_rank_is_warned_of(monkeypatch: Any, caplog: Any) -> None:
     """The positions are those of the rank that saved them."""
     as_rank(monkeypatch, 0)
     state = state_after(DataLoader(Stream(), 3), 2)

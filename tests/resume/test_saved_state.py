@@ -36,7 +36,6 @@ from tests.resume.loaders import (
 from tests.resume.zoo import Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -149,9 +148,7 @@ MISFITS: list[tuple[DataLoader, int, DataLoader, str]] = [
 
 
 @pytest.mark.parametrize(("saver", "num_batches", "resumed", "text"), MISFITS)
-def test_a_state_that_does_not_fit_is_an_error_that_says_why(
-    saver: DataLoader, num_batches: int, resumed: DataLoader, text: str
-) -> None:
+def test_a_state_that_does_not_fit_says_why(saver: Any, num_batches: int, resumed: Any, text: str) -> None:
     """It gives both values, and the state stays loaded."""
     state = state_after(saver, num_batches)
     resumed.load_state_dict(state)
@@ -196,16 +193,9 @@ def _states() -> list[Any]:
 
 
 STATES = _states()
-WRONG = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**25), 10**25),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=8),
-    st.lists(st.integers(-3, 3), max_size=3),
-    st.dictionaries(st.text(max_size=3) | st.integers(0, 3), st.integers(-3, 3), max_size=2),
-)
+WRONG = st.none() | st.booleans() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+WRONG |= st.integers(-(10**25), 10**25) | st.lists(st.integers(-3, 3), max_size=3)
+WRONG |= st.dictionaries(st.text(max_size=3) | st.integers(0, 3), st.integers(-3, 3), max_size=2)
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -242,15 +232,6 @@ def _two_epochs(loader: DataLoader, state: dict[str, Any]) -> list[Any]:
     return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
 
 
-def _refusal(step: Callable[[], Any]) -> str | None:
-    """The text of the ResumeError that it raises, if it does."""
-    try:
-        step()
-    except ResumeError as error:
-        return str(error)
-    return None
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
@@ -274,7 +255,11 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
     loader = maker()
     for step in (lambda: loader.load_state_dict(state), lambda: iter(loader)):
         before = loader.state_dict(), *order_states(loader)
-        refusal = _refusal(step)
+        refusal = None
+        try:
+            step()
+        except ResumeError as error:
+            refusal = str(error)
         if refusal is not None:
             assert len(refusal.split()) > 5
             assert (loader.state_dict(), *order_states(loader)) == before

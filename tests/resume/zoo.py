@@ -216,21 +216,14 @@ class MakesBoth(MakesSamples):
         self.first = state["first"]
 
 
-class StartsOver(Mute):
+class StartsOver(Samples, Mute):
     """A stream that is its own iterator, and goes back to its beginning with each call of iter()."""
 
-    def __iter__(self) -> Iterator[int]:
-        self.samples = Samples(share(self.length))
+    __init__ = Mute.__init__
+
+    def __iter__(self) -> StartsOver:
+        self.samples, self.position = share(self.length), 0
         return self
-
-    def __next__(self) -> int:
-        return next(self.samples)
-
-    def state_dict(self) -> dict[str, int]:
-        return self.samples.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.samples.load_state_dict(state)
 
 
 class ContinuesOnce(HasPosition, Mute):
@@ -241,12 +234,10 @@ class ContinuesOnce(HasPosition, Mute):
         return self
 
     def __next__(self) -> int:
-        try:
-            sample = next(self.left)
-        except StopIteration:
-            self.position = 0
-            raise
-        self.position += 1
+        sample = next(self.left, None)
+        self.position = 0 if sample is None else self.position + 1
+        if sample is None:
+            raise StopIteration
         return sample
 
 

@@ -22,21 +22,12 @@ if TYPE_CHECKING:
 # A crop of a picture whose pixels are their own positions tells where it was taken.
 POSITIONS = np.arange(1 << 16, dtype=np.int32).reshape(256, 256, 1).astype(np.float32)
 
-# Every kind of generator that rng="sample" seeds.
-KINDS: dict[str, Any] = {
-    "Generator": lambda: np.random.default_rng(1),
-    "PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(1)),
-    "MT19937": lambda: np.random.Generator(np.random.MT19937(1)),
-    "Philox": lambda: np.random.Generator(np.random.Philox(1)),
-    "SFC64": lambda: np.random.Generator(np.random.SFC64(1)),
-    "RandomState": lambda: np.random.RandomState(1),
-    "Random": lambda: random.Random(1),
-    "torch": lambda: torch.Generator().manual_seed(1),
-}
-
 
 def every_kind() -> list[Any]:
-    return [make() for make in KINDS.values()]
+    """A generator of every kind that rng="sample" seeds."""
+    bits = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    others = np.random.RandomState(1), random.Random(1), torch.Generator().manual_seed(1)
+    return [*(np.random.Generator(kind(1)) for kind in bits), *others]
 
 
 def draw(generator: Any) -> int:
@@ -63,6 +54,14 @@ def draw_sample_rng() -> int:
 def corner(pipeline: Any) -> int:
     """Where one random crop begins."""
     return int(pipeline(image=POSITIONS)["image"][0, 0, 0])
+
+
+def run(dataset: Any, epochs: int = 1, cls: Any = fastload.DataLoader, **options: Any) -> list[Any]:
+    """What each epoch brings, as lists; in their order, or sorted if batches come as they are made."""
+    loader = cls(dataset, **{"batch_size": 4, "generator": fastload.seed_everything(7), **options})
+    found = [[plain(batch) for batch in loader] for _ in range(epochs)]
+    loader._iterator = None
+    return found if options.get("in_order", True) else [sorted(epoch, key=repr) for epoch in found]
 
 
 def plain(batch: Any) -> Any:
@@ -94,13 +93,7 @@ class Composed(Randomizable):
 
 
 class Alone:
-    """Each sample: its index, and draws from all that a thread has for itself.
-
-    Args:
-        length: The number of samples.
-        seed: Of the pipeline.
-        own: Its own generators; by default one of each kind.
-    """
+    """Each sample: its index, and draws from all that a thread has for itself, its `own` generators too."""
 
     def __init__(self, length: int = 24, seed: int | None = None, own: list[Any] | None = None) -> None:
         self.length = length
@@ -159,8 +152,7 @@ def state_of_globals() -> list[str]:
 class Dice(Alone):
     """Draws from the libraries' own generators, too, and from a set, which threads would share.
 
-    Args:
-        error: Raised once, by sample 2.
+    Sample 2 raises the error once.
     """
 
     def __init__(self, *args: Any, error: type[BaseException] | None = None, **options: Any) -> None:
@@ -190,12 +182,7 @@ class Unreadable(Dice):
 
 
 class Pictures:
-    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does.
-
-    Args:
-        length: The number of samples.
-        own: A further generator that they draw from.
-    """
+    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does."""
 
     def __init__(self, length: int = 24, own: Any = None) -> None:
         self.length = length
@@ -258,12 +245,7 @@ class Chain:
 
 
 class Drawing:
-    """A collate_fn that draws from every kind of generator, and returns the batch and the draws.
-
-    Args:
-        shared: Whether it draws from the generators that threads share.
-        own: Its own generators; by default one of each kind.
-    """
+    """A collate_fn that returns the batch, and draws from every kind of generator, shared ones or not."""
 
     def __init__(self, *, shared: bool = True, own: list[Any] | None = None) -> None:
         self.shared = shared

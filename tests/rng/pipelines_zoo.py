@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from typing import Any
 
 import albumentations as A  # the name its own documentation uses
@@ -45,17 +44,9 @@ def repeat(worker_id: int) -> None:
 
 
 class Corners(Dataset[int]):
-    """Each sample: the position of a random crop. The pipeline is the only thing that is random.
+    """Each sample: the position of a random crop; sample 2 raises the error once. Nothing else is random."""
 
-    Args:
-        num_samples: The length.
-        seed: Of the pipeline.
-        error: Raised once, by sample 2.
-    """
-
-    def __init__(
-        self, num_samples: int = 12, seed: int | None = None, error: type[BaseException] | None = None
-    ) -> None:
+    def __init__(self, num_samples: int = 12, seed: int | None = None, error: Any = None) -> None:
         self.num_samples = num_samples
         self.transform = crop(seed)
         self.error = error
@@ -116,14 +107,6 @@ class CornerOf:
         return corner(self.transform)
 
 
-_of_sample = A.RandomCrop(4, 4)
-
-
-def corner_of_sample(sample: Any) -> Any:
-    image, label = sample
-    return int(_of_sample(image=image)["image"][0, 0, 0]), label
-
-
 class InnerLoader(Corners):
     """Reads a loader over a dataset that draws from the same pipeline, in its middle, and not to its end."""
 
@@ -139,37 +122,8 @@ class InnerLoader(Corners):
         return [first, *map(int, found), corner(self.transform)]
 
 
-class Stubborn(A.RandomCrop):  # type: ignore[misc]  # albumentations has no types
-    """A transform that cannot be seeded."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
-    def set_random_state(self, *generators: Any) -> None:
-        raise ZeroDivisionError
-
-
-class Waits(Corners):
-    """Waits in the middle of each sample until it may go."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.is_in = [threading.Event() for _ in range(2)]
-        self.may_go = [threading.Event() for _ in range(2)]
-
-    def __getitem__(self, index: int) -> Any:
-        self.is_in[index].set()
-        if not self.may_go[index].wait(30):
-            raise TimeoutError
-        return super().__getitem__(index)
-
-
 class CropsBatch:
-    """A collate_fn: each batch is what the dataset drew, and two crops of its own pipeline.
-
-    Args:
-        pipeline: The pipeline; None: a new one.
-    """
+    """A collate_fn: each batch is what the dataset drew, and two crops of its own pipeline."""
 
     def __init__(self, pipeline: Any = None) -> None:
         self.pipeline = crop() if pipeline is None else pipeline

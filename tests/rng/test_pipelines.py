@@ -120,21 +120,16 @@ class CallsGlobal:
 
 
 class NamesNoGlobal:
-    """Its methods use the name of a global pipeline for an attribute, and for an import."""
+    """Its method uses the name of a global pipeline for an attribute."""
 
     on_module: Any = None
 
     def call_attribute(self) -> Any:
         return self.on_module(image=None), lambda: self.on_module(image=None)
 
-    def import_it(self) -> Any:
-        from tests.rng.test_pipelines import on_module
-
-        return on_module
-
 
 def test_globals_that_methods_name_are_found() -> None:
-    """Through the functions that load them; an attribute or an import of that name is no global."""
+    """Through the functions that load them; an attribute of that name is no global."""
     assert find_pipelines(CallsGlobal()) == [on_module]
     assert find_pipelines(NamesNoGlobal()) == []
 
@@ -216,9 +211,7 @@ def test_finalizers_of_other_objects_are_not_walked() -> None:
         others[1].cancel(), holder[1].cancel()
 
 
-def test_a_search_without_end_ends_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_search_without_end_ends_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
     """The number of objects visited has a limit; reaching it is said, and what was found is returned."""
     monkeypatch.setattr(pipelines, "_MAX_VISITS", 50)
     near, far = crop(), crop()

@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -23,13 +22,14 @@ from hypothesis import strategies as st
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
-from fastload import CachedDataset, DataLoader
+from fastload import DataLoader
 from fastload.rng import takeover as module
 from fastload.rng.seeding import seed_albumentations, seed_everything, seed_worker
 from fastload.rng.takeover import Takeover
 from tests.kit import datasets
+from tests.resume.loaders import seeded
 from tests.rng import pipelines_zoo as zoo
-from tests.rng.draws_zoo import Pictures, Randomizable, corner, plain, state_of_globals
+from tests.rng.draws_zoo import Randomizable, corner, plain, run, state_of_globals
 from tests.rng.pipelines_zoo import Corners, CropsBatch, crop
 
 if TYPE_CHECKING:
@@ -39,17 +39,6 @@ CHI_SQUARE_LIMIT = 16.27  # 3 degrees of freedom, p = 0.001; the seeds are fixed
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PROCESSES: dict[str, Any] = {"num_workers": 2}
 AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}  # torch's own iterator
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def run(dataset: Any, epochs: int = 1, **options: Any) -> list[Any]:
-    """What each epoch brings, as lists; in their order, or sorted if batches come as they are made."""
-    with DataLoader(dataset, **{"batch_size": 4, "generator": seed_everything(7), **options}) as loader:
-        found = [[plain(batch) for batch in loader] for _ in range(epochs)]
-    return found if options.get("in_order", True) else [sorted(epoch) for epoch in found]
 
 
 # --- seeds -----------------------------------------------------------------------------------------------
@@ -186,7 +175,6 @@ HELD: dict[str, Any] = {
     "a pipeline with a seed": lambda: (Corners(seed=5), {}),
     "a stream": lambda: (zoo.CornerStream(), {}),
     "a stream that draws in iter()": lambda: (zoo.CornerStream(list), {}),
-    "a cached dataset": lambda: (CachedDataset(Pictures(), transform=zoo.corner_of_sample), {}),
     "a dataset that iterates a loader": lambda: (zoo.InnerLoader(), {}),
     "attribute": lambda: (Corners(), {"collate_fn": CropsBatch()}),
     "method of the dataset": method_of_the_dataset,
@@ -363,18 +351,6 @@ def test_the_user_s_pipelines_have_their_own_generators_between_batches(way: str
         assert held.stand() == before
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_after_a_pipeline_that_cannot_be_set(rng: Any) -> None:
-    """A transform whose set_random_state() raises is put back, too."""
-    dataset = Corners()
-    dataset.other = zoo.Stubborn()  # type: ignore[attr-defined]
-    before = dataset.stand()
-    with pytest.raises(ZeroDivisionError):
-        next(iter(DataLoader(dataset, 4, rng=rng)))
-
-    assert dataset.stand() == before
-
-
 def test_two_iterators_at_once() -> None:
     """Each has streams of its own: in turns they bring what they bring alone."""
     dataset = Corners()
@@ -385,28 +361,6 @@ def test_two_iterators_at_once() -> None:
     alone = [list(iterator(seed)) for seed in (1, 2)]
     together = list(zip(iterator(1), iterator(2), strict=True))
     assert [list(part) for part in zip(*together, strict=True)] == alone
-
-
-@pytest.mark.parametrize(("rng", "first_to_end"), [("worker", 0), ("sample", 1)])
-def test_two_threads(first_to_end: int, rng: Any) -> None:
-    """Two threads in the middle of a batch of one dataset at once; whichever ends first."""
-    dataset = zoo.Waits()
-    before = dataset.stand()
-    random_state = torch.get_rng_state()
-
-    def read_one(number: int) -> None:
-        next(iter(DataLoader(dataset, 1, sampler=[number], rng=rng, generator=seeded(number))))
-
-    threads = [threading.Thread(target=read_one, args=(number,)) for number in range(2)]
-    for number, thread in enumerate(threads):
-        thread.start()
-        assert dataset.is_in[number].wait(30)
-    for number in (first_to_end, 1 - first_to_end):
-        dataset.may_go[number].set()
-        threads[number].join(30)
-
-    assert dataset.stand() == before
-    assert rng == "worker" or torch.equal(torch.get_rng_state(), random_state)
 
 
 def draws_around(num_inner: int, index: int) -> Any:
@@ -477,24 +431,28 @@ def test_takeovers_in_any_order(steps: list[Any]) -> None:
     assert values == dict.fromkeys(THINGS, "own")
 
 
+def test_what_cannot_be_taken_over_is_put_back() -> None:
+    """As if a transform's set_random_state() raises."""
+    found = []
+    with (
+        pytest.raises(ZeroDivisionError),
+        Takeover(lambda: {0: lambda: found.append("put back")}, lambda: 1 // 0),
+    ):
+        found.append("inside")
+
+    assert found == ["put back"]
+
+
 # --- pipelines that seed themselves ----------------------------------------------------------------------
 
 
 class BaseCompose:
-    """As in AlbumentationsX: `random_generator` is a property over other attributes."""
+    """As in AlbumentationsX."""
 
     def __init__(self) -> None:
         self._configured_random_generator = np.random.default_rng(0)
         self._configured_py_random = random.Random(0)
         self._manual_random_state = False
-
-    @property
-    def random_generator(self) -> np.random.Generator:
-        return self._configured_random_generator
-
-    @property
-    def py_random(self) -> random.Random:
-        return self._configured_py_random
 
     def set_random_state(self, random_generator: np.random.Generator, py_random: random.Random) -> None:
         self._configured_random_generator = random_generator
@@ -510,7 +468,7 @@ BaseCompose.__module__ = "albumentations.core.composition"
 
 def of_itself(pipeline: BaseCompose, index: int) -> tuple[bool, int]:
     """Whether the pipeline has been seeded by somebody else, and a draw."""
-    return pipeline._manual_random_state, int(pipeline.random_generator.integers(1 << 30))
+    return pipeline._manual_random_state, int(pipeline._configured_random_generator.integers(1 << 30))
 
 
 def test_pipelines_that_seed_themselves() -> None:
