@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,7 @@ from fastload.errors import ResumeError
 from tests.resume.loaders import distributed, labels, seeded, sharded, state_after, through_json
 from tests.resume.zoo import KnowsItsRank, Numbers, Stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-MAKERS: dict[str, Callable[..., DataLoader]] = {"distributed": distributed, "sharded batches": sharded}
+MAKERS: dict[str, Any] = {"distributed": distributed, "sharded batches": sharded}
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:

@@ -150,10 +150,7 @@ def state_of_globals() -> list[str]:
 
 
 class Dice(Alone):
-    """Draws from the libraries' own generators, too, and from a set, which threads would share.
-
-    Sample 2 raises the error once.
-    """
+    """Draws from the libraries' own generators, too, and from a set; sample 2 raises the error once."""
 
     def __init__(self, *args: Any, error: type[BaseException] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -214,21 +214,15 @@ def test_two_workers_draw_different_numbers(way: Any) -> None:
     crops = [crop for _, crops in epoch for crop in crops]
 
     assert len(set(crops)) == len(crops) == 6
-    assert sorted(samples[0] for samples, _ in epoch) == [
-        [54393, 12924, 60567],
-        [59242, 17339, 22850],
-        [59759, 55143, 33146],
-    ]
+    firsts = sorted(samples[0] for samples, _ in epoch)
+    assert firsts == [[54393, 12924, 60567], [59242, 17339, 22850], [59759, 55143, 33146]]
 
 
 def test_streams_are_those_of_earlier_releases() -> None:
     """Numbers that must never change, without workers: with a collate_fn's own pipeline and a shared one."""
     (epoch,) = run(zoo.ManyCorners(), collate_fn=CropsBatch())
-    assert [samples[0] for samples, _ in epoch] == [
-        [59242, 17339, 22850],
-        [54393, 12924, 60567],
-        [57779, 35388, 56309],
-    ]
+    firsts = [samples[0] for samples, _ in epoch]
+    assert firsts == [[59242, 17339, 22850], [54393, 12924, 60567], [57779, 35388, 56309]]
     assert read("method of the dataset", 1)[0] == [
         ([59242, 42062, 12234, 14395], [54393, 47618]),
         ([28359, 9902, 57779, 60831], [54448, 61157]),
