@@ -47,10 +47,9 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager draws": lambda: {"sampler": Draws(LENGTH)},
     "stateful": lambda: {"sampler": Stateful(LENGTH)},
 }
-_KINDS = (zoo.Mute, zoo.MakesSamples, zoo.MakesBoth, zoo.StartsOver, zoo.ContinuesOnce, zoo.Stream)
-STREAMS = [kind.__name__ for kind in _KINDS]
+STREAMS = ["Mute", "Stream", "MakesSamples", "MakesBoth", "StartsOver", "StartsLate", "ContinuesOnce"]
 DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{kind.__name__: lambda kind=kind: {"dataset": kind(), "batch_size": 3} for kind in _KINDS},  # type: ignore[misc]
+    **{kind: lambda kind=kind: {"dataset": getattr(zoo, kind)(), "batch_size": 3} for kind in STREAMS},
     "Shuffled, draws": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3, "collate_fn": zoo.draw},
     "Counting": lambda: {"dataset": zoo.Counting(LENGTH)},
 }

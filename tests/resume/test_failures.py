@@ -7,7 +7,7 @@ import itertools
 import os
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +22,9 @@ from tests.resume.loaders import make as make_kind
 from tests.resume.zoo import Faulty, Numbers, Stateful, Stream, stream
 from tests.rng.draws_zoo import Dice
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A device to which loaders with device= copy ahead."""
     fake = FakeBackend()
     monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
@@ -239,7 +236,7 @@ class FailsTwice(Stream):
 
     state_dict = _fail
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Any:
         return (number if number != 4 else 1 // 0 for number in super().__iter__())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,9 @@ import fastload
 from tests.resume.loaders import LENGTH, labels, seeded
 from tests.resume.zoo import Numbers
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 class Generator(fastload.DataLoader):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         yield from super().__iter__()
 
 
@@ -41,7 +38,7 @@ class Early(fastload.DataLoader):
         super().__init__(*args, **options)
         self.__dict__["early"] = super().__iter__()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         return itertools.islice(self.early, len(self))
 
 
@@ -53,7 +50,7 @@ class TorchsOwn(fastload.DataLoader):
 
 
 class Loop(fastload.DataLoader):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         for indices in self.batch_sampler:
             yield self.collate_fn([self.dataset[index] for index in indices])
 

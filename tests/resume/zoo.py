@@ -226,6 +226,13 @@ class StartsOver(Samples, Mute):
         return self
 
 
+class StartsLate(StartsOver):
+    """Another one, which cannot take its state before iter()."""
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.position = range(len(self.samples) + 1)[state["position"]]
+
+
 class ContinuesOnce(HasPosition, Mute):
     """A stream that is its own iterator, and needs its state before iter()."""
 
