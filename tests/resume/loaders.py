@@ -9,13 +9,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import SubsetRandomSampler as Subset
+from torch.utils.data import WeightedRandomSampler as Weighted
 
 from fastload import DataLoader
 from fastload.epochs.order import Sources
@@ -38,12 +34,10 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "shuffle": lambda: {"shuffle": True},
     "shuffle, generator": lambda: {"shuffle": True, "generator": seeded()},
     "sampler's own generator": lambda: {"sampler": RandomSampler(range(LENGTH), generator=seeded())},
-    "with replacement": lambda: {
-        "sampler": RandomSampler(range(LENGTH), replacement=True, num_samples=70, generator=seeded())
-    },
-    "weighted": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 60, generator=seeded())},
-    "weighted, default": lambda: {"sampler": WeightedRandomSampler([1.0] * LENGTH, 60)},
-    "subset": lambda: {"sampler": SubsetRandomSampler(range(0, LENGTH, 2), generator=seeded())},
+    "with replacement": lambda: {"sampler": RandomSampler(range(LENGTH), True, 70, generator=seeded())},
+    "weighted": lambda: {"sampler": Weighted([1.0] * LENGTH, 60, generator=seeded())},
+    "weighted, default": lambda: {"sampler": Weighted([1.0] * LENGTH, 60)},
+    "subset": lambda: {"sampler": Subset(range(0, LENGTH, 2), generator=seeded())},
     "distributed": lambda: {"sampler": DistributedSampler(Numbers(LENGTH), 3, 1, seed=3)},
     "batch sampler": lambda: {
         "batch_sampler": BatchSampler(RandomSampler(range(LENGTH), generator=seeded()), 4, False),
@@ -53,11 +47,9 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
     "eager draws": lambda: {"sampler": Draws(LENGTH)},
     "stateful": lambda: {"sampler": Stateful(LENGTH)},
 }
-_KINDS = (zoo.Mute, zoo.MakesSamples, zoo.MakesBoth, zoo.StartsOver, zoo.ContinuesOnce, zoo.Stream)
-STREAMS = [kind.__name__ for kind in _KINDS]
+STREAMS = ["Mute", "Stream", "MakesSamples", "MakesBoth", "StartsOver", "StartsLate", "ContinuesOnce"]
 DATASETS: dict[str, Callable[[], dict[str, Any]]] = {
-    **{kind.__name__: lambda kind=kind: {"dataset": kind(), "batch_size": 3} for kind in _KINDS},  # type: ignore[misc]
-    "Shuffled": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3},
+    **{kind: lambda kind=kind: {"dataset": getattr(zoo, kind)(), "batch_size": 3} for kind in STREAMS},
     "Shuffled, draws": lambda: {"dataset": zoo.Shuffled(), "batch_size": 3, "collate_fn": zoo.draw},
     "Counting": lambda: {"dataset": zoo.Counting(LENGTH)},
 }
@@ -128,15 +120,8 @@ def run(
 ) -> list[list[list[int]]]:
     """What each epoch brings in a training that is interrupted, and goes on in a new process each time.
 
-    The training draws from torch's generator itself, and saves its state beside the loader's.
-
-    Args:
-        kind: Of the loader.
-        epochs: How many.
-        points: Epochs, and how many of their batches have come when the run is interrupted.
-        workers: How many the first loader has, and each later one.
-        send: Through a checkpoint.
-        options: Of the loader.
+    The training draws from torch's generator itself, and saves its state beside the loader's. Points are
+    epochs and how many of their batches have come; each loader has the next number of workers.
     """
     counts = itertools.cycle(workers)
     torch.manual_seed(11)

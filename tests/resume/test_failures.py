@@ -7,7 +7,7 @@ import itertools
 import os
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +16,22 @@ from fastload import DataLoader
 from fastload.epochs import on_device
 from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SegmentError
 from fastload.workers import pool
-from tests.resume import zoo
-from tests.resume.loaders import labels, order_states, seeded, state_after, through_json
-from tests.resume.zoo import Faulty, Numbers, Stream
+from tests.device.fake import FakeBackend
+from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
+from tests.resume.loaders import make as make_kind
+from tests.resume.zoo import Faulty, Numbers, Stateful, Stream, stream
 from tests.rng.draws_zoo import Dice
 
-if TYPE_CHECKING:
-    from tests.device.fake import FakeBackend
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device to which loaders with device= copy ahead."""
+    fake = FakeBackend()
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, asker: fake)
+    yield fake
+    fake.drain()
+    fake.check()
+
 
 # --- an iter(loader) that fails changes nothing ----------------------------------------------------------
 
@@ -37,87 +46,66 @@ def stand(loader: DataLoader) -> Any:
     return loader.state_dict(), *order_states(loader)
 
 
-class Fault:
-    """Something that stops an `iter(loader)`, and how it is put right."""
-
-    def __init__(self, error: Any, **broken: Any) -> None:
-        self.error = error
-        self.broken = broken
-
-    def begin(self, loader: DataLoader) -> None:
-        self._whole = {name: self._owner(loader, name).__dict__.get(name) for name in self.broken}
-        self._set(loader, self.broken)
-
-    def end(self, loader: DataLoader) -> None:
-        self._set(loader, self._whole)
-
-    def _set(self, loader: DataLoader, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self._owner(loader, name), name, value)
-
-    @staticmethod
-    def _owner(loader: DataLoader, name: str) -> Any:
-        return {"fault": loader.sampler, "hook": loader.dataset, "CopiesAhead": on_device}.get(name, loader)
-
-
 def _fail(*args: Any) -> Any:
-    raise ArithmeticError
+    raise ArithmeticError("no idea")
 
 
-ITER = Fault(ArithmeticError, fault="iter")
-INTERRUPT = Fault(KeyboardInterrupt, fault="interrupt")
-OTHER = Fault(ResumeError, fault="other")
-SHORT = Fault(ResumeError, fault="short")
-NEXT = Fault(ArithmeticError, fault="next")  # in workers, which are ahead
-UNSTARTED = Fault(Exception, hook=lambda: 0, multiprocessing_context="spawn")  # a lambda cannot be pickled
-WORKERS: dict[str, Any] = {"num_workers": 2}
+# The error of iter(loader), and the attributes of the loader, or of what it uses, that cause it.
+ITER = ArithmeticError, {"fault": ArithmeticError}
+INTERRUPT = KeyboardInterrupt, {"fault": KeyboardInterrupt}
+OTHER = ResumeError, {"fault": "other"}
+NEXT = ArithmeticError, {"fault": "next"}  # in workers, which are ahead
+UNSTARTED = Exception, {"hook": lambda: 0, "multiprocessing_context": "spawn"}  # a lambda cannot be pickled
+WORKER: dict[str, Any] = {"num_workers": 1}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PERSISTENT: dict[str, Any] = {"persistent_workers": True}
+CUDA: dict[str, Any] = {"device": "cuda"}
 TORCHS: dict[str, Any] = {"num_workers": 1, "in_order": False}
-FAULTS: list[tuple[dict[str, Any], Fault]] = [
-    *(({}, fault) for fault in (ITER, INTERRUPT, OTHER, SHORT)),
-    ({}, Fault(AssertionError, timeout=5)),
-    ({}, Fault(DeviceUnavailableError, device="cuda:99")),
-    *((WORKERS, fault) for fault in (ITER, OTHER, NEXT, Fault(AssertionError, prefetch_factor=0))),
-    ({"num_workers": 1}, UNSTARTED),
-    (THREADS, SHORT),
-    *((WORKERS | PERSISTENT, fault) for fault in (ITER, INTERRUPT, OTHER, SHORT, NEXT)),
+FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
+    *(({}, fault) for fault in (ITER, OTHER)),
+    ({}, (AssertionError, {"timeout": 5})),
+    ({}, (DeviceUnavailableError, {"device": "cuda:99"})),
+    *((WORKER, fault) for fault in (NEXT, UNSTARTED, (AssertionError, {"prefetch_factor": 0}))),
+    (THREADS, OTHER),
+    *((WORKER | PERSISTENT, fault) for fault in (ITER, INTERRUPT, OTHER, NEXT)),
     (THREADS | PERSISTENT, NEXT),
     *((TORCHS | PERSISTENT, fault) for fault in (ITER, NEXT)),
     (TORCHS, UNSTARTED),
-    (WORKERS | PERSISTENT | {"device": "cuda"}, Fault(ArithmeticError, CopiesAhead=_fail)),
+    (WORKER | PERSISTENT | CUDA, (ArithmeticError, {"CopiesAhead": _fail})),
 ]
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory'")
 @pytest.mark.parametrize(("options", "fault"), FAULTS)
-def test_a_loaded_state_stays_loaded(
-    options: dict[str, Any], fault: Fault, request: pytest.FixtureRequest
-) -> None:
+def test_a_loaded_state_stays_loaded(options: Any, fault: Any, request: pytest.FixtureRequest) -> None:
     """After the failure generators, samplers, state and persistent workers are as before, and serve the rest.
 
     Torch's iterators are resumed between epochs, and others within one.
     """
-    fake: Any = request.getfixturevalue("fake_device") if "device" in options else None
-    with make(**{"num_workers": 0} | {name: options[name] for name in TORCHS if name in options}) as loader:
+    fake: Any = request.getfixturevalue("fake") if "device" in options else None
+    is_torchs = "in_order" in options
+    with make(**TORCHS if is_torchs else {}) as loader:
         list(loader)
-        if "in_order" not in options:
-            iterator = iter(loader)
+        iterator = loader if is_torchs else iter(loader)
+        if not is_torchs:
             list(itertools.islice(iterator, 3))
         state = loader.state_dict()
-        rest = labels(iterator if "in_order" not in options else loader)
+        rest = labels(iterator)
+    error, causes = fault
     with make(**options) as loader:
         if loader.persistent_workers:
             list(loader)
         workers = loader._iterator
         loader.load_state_dict(state)
         before = stand(loader)
-        fault.begin(loader)
-        for _ in range(2):
-            with pytest.raises(fault.error):
-                iter(loader)
-            assert stand(loader) == before
-        fault.end(loader)
+        owners = {"fault": loader.sampler, "hook": loader.dataset, "CopiesAhead": on_device}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in causes.items():
+                patch.setattr(owners.get(name, loader), name, value, raising=False)
+            for _ in range(2):
+                with pytest.raises(error):
+                    iter(loader)
+                assert stand(loader) == before
         batches = list(loader)
         if fake is not None:
             fake.drain()
@@ -145,23 +133,26 @@ def test_an_epoch_that_is_under_way_outlives_a_state_that_does_not_fit() -> None
 def test_without_a_state_the_epoch_is_not_counted(num_workers: int) -> None:
     """The epoch's number, from which rng="sample" draws, is that of the epochs that did begin."""
     options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "rng": "sample"}
-    expected = labels(DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options))
-    loader = DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options)
-    loader.sampler.fault = "iter"  # type: ignore[attr-defined]
+    plain, loader = (
+        DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options) for _ in range(2)
+    )
+    loader.sampler.fault = ArithmeticError  # type: ignore[attr-defined]
     with pytest.raises(ArithmeticError):
         iter(loader)
     loader.sampler.fault = None  # type: ignore[attr-defined]
 
     assert loader.state_dict()["epoch"] == 0
-    assert labels(loader) == expected
+    assert labels(loader) == labels(plain)
 
 
 def test_a_stream_that_refuses_its_state() -> None:
     """Without workers its error comes from iter(), and the next iter() goes on where the state stands."""
-    resumed = DataLoader(zoo.RefusesOnce(), 3)
+    refusing = stream(load_state_dict=_fail)
+    resumed = DataLoader(refusing, 3)
     resumed.load_state_dict(state_after(DataLoader(Stream(), 3), 1))
     with pytest.raises(ArithmeticError):
         iter(resumed)
+    del refusing.load_state_dict
 
     assert labels(resumed) == labels(DataLoader(Stream(), 3))[1:]
 
@@ -188,14 +179,10 @@ def assert_no_state(loader: Any, error: Any = ArithmeticError, match: str = "no 
     return caught
 
 
-@pytest.mark.parametrize(
-    ("options", "num_workers"), [({}, 0), ({}, 2), ({"device": "cuda"}, 0), ({"device": "cuda"}, 1)], ids=str
-)
-def test_a_stream_that_cannot_say_where_it_stands(
-    options: Any, num_workers: int, fake_device: FakeBackend
-) -> None:
+@pytest.mark.parametrize(("options", "num_workers"), [({}, 0), ({}, 2), (CUDA, 0), (CUDA, 1)])
+def test_a_stream_that_cannot_say_where_it_stands(options: Any, num_workers: int, fake: Any) -> None:
     """It brings all batches; its error comes when the loader's state is asked for after a received batch."""
-    with DataLoader(zoo.BrokenStream(), 3, num_workers=num_workers, **options) as loader:
+    with DataLoader(stream(state_dict=_fail), 3, num_workers=num_workers, **options) as loader:
         iterator = iter(loader)
         loader.state_dict()  # nothing was received yet
         next(iterator)
@@ -210,34 +197,58 @@ def test_a_stream_that_cannot_say_where_it_stands(
     assert not any(value is caught.value for frame in others for value in frame.f_locals.values())
 
 
+@pytest.mark.parametrize(("num_workers", "num_batches"), [(0, 4), (1, 1)])
+def test_the_state_of_a_stream_is_not_ahead(num_workers: int, num_batches: int, fake: Any) -> None:
+    """With device=, the state is that after the batch handed out, not after those fetched ahead."""
+    state = state_after(make_kind("Stream", num_workers, device="cuda"), num_batches)
+    with make_kind("Stream", num_workers, device="cuda") as loader:
+        loader.load_state_dict(state)
+        rest = list(loader)
+    fake.drain()
+
+    assert labels(rest) == uninterrupted("Stream", 1)[0][num_batches:]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_is_forgotten_when_the_stream_can_say_it_again(num_workers: int) -> None:
     """A stream that cannot say it after one batch can be resumed after the next one of the same worker."""
     with DataLoader(Stream(), 3, num_workers=num_workers) as plain:
         whole = labels(plain)
-    with DataLoader(zoo.MuteAtTimes(), 3, num_workers=num_workers) as loader:
+    at_times: Any = Stream()
+    answers = itertools.cycle((_fail, at_times.state_dict))
+    at_times.state_dict = lambda: next(answers)()
+    with DataLoader(at_times, 3, num_workers=num_workers) as loader:
         iterator = iter(loader)
-        asked = []
+        states = []
         for number in range(6):
             next(iterator)
             with contextlib.suppress(ArithmeticError):
-                asked.append((number, loader.state_dict()))
-    assert 0 < len(asked) < 6
-    for number, state in (asked[0], asked[-1]):
+                states.append((number, loader.state_dict()))
+    assert 0 < len(states) < 6
+    for number, state in (states[0], states[-1]):
         with DataLoader(Stream(), 3, num_workers=num_workers) as loader:
             loader.load_state_dict(state)
             assert labels(loader) == whole[number + 1 :]
 
 
+class FailsTwice(Stream):
+    """Cannot say where it stands, and fails in its second batch."""
+
+    state_dict = _fail
+
+    def __iter__(self) -> Any:
+        return (number if number != 4 else 1 // 0 for number in super().__iter__())
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_state_that_cannot_be_pickled_and_an_error_beside_a_batch_s_own(num_workers: int) -> None:
     """The first costs no batch, and comes when it is asked for; the batch's own error is the batch's."""
-    with DataLoader(zoo.OddState(), 3, num_workers=num_workers) as loader:
+    with DataLoader(stream(state_dict=lambda: {"position": lambda: 0}), 3, num_workers=num_workers) as loader:
         iterator = iter(loader)
         next(iterator)
         assert_no_state(loader, (AttributeError, pickle.PicklingError), "lambda")
         assert len(list(iterator)) == 13
-    with DataLoader(zoo.BrokenTwice(), 3, num_workers=num_workers) as loader:
+    with DataLoader(FailsTwice(), 3, num_workers=num_workers) as loader:
         iterator = iter(loader)
         next(iterator)
         with pytest.raises(ZeroDivisionError):
@@ -245,11 +256,11 @@ def test_a_state_that_cannot_be_pickled_and_an_error_beside_a_batch_s_own(num_wo
         assert_no_state(loader)
 
 
-@pytest.mark.parametrize("kind", [zoo.NeedsArguments, zoo.LoadNeedsArguments])
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "in_order": False}], ids=str)
-def test_a_stream_whose_methods_need_arguments(kind: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("methods", [{"state_dict": lambda num: {}}, {"load_state_dict": lambda a, b: None}])
+@pytest.mark.parametrize("options", [{}, WORKER, TORCHS], ids=str)
+def test_a_stream_whose_methods_need_arguments(methods: Any, options: dict[str, Any]) -> None:
     """It is iterated like any stream; a state says why the epoch cannot be resumed in its middle."""
-    with DataLoader(kind(), 3, **options) as loader:
+    with DataLoader(stream(**methods), 3, **options) as loader:
         assert labels(loader) == labels(DataLoader(Stream(), 3))
         next(iter(loader))
         state = through_json(loader.state_dict())
@@ -262,20 +273,20 @@ def test_a_stream_whose_methods_need_arguments(kind: Any, options: dict[str, Any
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samplers_are_asked_the_same_way(num_workers: int) -> None:
     """A sampler whose state_dict() raises costs no batch, and one that needs arguments is not asked."""
-    with DataLoader(Numbers(12), 4, sampler=zoo.MuteSampler(12), num_workers=num_workers) as loader:
-        iterator = iter(loader)
-        next(iterator)
-        for num_left in (2, 0):
-            assert_no_state(loader)
-            assert len(list(iterator)) == num_left
-    with DataLoader(Numbers(12), 4, sampler=zoo.SamplerOfArguments(12), num_workers=num_workers) as loader:
-        assert len(list(loader)) == 3
-        assert loader.state_dict()["samplers"] == {}
+    sampler: Any = Stateful(12)
+    loader = DataLoader(Numbers(12), 4, sampler=sampler, num_workers=num_workers)
+    sampler.state_dict = _fail
+    iterator = iter(loader)
+    next(iterator)
+    for num_left in (2, 0):
+        assert_no_state(loader)
+        assert len(list(iterator)) == num_left
+    sampler.state_dict = lambda epoch: {}
+    assert len(list(loader)) == 3
+    assert loader.state_dict()["samplers"] == {}
 
 
-def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatch: Any) -> None:
     """It brings no state of its worker's stream, which stands where it stood before."""
     parent, original = os.getpid(), pool.Segment.map
     refusals = iter([False, True])

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data import RandomSampler
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
 from tests.resume.loaders import distributed, labels, seeded, sharded, state_after, through_json
 from tests.resume.zoo import KnowsItsRank, Numbers, Stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-MAKERS: dict[str, Callable[..., DataLoader]] = {"distributed": distributed, "sharded batches": sharded}
+MAKERS: dict[str, Any] = {"distributed": distributed, "sharded batches": sharded}
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
@@ -93,82 +89,51 @@ def test_a_sampler_whose_state_has_the_rank_is_found_out() -> None:
 # --- a rank that only torch.distributed knows ------------------------------------------------------------
 
 
+def shuffling(seed: int) -> DataLoader:
+    return DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(seed))
+
+
 @pytest.mark.parametrize("num_batches", [0, 2, 99])
-def test_ranks_with_the_same_seed_share_a_state(num_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that shuffle in the same way each resume the same order."""
-
-    def make() -> DataLoader:
-        return DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(5))
-
+def test_ranks_share_a_state_if_they_have_the_same_seed(num_batches: int, monkeypatch: Any) -> None:
+    """Each resumes the same order; for a rank with another seed it is an error that gives both seeds."""
     as_rank(monkeypatch, 0)
-    loader = make()
+    loader = shuffling(5)
     iterator = iter(loader)
     list(itertools.islice(iterator, num_batches))
     state = through_json(loader.state_dict())
     rest = labels(iterator) or labels(loader)
     as_rank(monkeypatch, 1)
-    resumed = make()
+    resumed, other = shuffling(5), shuffling(6)
     resumed.load_state_dict(state)
 
     assert state["rank"] == 0
     assert labels(resumed) == rest
-
-
-@pytest.mark.parametrize("num_batches", [0, 2, 99])
-def test_ranks_with_orders_of_their_own_need_a_state_each(
-    num_batches: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The state of rank 0 would give rank 0's order to a rank with another seed: the error gives both."""
-    as_rank(monkeypatch, 0)
-    state = state_after(DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(5)), num_batches)
-    as_rank(monkeypatch, 1)
-    resumed = DataLoader(Numbers(20), 4, shuffle=True, generator=seeded(6))
-
-    def load() -> None:
-        resumed.load_state_dict(state)
-        iter(resumed)
-
     with pytest.raises(ResumeError, match=r"seed of the sampler 5, .* has 6: .* or one for each rank"):
-        load()
+        other.load_state_dict(state), iter(other)
 
 
 @pytest.mark.parametrize("is_distributed", [True, False])
 def test_samplers_of_the_user_s_are_split_where_nobody_sees_it(
-    is_distributed: bool, monkeypatch: pytest.MonkeyPatch
+    is_distributed: bool, monkeypatch: Any
 ) -> None:
     """Each rank's own list of indices is skipped by the number of batches; without ranks, it is checked."""
     loaders = [DataLoader(Numbers(20), 2, sampler=list(range(rank, 20, 2))) for rank in range(2)]
-    if is_distributed:
-        as_rank(monkeypatch, 0)
-    state = state_after(loaders[0], 2)
-    if is_distributed:
-        as_rank(monkeypatch, 1)
-    loaders[1].load_state_dict(state)
+    state = None
+    for rank, loader in enumerate(loaders):
+        if is_distributed:
+            as_rank(monkeypatch, rank)
+        state = state or state_after(loader, 2)
+    loader.load_state_dict(state)
 
     assert state["rank"] == (0 if is_distributed else None)
     if is_distributed:
-        assert next(iter(loaders[1]))[:, 0].tolist() == [9, 11]
+        assert next(iter(loader))[:, 0].tolist() == [9, 11]
     else:
         with pytest.raises(ResumeError, match="different indices for the first 2 batches"):
-            iter(loaders[1])
+            iter(loader)
 
 
-@pytest.mark.thorough  # it imports Lightning
-def test_lightning_s_wrapper_is_seen() -> None:
-    """The sampler that Lightning puts around a sampler of the user's has the rank."""
-    overrides = pytest.importorskip("lightning.fabric.utilities.distributed")
-
-    def make(rank: int) -> DataLoader:
-        inner: Sampler[int] = RandomSampler(range(40), generator=seeded())
-        sampler = overrides.DistributedSamplerWrapper(inner, num_replicas=2, rank=rank, shuffle=False)
-        return DataLoader(Numbers(40), 4, sampler=sampler)
-
-    assert state_after(make(1), 0)["rank"] == 1
-
-
-def test_a_stream_s_state_of_another_rank_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_s_state_of_another_rank_is_warned_of(monkeypatch: Any, caplog: Any) -> None:
     """The positions are those of the rank that saved them."""
     as_rank(monkeypatch, 0)
     state = state_after(DataLoader(Stream(), 3), 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import pickle
@@ -32,14 +33,14 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Counting, Foreign, Keeps, Mute, Numbers, Stream
+from tests.resume.zoo import Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from pathlib import Path
 
 
 class Evil:
-    """Makes a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,25 +50,22 @@ class Evil:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "wrap"), [(0, lambda data: data), (2, lambda data: {"progress": "begun", "state": data})]
+    ("num_workers", "wrap"), [(0, lambda data: data), (1, lambda data: {"progress": "begun", "state": data})]
 )
-def test_bytes_in_a_state_are_never_unpickled(num_workers: int, wrap: Any, tmp_path: Any) -> None:
+def test_bytes_in_a_state_are_never_unpickled(num_workers: int, wrap: Any, tmp_path: Path) -> None:
     """A pickle in the place of a stream's state is refused, or is given to the dataset as the bytes it is."""
     marker = tmp_path / "unpickled"
     state = state_after(DataLoader(Keeps(), 4, num_workers=num_workers), 1, dict)
-    state["dataset_states"] = [wrap(pickle.dumps(Evil(str(marker)))) for _ in state["dataset_states"]]
+    state["dataset_states"] = [wrap(pickle.dumps(Evil(str(marker))))]
     loader = DataLoader(Keeps(), 4, num_workers=num_workers)
-    try:
+    with loader, contextlib.suppress(ResumeError, TypeError):  # the dataset finds no position in bytes
         loader.load_state_dict(state)
         next(iter(loader))
-    except (ResumeError, TypeError):
-        pass  # the dataset finds no position in bytes
-    loader.close()
 
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_stream_or_a_sampler_returned_is_a_snapshot(num_workers: int) -> None:
     """One that returns the dict that it goes on to change does not change a state that was taken."""
     for loader in (DataLoader(Keeps(), 4, num_workers=num_workers), make("stateful")):
@@ -115,67 +113,42 @@ def test_numbers_of_other_libraries_do_not_reach_a_state() -> None:
 # --- states that do not fit ------------------------------------------------------------------------------
 
 
-def _constant(key: Any) -> int:
-    return 1
-
-
 def by_keys(keys: list[Any]) -> DataLoader:
-    return DataLoader(datasets.Made(_constant, len(keys)), 2, sampler=keys)
+    return DataLoader(datasets.Made(lambda key: 1, len(keys)), 2, sampler=keys)
 
 
 def foreign() -> DataLoader:
     return DataLoader(Numbers(LENGTH), 4, sampler=Foreign(LENGTH))
 
 
+def ranked(num_ranks: int = 2, rank: int = 0, seed: int = 3, length: int = 40) -> DataLoader:
+    return distributed(length, 4, num_ranks, rank, seed)
+
+
 # Of which loader, after how many batches; to which loader, and the error at its first batch.
-MISFITS: dict[str, tuple[DataLoader, int, DataLoader, str]] = {
-    "foreign sampler": (foreign(), 3, foreign(), r"for the first 3 batches.*attribute `generator`"),
-    "fewer batches": (
-        make("in order"), 10, DataLoader(Numbers(8), 4),
-        "had at least 10 batches, but the sampler now has 2",
-    ),
-    "batch size": (make("in order"), 2, make("in order", batch_size=5), r"batch_size 4, .* has 5: give it 4"),
-    "no such sampler": (make("stateful"), 0, make("in order"), "has 'sampler', but this loader has no such"),
-    "shorter stream": (make("Mute"), 9, make("Mute", dataset=Mute(11)), "again, but it ended after 4"),
-    "stream, workers": (make("Mute", 3), 4, make("Mute", 2), "for each of 3 workers, but .* has 2"),
-    "stream, batch size": (
-        make("Mute", 3), 4, make("Mute", 3, batch_size=4),
-        "batch_size 3, after 4 batches, but this loader has 4",
-    ),
-    "stream with a state, workers": (make("Stream", 3), 4, make("Stream", 2), "each of 3 workers.* has 2"),
-    "dataset with a state, workers": (make("Counting", 2), 5, make("Counting", 3), "each of 2 .* has 3"),
-    "lost state of a dataset": (make("Stream"), 2, make("Mute"), "a Mute, has no state_dict"),
-    "lost state of an iterator": (
-        make("MakesSamples"), 2, make("Mute"),
-        r"iter\(dataset\) now returns a generator without one",
-    ),
-    "other texts of keys": (by_keys(list("abcd")), 1, by_keys(list("axcd")), "different indices"),
-    "other kinds of keys": (by_keys([object()] * 4), 1, by_keys([Ellipsis] * 4), "different indices"),
-    "distributed, seed": (
-        distributed(40, 4, 2, 0), 2, distributed(40, 4, 2, 0, 4),
-        "different indices for the first 2",
-    ),
-    "another rank, length": (
-        distributed(40, 4, 2, 0), 2, distributed(44, 4, 2, 1),
-        "length of the dataset 40, .* has 44",
-    ),
-    "another rank, seed": (
-        distributed(40, 4, 2, 0), 2, distributed(40, 4, 2, 1, 4),
-        "seed of the sampler 3, .* has 4",
-    ),
-    "another rank, batch size": (distributed(40, 4, 2, 0), 2, distributed(40, 5, 2, 1), "batch_size 4, .* 5"),
-    "another rank, sampler": (
-        distributed(40, 4, 2, 0), 2, sharded(40, 4, 2, 1),
-        "kind of sampler BatchSampler of DistributedSampler, .* but",
-    ),
-    "number of ranks": (distributed(40, 4, 2, 0), 2, distributed(40, 4, 3, 0), "number of ranks 2, .* has 3"),
-}  # fmt: skip
+MISFITS: list[tuple[DataLoader, int, DataLoader, str]] = [
+    (foreign(), 3, foreign(), r"for the first 3 batches.*attribute `generator`"),
+    (make("in order"), 10, make("in order", dataset=Numbers(8)), "at least 10 batches, but .* now has 2"),
+    (make("in order"), 2, make("in order", batch_size=5), r"batch_size 4, .* has 5: give it 4"),
+    (make("stateful"), 0, make("in order"), "has 'sampler', but this loader has no such"),
+    (make("Mute"), 9, make("Mute", dataset=Mute(11)), "again, but it ended after 4"),
+    (make("Mute", 2), 4, make("Mute", 1), "for each of 2 workers, but .* has 1"),
+    (make("Mute"), 4, make("Mute", batch_size=4), "batch_size 3, after 4 batches, but this loader has 4"),
+    (make("Counting", 1), 5, make("Counting", 2), "each of 1 .* has 2"),
+    (make("Stream"), 2, make("Mute"), "a Mute, has no state_dict"),
+    (make("MakesSamples"), 2, make("Mute"), r"iter\(dataset\) now returns a generator without one"),
+    (by_keys(list("abcd")), 1, by_keys(list("axcd")), "different indices"),
+    (by_keys([object()] * 4), 1, by_keys([Ellipsis] * 4), "different indices"),
+    (ranked(), 2, ranked(seed=4), "different indices for the first 2"),
+    (ranked(), 2, ranked(rank=1, length=44), "length of the dataset 40, .* has 44"),
+    (ranked(), 2, ranked(rank=1, seed=4), "seed of the sampler 3, .* has 4"),
+    (ranked(), 2, sharded(40, 4, 2, 1), "kind of sampler BatchSampler of DistributedSampler, .* but"),
+    (ranked(), 2, ranked(num_ranks=3), "number of ranks 2, .* has 3"),
+]
 
 
-@pytest.mark.parametrize(("saver", "num_batches", "resumed", "text"), MISFITS.values(), ids=MISFITS)
-def test_a_state_that_does_not_fit_is_an_error_that_says_why(
-    saver: DataLoader, num_batches: int, resumed: DataLoader, text: str
-) -> None:
+@pytest.mark.parametrize(("saver", "num_batches", "resumed", "text"), MISFITS)
+def test_a_state_that_does_not_fit_says_why(saver: Any, num_batches: int, resumed: Any, text: str) -> None:
     """It gives both values, and the state stays loaded."""
     state = state_after(saver, num_batches)
     resumed.load_state_dict(state)
@@ -207,19 +180,10 @@ def test_addresses_in_the_texts_of_keys_do_not_count() -> None:
 
 def _states() -> list[Any]:
     """Loaders of all kinds, each with a state of one like it: before, within, at the end of an epoch."""
-    makers: list[Any] = [
-        lambda: make("shuffle, generator"),
-        lambda: make("shuffle"),
-        lambda: make("eager draws"),
-        lambda: make("distributed"),
-        lambda: make("sampler's own generator"),
-        lambda: make("stateful"),
-        lambda: DataLoader(Stream(), 3),
-        lambda: DataLoader(Mute(), 3),
-        lambda: DataLoader(Counting(LENGTH), 4),
-    ]
+    kinds = ("shuffle, generator", "shuffle", "eager draws", "distributed", "sampler's own generator")
+    kinds += ("stateful", "Stream", "Mute", "Counting")
     found = []
-    for maker in makers:
+    for maker in (functools.partial(make, kind) for kind in kinds):
         for num_batches in ((), (0,), (2,), (99,), (99, 0), (99, 3)):  # of each epoch
             loader = maker()
             for count in num_batches:
@@ -229,16 +193,9 @@ def _states() -> list[Any]:
 
 
 STATES = _states()
-WRONG = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**25), 10**25),
-    st.floats(),
-    st.text(max_size=8),
-    st.binary(max_size=8),
-    st.lists(st.integers(-3, 3), max_size=3),
-    st.dictionaries(st.text(max_size=3) | st.integers(0, 3), st.integers(-3, 3), max_size=2),
-)
+WRONG = st.none() | st.booleans() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+WRONG |= st.integers(-(10**25), 10**25) | st.lists(st.integers(-3, 3), max_size=3)
+WRONG |= st.dictionaries(st.text(max_size=3) | st.integers(0, 3), st.integers(-3, 3), max_size=2)
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -275,15 +232,6 @@ def _two_epochs(loader: DataLoader, state: dict[str, Any]) -> list[Any]:
     return [[batch.flatten().tolist() for batch in loader] for _ in range(2)]
 
 
-def _refusal(step: Callable[[], Any]) -> str | None:
-    """The text of the ResumeError that it raises, if it does."""
-    try:
-        step()
-    except ResumeError as error:
-        return str(error)
-    return None
-
-
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
@@ -307,7 +255,11 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
     loader = maker()
     for step in (lambda: loader.load_state_dict(state), lambda: iter(loader)):
         before = loader.state_dict(), *order_states(loader)
-        refusal = _refusal(step)
+        refusal = None
+        try:
+            step()
+        except ResumeError as error:
+            refusal = str(error)
         if refusal is not None:
             assert len(refusal.split()) > 5
             assert (loader.state_dict(), *order_states(loader)) == before
@@ -327,7 +279,6 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (3, {"iterator_kind": None}, "an epoch has begun, but 'iterator_kind' is None"),
         (3, {"_iterator_finished": True}, r"it is between epochs, but 'generators' \['default', 'loader'\]"),
         (99, {"_iterator_finished": False}, r"it is within epochs, but 'generators' \['loader'\]"),
-        (99, {"iterator_kind": None}, "an epoch has begun, but 'iterator_kind' is None"),
         (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
         (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
         (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}, "have read fewer batches than 3"),
@@ -353,40 +304,34 @@ def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: An
     assert order_states(loader) == before
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("version", None),
-        ("epoch", True),
-        ("_num_yielded", -1),
-        ("_iterator_finished", 0),
-        ("iterator_kind", []),
-        ("base_seed", -5),
-        ("sample_seed", 1 << 64),
-        ("checksum", [1]),
-        ("checksum", [2, 1 << 32]),
-        ("generators", {"default": "QUJD\n"}),
-        ("samplers", {"sampler": lambda: 0}),
-        ("obstacle", 3),
-        ("dataset_states", [{"progress": "begun"}]),
-        ("next_worker", -1),
-        ("version", 3.0),
-        ("version", 4),
-        ("rank", "0"),
-        ("order", {"seed": 1}),
-        *(pytest.param(key, 10**5000, id=f"huge {key}") for key in ("version", "epoch")),
-    ],
-)
-def test_the_error_names_what_is_wrong(key: str, value: Any) -> None:
+HUGE = 10**5000
+INVALID: dict[str, list[Any]] = {
+    "version": [None, 3.0, 4, HUGE],
+    "epoch": [True, HUGE],
+    "_num_yielded": [-1],
+    "_iterator_finished": [0],
+    "iterator_kind": [[]],
+    "sample_seed": [1 << 64],
+    "checksum": [[1], [2, 1 << 32]],
+    "generators": [{"default": "QUJD\n"}],
+    "samplers": [{"sampler": lambda: 0}],
+    "dataset_states": [[{"progress": "begun"}]],
+    "obstacle": [3],
+    "order": [{"seed": 1}],
+}
+
+
+@pytest.mark.parametrize("key", INVALID)
+def test_the_error_names_what_is_wrong(key: str) -> None:
     """The key, and why its value cannot be read; nothing has changed."""
-    state = state_after(make("shuffle, generator"), 2) | {key: value}
+    state = state_after(make("shuffle, generator"), 2)
     loader = make("shuffle, generator")
     before = loader.state_dict()
-    is_huge = isinstance(value, int) and value > 1 << 70
-    why = r": .*<int, whose repr" if is_huge else ""
 
-    with pytest.raises(ResumeError, match=f"or it is damaged: '{key}'{why}"):
-        loader.load_state_dict(state)
+    for value in INVALID[key]:
+        why = r": .*<int, whose repr" if value == HUGE else ""
+        with pytest.raises(ResumeError, match=f"or it is damaged: '{key}'{why}"):
+            loader.load_state_dict(state | {key: value})
     for other in (None, {}, 3):
         with pytest.raises(ResumeError, match=r"not a state of a fastload\.DataLoader"):
             loader.load_state_dict(other)  # type: ignore[arg-type]

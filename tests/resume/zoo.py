@@ -70,25 +70,20 @@ class Faulty(Draws):
     def __init__(self, length: int, generator: torch.Generator) -> None:
         super().__init__(length)
         self.generator = generator
-        self.fault: str | None = None
+        self.fault: Any = None
 
     def __iter__(self) -> Iterator[int]:
-        if self.fault == "iter":
-            raise ArithmeticError("the sampler fails")
-        if self.fault == "interrupt":
-            raise KeyboardInterrupt
+        if isinstance(self.fault, type):
+            raise self.fault
         order = torch.randperm(self.length, generator=self.generator).tolist()
         if self.fault == "other":
             order.reverse()
-        if self.fault == "short":
-            del order[5:]
-        return self._indices(order)
+        return map(self._index, range(self.length), order)
 
-    def _indices(self, order: list[int]) -> Iterator[int]:
-        for number, index in enumerate(order):
-            if self.fault == "next" and number == 6:
-                raise ArithmeticError("the sampler fails")
-            yield index
+    def _index(self, number: int, index: int) -> int:
+        if self.fault == "next" and number == 6:
+            raise ArithmeticError("the sampler fails")
+        return index
 
 
 class Stateful(Draws):
@@ -115,17 +110,14 @@ class KnowsItsRank(Stateful):
     """Splits the dataset; its state has the rank in it."""
 
     num_replicas = 2
+    rank = property(lambda self: self.state["rank"])
 
     def __init__(self, length: int, rank: int) -> None:
         super().__init__(length)
         self.state["rank"] = rank
 
-    @property
-    def rank(self) -> int:
-        return self.state["rank"]
-
     def __iter__(self) -> Iterator[int]:
-        return itertools.islice(super().__iter__(), self.state["rank"], None, self.num_replicas)
+        return itertools.islice(super().__iter__(), self.rank, None, self.num_replicas)
 
 
 class Sharded(BatchSampler):
@@ -141,20 +133,6 @@ class Sharded(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         return itertools.islice(self.batch_sampler, self.process_index, None, self.num_processes)
-
-
-class MuteSampler(Stateful):
-    """Cannot say where it stands."""
-
-    def state_dict(self) -> dict[str, int]:
-        raise ArithmeticError("no idea")
-
-
-class SamplerOfArguments(Stateful):
-    """Its state_dict() needs an argument."""
-
-    def state_dict(self, epoch: int) -> dict[str, int]:  # type: ignore[override]
-        raise AssertionError
 
 
 # --- streams ---------------------------------------------------------------------------------------------
@@ -238,21 +216,21 @@ class MakesBoth(MakesSamples):
         self.first = state["first"]
 
 
-class StartsOver(Mute):
+class StartsOver(Samples, Mute):
     """A stream that is its own iterator, and goes back to its beginning with each call of iter()."""
 
-    def __iter__(self) -> Iterator[int]:
-        self.samples = Samples(share(self.length))
+    __init__ = Mute.__init__
+
+    def __iter__(self) -> StartsOver:
+        self.samples, self.position = share(self.length), 0
         return self
 
-    def __next__(self) -> int:
-        return next(self.samples)
 
-    def state_dict(self) -> dict[str, int]:
-        return self.samples.state_dict()
+class StartsLate(StartsOver):
+    """Another one, which cannot take its state before iter()."""
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.samples.load_state_dict(state)
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
+        self.position = range(len(self.samples) + 1)[state["position"]]
 
 
 class ContinuesOnce(HasPosition, Mute):
@@ -263,12 +241,10 @@ class ContinuesOnce(HasPosition, Mute):
         return self
 
     def __next__(self) -> int:
-        try:
-            sample = next(self.left)
-        except StopIteration:
-            self.position = 0
-            raise
-        self.position += 1
+        sample = next(self.left, None)
+        self.position = 0 if sample is None else self.position + 1
+        if sample is None:
+            raise StopIteration
         return sample
 
 
@@ -286,86 +262,27 @@ class Stream(HasPosition, Mute):
 class Keeps(Stream):
     """A stream whose state is the very dict that it goes on to change, with a list in it."""
 
-    def __init__(self, length: int = 20) -> None:
-        super().__init__(length)
-        self.state: dict[str, Any] = {"position": 0, "seen": []}
+    def __init__(self) -> None:
+        super().__init__(20)
+        self.seen: list[Any] = []
 
     def __iter__(self) -> Iterator[int]:
         for sample in super().__iter__():
-            self.state["position"] = self.position
-            self.state["seen"].append((self.position, sample))
+            self.seen.append((self.position, sample))
             yield sample
 
     def state_dict(self, deep: bool = False) -> dict[str, Any]:
-        return self.state
+        return vars(self)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        super().load_state_dict(state)
-        self.state = {"position": state["position"], "seen": state["seen"]}
+        vars(self).update(state)
 
 
-class BrokenStream(Stream):
-    """Cannot say where it stands."""
-
-    def state_dict(self, deep: bool = False) -> dict[str, Any]:
-        raise ArithmeticError("no idea")
-
-
-class BrokenTwice(BrokenStream):
-    """Fails in its second batch."""
-
-    def __iter__(self) -> Iterator[int]:
-        for number in super().__iter__():
-            if number == 4:
-                raise ZeroDivisionError
-            yield number
-
-
-class MuteAtTimes(Stream):
-    """Cannot say where it stands after each other batch."""
-
-    asked = 0
-
-    def state_dict(self, deep: bool = False) -> dict[str, Any]:
-        self.asked += 1
-        if self.asked % 2:
-            raise ArithmeticError("not now")
-        return super().state_dict()
-
-
-class OddState(Stream):
-    """Says where it stands with something that cannot be pickled."""
-
-    def state_dict(self, deep: bool = False) -> dict[str, Any]:
-        return {"position": lambda: self.position}
-
-
-class RefusesOnce(Stream):
-    """Refuses its state the first time."""
-
-    refuses = True
-
-    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> None:
-        if self.refuses:
-            self.refuses = False
-            raise ArithmeticError
-        super().load_state_dict(state)
-
-
-class NeedsArguments(Stream):
-    """As litdata's StreamingDataset: its loader has to say how much was read."""
-
-    def state_dict(  # type: ignore[override]
-        self, num_samples_yielded: int, num_workers: int, batch_size: int
-    ) -> dict[str, Any]:
-        return {}
-
-
-class LoadNeedsArguments(Stream):
-    """Wants to know more when it goes on."""
-
-    def load_state_dict(self, state: dict[str, Any], *, strict: bool) -> None:  # type: ignore[override]
-        raise AssertionError
+def stream(**methods: Any) -> Stream:
+    """A stream some of whose methods are others."""
+    found = Stream()
+    vars(found).update(methods)
+    return found
 
 
 def draw(samples: list[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
 
@@ -16,24 +16,18 @@ from torch.utils.data import default_collate
 
 import fastload
 
-SIDE = 64
-POSITIONS = np.arange(SIDE * SIDE, dtype=np.int32).reshape(SIDE, SIDE, 1).astype(np.float32)
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-# Every kind of generator that rng="sample" seeds.
-KINDS: dict[str, Any] = {
-    "Generator": lambda: np.random.default_rng(1),
-    "PCG64DXSM": lambda: np.random.Generator(np.random.PCG64DXSM(1)),
-    "MT19937": lambda: np.random.Generator(np.random.MT19937(1)),
-    "Philox": lambda: np.random.Generator(np.random.Philox(1)),
-    "SFC64": lambda: np.random.Generator(np.random.SFC64(1)),
-    "RandomState": lambda: np.random.RandomState(1),
-    "Random": lambda: random.Random(1),
-    "torch": lambda: torch.Generator().manual_seed(1),
-}
+# A crop of a picture whose pixels are their own positions tells where it was taken.
+POSITIONS = np.arange(1 << 16, dtype=np.int32).reshape(256, 256, 1).astype(np.float32)
 
 
 def every_kind() -> list[Any]:
-    return [make() for make in KINDS.values()]
+    """A generator of every kind that rng="sample" seeds."""
+    bits = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+    others = np.random.RandomState(1), random.Random(1), torch.Generator().manual_seed(1)
+    return [*(np.random.Generator(kind(1)) for kind in bits), *others]
 
 
 def draw(generator: Any) -> int:
@@ -58,8 +52,16 @@ def draw_sample_rng() -> int:
 
 
 def corner(pipeline: Any) -> int:
-    """Where a crop begins."""
+    """Where one random crop begins."""
     return int(pipeline(image=POSITIONS)["image"][0, 0, 0])
+
+
+def run(dataset: Any, epochs: int = 1, cls: Any = fastload.DataLoader, **options: Any) -> list[Any]:
+    """What each epoch brings, as lists; in their order, or sorted if batches come as they are made."""
+    loader = cls(dataset, **{"batch_size": 4, "generator": fastload.seed_everything(7), **options})
+    found = [[plain(batch) for batch in loader] for _ in range(epochs)]
+    loader._iterator = None
+    return found if options.get("in_order", True) else [sorted(epoch, key=repr) for epoch in found]
 
 
 def plain(batch: Any) -> Any:
@@ -91,13 +93,7 @@ class Composed(Randomizable):
 
 
 class Alone:
-    """Each sample: its index, and draws from all that a thread has for itself.
-
-    Args:
-        length: The number of samples.
-        seed: Of the pipeline.
-        own: Its own generators; by default one of each kind.
-    """
+    """Each sample: its index, and draws from all that a thread has for itself, its `own` generators too."""
 
     def __init__(self, length: int = 24, seed: int | None = None, own: list[Any] | None = None) -> None:
         self.length = length
@@ -122,11 +118,21 @@ class Alone:
         return [*crops, int(self.part.R.randint(1 << 30)), int(self.composed.R.randint(1 << 30))]
 
     def stand(self) -> Any:
-        """Which generators the pipelines and MONAI's objects have, and where they and its own stand."""
-        parts = [self.crop, *self.crop.transforms, *self.crop.transforms[0].transforms, self.second]
-        kept = [generator for part in parts for generator in (part.py_random, part.random_generator)]
-        kept += [self.part.R, self.composed.R]
-        return list(map(id, kept)), list(map(state_of, [*kept, *self.own]))
+        kept = [self.part.R, self.composed.R]
+        return stand_of([self.crop, self.second], kept), list(map(state_of, self.own))
+
+
+def walk(pipelines: Any) -> Iterator[Any]:
+    """The pipelines, and all transforms in their lists."""
+    for pipeline in pipelines:
+        yield pipeline
+        yield from walk(getattr(pipeline, "transforms", ()))
+
+
+def stand_of(pipelines: list[Any], kept: Any = ()) -> Any:
+    """Which generators the pipelines have, and where they stand; and the same of others that are kept."""
+    kept = [*kept, *(one for part in walk(pipelines) for one in (part.py_random, part.random_generator))]
+    return list(map(id, kept)), list(map(state_of, kept))
 
 
 def state_of(generator: Any) -> str:
@@ -144,11 +150,7 @@ def state_of_globals() -> list[str]:
 
 
 class Dice(Alone):
-    """Draws from the libraries' own generators, too, and from a set, which threads would share.
-
-    Args:
-        error: Raised once, by sample 2.
-    """
+    """Draws from the libraries' own generators, too, and from a set; sample 2 raises the error once."""
 
     def __init__(self, *args: Any, error: type[BaseException] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -156,22 +158,14 @@ class Dice(Alone):
         self.error = error
 
     def __getitem__(self, index: Any) -> Any:
-        error = self.error
-        row = torch.tensor([int(index), *self.wide(), *self.narrow()])
-        if index == 2 and error is not None:
-            self.error = None
+        row = super().__getitem__(index)
+        if index == 2 and self.error is not None:
+            error, self.error = self.error, None
             raise error
         return row
 
     def wide(self) -> list[int]:
         return [*draw_globals(), *super().wide(), *map(draw, self.in_a_set)]
-
-
-class AtOnce(Dice):
-    """Fetches many samples with one call."""
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
 
 
 class Unreadable(Dice):
@@ -185,12 +179,7 @@ class Unreadable(Dice):
 
 
 class Pictures:
-    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does.
-
-    Args:
-        length: The number of samples.
-        own: A further generator that they draw from.
-    """
+    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does."""
 
     def __init__(self, length: int = 24, own: Any = None) -> None:
         self.length = length
@@ -201,12 +190,12 @@ class Pictures:
 
     def __getitem__(self, index: int) -> Any:
         draw_globals(), list(map(draw, self.own))
-        return POSITIONS + index, index
+        return POSITIONS[:64, :64] + index, index
 
 
 def resize() -> A.Compose:
     """A deterministic pipeline that draws all the same: albumentations tosses a coin for p=1, too."""
-    return A.Compose([A.Resize(SIDE, SIDE, p=1)])
+    return A.Compose([A.Resize(64, 64, p=1)])
 
 
 class Jitter:
@@ -223,40 +212,21 @@ class Jitter:
         return numbers + draw_globals() if self.shared else numbers, label
 
 
-class Wrapped:
-    """Draws before and after it asks a cached dataset."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        before = random.getrandbits(40), draw_sample_rng()
-        sample = self.dataset[index]
-        return before, sample, random.getrandbits(40), draw_sample_rng()
+def around(dataset: Any, index: int) -> Any:
+    """Draws before and after it asks a dataset."""
+    before = random.getrandbits(40), draw_sample_rng()
+    sample = dataset[index]
+    return before, sample, random.getrandbits(40), draw_sample_rng()
 
 
-class Keyed:
-    """Indexed by names, tuples and numbers."""
-
-    def __getitem__(self, key: Any) -> Any:
-        return str(key), random.getrandbits(40)
-
-
-class Holder:
-    """Holds a value in an attribute."""
+class Noise:
+    """A transform that adds a draw to the sample."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
-
-class Noise(Holder):
-    """A transform that adds a draw to the sample."""
-
     def __call__(self, sample: Any) -> Any:
-        return (*sample, draw(self.value))
+        return sample, draw(self.value)
 
 
 class Chain:
@@ -271,26 +241,8 @@ class Chain:
         return sample
 
 
-class Plain:
-    """A dataset that applies a transform to the index."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> Any:
-        return self.transform((index,))
-
-
 class Drawing:
-    """A collate_fn that draws from every kind of generator, and returns the batch and the draws.
-
-    Args:
-        shared: Whether it draws from the generators that threads share.
-        own: Its own generators; by default one of each kind.
-    """
+    """A collate_fn that returns the batch, and draws from every kind of generator, shared ones or not."""
 
     def __init__(self, *, shared: bool = True, own: list[Any] | None = None) -> None:
         self.shared = shared
@@ -306,11 +258,11 @@ class Drawing:
 module_generator = np.random.default_rng(1)
 
 
-class DrawsFromModule(Plain):
-    """Draws from a generator that its method finds in the module."""
+def draw_of_module(index: int) -> Any:
+    """A draw from a generator that the function finds in its module."""
+    return index, draw(module_generator)
 
-    def __init__(self) -> None:
-        super().__init__(None)
 
-    def __getitem__(self, index: int) -> Any:
-        return index, draw(module_generator)
+def keyed(key: Any) -> Any:
+    """The sample of a name, a tuple or a number."""
+    return str(key), random.getrandbits(40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import sys
 from typing import Any
 
@@ -12,26 +13,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from fastload import DataLoader
-from fastload.rng.pipelines import Search
 from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
 from fastload.system.logs import say_once
+from tests.kit.datasets import Bulk, Made, Stream
+from tests.resume.loaders import seeded
 from tests.rng import draws_zoo as zoo
-from tests.rng.draws_zoo import Alone, Dice, Drawing, Keyed, plain
+from tests.rng.draws_zoo import Alone, Chain, Dice, Drawing, Noise, run
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 
 
-def seeded(seed: int = 5) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def read(dataset: Any, **options: Any) -> list[Any]:
     """The batches of an epoch, as lists."""
-    loader = DataLoader(dataset, rng="sample", **{"batch_size": 4, "generator": seeded(), **options})
-    return [plain(batch) for batch in loader]
+    return run(dataset, **{"rng": "sample", **options})[0]  # type: ignore[no-any-return]
 
 
 # --- what sets the numbers -------------------------------------------------------------------------------
@@ -56,17 +53,9 @@ def test_a_seed_given_to_compose_is_mixed_in() -> None:
 
 def test_the_libraries_generators_are_not_the_datasets() -> None:
     """Who keeps numpy's own RandomState in an attribute draws what numpy.random draws."""
-
-    class FromNumpy(zoo.Plain):
-        rng = np.random.mtrand._rand
-
-    class FromModule(zoo.Plain):
-        rng = np.random  # type: ignore[assignment]
-
     found = []
-    for kind in (FromNumpy, FromModule):
-        dataset = kind(None)
-        dataset.transform = lambda sample, dataset=dataset: dataset.rng.randint(1 << 30)
+    for generator in (np.random.mtrand._rand, np.random):
+        dataset = Made(functools.partial(lambda rng, index: rng.randint(1 << 30), generator))
         found.append(read(dataset))
     assert found[0] == found[1]
 
@@ -141,57 +130,37 @@ def test_the_users_generators_are_as_they_were(error: Any) -> None:
 def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> None:
     """Those of albumentations and MONAI are seeded by their own rule, and with False not at all."""
     dataset = Dice()
-    found = Search(dataset, zoo.Composed(zoo.Randomizable()))
     before = dataset.stand()
     read(dataset, seed_albumentations=seed_albumentations)
 
-    assert found.of_dataset.generators == [*dataset.own, *dataset.in_a_set]
-    assert found.of_collate.generators == []
     assert (dataset.stand() == before) is seed_albumentations
 
 
 # --- errors and warnings ---------------------------------------------------------------------------------
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(())
+REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
+    (Stream(), {}, ValueError, r'^rng="sample" derives random streams .*, but a Stream has none'),
+    (Bulk(int), {}, ValueError, r"Bulk\.__getitems__"),
+    (Subset(Bulk(int), [1]), {}, ValueError, r"Bulk\.__getitems__"),
+    (Dice(), {"rng": "batch"}, ValueError, '^rng should be "worker" or "sample", but got \'batch\'$'),
+    *(
+        (Made(str), {"batch_size": None, "sampler": [index]}, TypeError, rf"and tuples.* a {kind}\b")
+        for index, kind in [(1.5, "float"), (None, "NoneType"), (("a", b"a"), "bytes")]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("refused", "error", "text"),
-    [
-        (
-            lambda: read(Stream()),
-            ValueError,
-            r'^rng="sample" derives random streams .*, but a Stream has none',
-        ),
-        (lambda: read(zoo.AtOnce()), ValueError, r"AtOnce\.__getitems__"),
-        (lambda: read(Subset(zoo.AtOnce(), [1])), ValueError, r"AtOnce\.__getitems__"),
-        (
-            lambda: DataLoader(Dice(), rng="batch"),  # type: ignore[arg-type]
-            ValueError,
-            r'^rng should be "worker" or "sample", but got \'batch\'$',
-        ),
-        *(
-            (
-                functools.partial(read, Keyed(), batch_size=None, sampler=[index]),
-                TypeError,
-                rf"integers, strings, and tuples.* a {kind}\b",
-            )
-            for index, kind in [(1.5, "float"), (None, "NoneType"), ([1], "list"), (("a", b"a"), "bytes")]
-        ),
-    ],
-)
-def test_refused(refused: Any, error: Any, text: str) -> None:
+@pytest.mark.parametrize(("dataset", "options", "error", "text"), REFUSED)
+def test_refused(dataset: Any, options: dict[str, Any], error: Any, text: str) -> None:
     """A stream, many samples at once, an unknown mode, and an index without a stable digest."""
     with pytest.raises(error, match=text):
-        refused()
+        read(dataset, **options)
 
 
 def test_many_at_once_are_read_one_by_one_without_batches() -> None:
     """Then there is no call of __getitems__."""
-    assert len(read(zoo.AtOnce(3), batch_size=None)) == 3
+    assert len(read(Bulk(int, 3), batch_size=None)) == 3
 
 
 class OwnBits(np.random.PCG64):
@@ -204,68 +173,49 @@ def in_a_partial(bad: Any) -> Any:
     return lambda samples: inner is None
 
 
-def noise(generator: Any) -> tuple[Any, Any]:
-    return zoo.Plain(zoo.Chain(zoo.Noise(generator))), {}
+def noise(generator: Any) -> Any:
+    return Made(Chain(Noise(generator)), 12)
 
 
-WARNINGS: dict[str, tuple[Any, Any, list[str]]] = {
-    "unknown bits": (lambda: noise(np.random.Generator(OwnBits(1))), {}, ["Generator(OwnBits) at "]),
-    "other bits": (
-        lambda: noise(np.random.RandomState(np.random.PCG64(1))),
+OF_COLLATE = r"seed collate_fn\.inner\.args\[0\]\['key'\]\[1\], <random\.SystemRandom "
+OF_MODULE = "does not seed dataset.make.module_generator, which all .*<function draw_of_module.*=.process."
+# A dataset, options, and what the warning says; None: there is none.
+WARNINGS: list[tuple[Any, dict[str, Any], str | None]] = [
+    (noise(np.random.Generator(OwnBits(1))), {}, r"Generator\(OwnBits\) at "),
+    (
+        noise(np.random.RandomState(np.random.PCG64(1))),
         {},
-        [
-            "does not seed dataset.transform.transforms[0].value, RandomState(PCG64) at ",
-            "fastload.sample_rng()",
-        ],
+        r"seed dataset\.make\.transforms\[0\]\.value, RandomState\(PCG64\) at .*fastload\.sample_rng\(\)",
     ),
-    "system": (
-        lambda: noise(random.SystemRandom()),
-        {"num_workers": 2},
-        [", <random.SystemRandom object at "],
-    ),
-    "in a collate_fn": (
-        lambda: (zoo.Plain(repr), {"collate_fn": in_a_partial(random.SystemRandom())}),
-        {},
-        ["seed collate_fn.inner.args[0]['key'][1], <random.SystemRandom "],
-    ),
-    # A generator that a method finds in its module cannot be copied for each thread.
-    "in a module": (
-        lambda: (zoo.DrawsFromModule(), {}),
-        THREADS,
-        [
-            "does not seed dataset.__getitem__.module_generator, which all ",
-            "<function DrawsFromModule.__getitem__",
-            'worker_type="process"',
-        ],
-    ),
-    "of each kind": (lambda: (Dice(), {}), {}, []),
-    "of each kind in threads": (lambda: (Alone(), {}), THREADS, []),
-}
+    (noise(random.SystemRandom()), {"num_workers": 2}, ", <random.SystemRandom object at "),
+    (Made(int, 12), {"collate_fn": in_a_partial(random.SystemRandom())}, OF_COLLATE),
+    (Made(zoo.draw_of_module, 12), THREADS, OF_MODULE),  # it cannot be copied for each thread
+    (Dice(), {}, None),
+    (Alone(), THREADS, None),
+]
 
 
-def warned(caplog: Any, make: Any, **options: Any) -> list[str]:
+def warned(caplog: Any, dataset: Any, **options: Any) -> list[str]:
     """What two epochs of two loaders log."""
     say_once.cache_clear()
     for _ in range(2):
-        dataset, more = make()
-        with DataLoader(dataset, batch_size=4, rng="sample", **options, **more) as loader:
-            list(loader), list(loader)
+        run(dataset, 2, rng="sample", **options)
     return [record.getMessage() for record in caplog.records if record.name == "fastload"]
 
 
-@pytest.mark.parametrize("kind", WARNINGS)
-def test_a_generator_that_is_not_seeded_gets_a_warning(kind: str, caplog: Any) -> None:
+@pytest.mark.parametrize(("dataset", "options", "text"), WARNINGS)
+def test_a_generator_that_is_not_seeded_is_warned_of(
+    dataset: Any, options: Any, text: Any, caplog: Any
+) -> None:
     """One, from the parent, names the attribute and says what to do; generators that are seeded get none."""
-    make, options, parts = WARNINGS[kind]
-    dataset, more = make()
-    texts = warned(caplog, lambda: (dataset, more), **options)
+    texts = warned(caplog, dataset, **options)
 
-    assert len(texts) == (1 if parts else 0)
-    assert all(part in texts[0] for part in parts), texts
+    assert len(texts) == (text is not None)
+    assert text is None or re.search(text, texts[0]), texts
 
 
 def test_the_modules_of_installed_packages_keep_theirs(caplog: Any, monkeypatch: Any) -> None:
     """A generator in the module of a library, which may name its files with it, is left alone."""
     monkeypatch.setattr(sys.modules[zoo.__name__], "__file__", "/lib/python3/site-packages/library.py")
 
-    assert warned(caplog, lambda: (zoo.DrawsFromModule(), {}), **THREADS) == []
+    assert warned(caplog, Made(zoo.draw_of_module, 12), **THREADS) == []
