@@ -43,7 +43,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import attempts
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
-from tests.cache.zoo import BareImages, Collatable, Images, Made, RaggedImages
+from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
@@ -237,7 +237,7 @@ def test_mixed_shapes_are_told(num_workers: int, shards: int, tmp_path: Path, ca
     assert "crop in the transform" in caplog.text
 
 
-@pytest.mark.parametrize("dataset", [Images(20), Collatable(20), [1, 2, 3], BrokenImages(12, bad=[0, 3])])
+@pytest.mark.parametrize("dataset", [Images(20), Everything(20), [1, 2, 3], BrokenImages(12, bad=[0, 3])])
 def test_equal_shapes_are_not_mentioned(dataset: Any, tmp_path: Path, caplog: Any, capfd: Any) -> None:
     """Where default_collate works a build logs its rate alone, and draws nothing without a terminal."""
     with caplog.at_level(logging.INFO, "fastload"):

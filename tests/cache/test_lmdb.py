@@ -30,7 +30,7 @@ from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Collatable, Images, Made, RaggedImages, Triple
+from tests.cache.zoo import Everything, Images, Made, RaggedImages, Triple
 from tests.kit.batches import assert_same_samples
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
 
 def test_gather_of_shards_is_default_collate(tmp_path: Path) -> None:
     """In any order, with repeats; the batch lies in the memory of `allocate`, and outlives the cache."""
-    dataset, order, given = Collatable(20), [13, 2, 19, 2, 0, 7], []
+    dataset, order, given = Everything(20), [13, 2, 19, 2, 0, 7], []
     cache = build_lmdb(dataset, tmp_path / "cache", num_workers=0, shards=3)
 
     def allocate(shape: tuple[int, ...], dtype: Any) -> Any:

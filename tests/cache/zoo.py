@@ -104,9 +104,6 @@ class Everything(Images):
         }
 
 
-Collatable = Everything  # by default_collate
-
-
 class RandomImages(Images):
     """Random in a way that its name says."""
 
@@ -118,13 +115,6 @@ class RandomImages(Images):
         image, label = super().sample(index)
         draw = {"random": random.random, "numpy": np.random.rand, "torch": lambda: float(torch.rand(1))}
         return {"image": image, "meta": [label, draw[self.way]() < 0.5]}
-
-
-class Triples(Images):
-    """Samples are namedtuples of this module."""
-
-    def sample(self, index: int) -> Any:
-        return Triple(*super().sample(index), index)
 
 
 class Made(Images):

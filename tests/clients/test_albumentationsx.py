@@ -120,7 +120,6 @@ record("cached", len(set(found[4:])))
 OTHER_CLAIMS = {
     'with rng="worker" it seeds itself, and fastload sets none of its generators': """
         test_claims.py::test_pipelines_draw_the_same_without_workers_as_with_one
-        test_seeding.py::test_after_a_pipeline_that_cannot_be_set
         test_seeding.py::test_no_worker_draws_what_one_worker_draws
         test_seeding.py::test_streams_are_those_of_earlier_releases
         test_seeding.py::test_the_loader_s_seed_decides
