@@ -23,12 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each client's class says in which ways it is used, with how many workers, and how it resumes."""
-    if metafunc.cls is not None and "way" in metafunc.fixturenames:
-        metafunc.parametrize("way", metafunc.cls.ways)
-    if metafunc.cls is not None and "ranks" in metafunc.fixturenames:
-        metafunc.parametrize("ranks", metafunc.cls.num_ranks)
-    if metafunc.cls is not None and "num_workers" in metafunc.fixturenames:
-        metafunc.parametrize("num_workers", metafunc.cls.worker_numbers)
+    for name, attribute in (("way", "ways"), ("ranks", "num_ranks"), ("num_workers", "worker_numbers")):
+        if metafunc.cls is not None and name in metafunc.fixturenames:
+            metafunc.parametrize(name, getattr(metafunc.cls, attribute))
 
 
 class Torchs:

@@ -72,15 +72,9 @@ class Ranks(Client):
 
     def test_sigterm_ends_both_ranks(self, way: str, tmp_path: Path) -> None:
         """A signal to all ranks in mid-epoch ends them and their workers."""
-        started = Started(
-            changed(self.script, way, self.replacements),
-            tmp_path,
-            way,
-            ranks=2,
-            num_workers=2,
-            environment=self.environment,
-            settings={"CLIENT_IS_ENDLESS": "1"},
-        )
+        program, settings = changed(self.script, way, self.replacements), {"CLIENT_IS_ENDLESS": "1"}
+        options: dict[str, Any] = {"environment": self.environment, "settings": settings}
+        started = Started(program, tmp_path, way, ranks=2, num_workers=2, **options)
         started.signal_when_ready(signal.SIGTERM)
         ended = started.end(60)
 
@@ -93,15 +87,11 @@ class Resume(Client):
 
     def test_resumes_in_mid_epoch(self, way: str, ranks: int, tmp_path: Path) -> None:
         """The batches before the stop and after it are those of a run that was not stopped."""
-        plain = {"CLIENT_IS_PLAIN": "1"}
-        options: dict[str, Any] = {"num_workers": 2, "ranks": ranks, "settings": plain}
-        whole = self.run(tmp_path / "whole", way, **options).check(way)
-        stopped = self.run(
-            tmp_path / "stopped", way, arguments=("stop", str(tmp_path / "state")), **options
-        ).check(way)
-        resumed = self.run(
-            tmp_path / "resumed", way, arguments=("resume", str(tmp_path / "state")), **options
-        ).check(way)
+        options: dict[str, Any] = {"num_workers": 2, "ranks": ranks, "settings": {"CLIENT_IS_PLAIN": "1"}}
+        whole, stopped, resumed = (
+            self.run(tmp_path / what, way, arguments=(what, str(tmp_path / "state")), **options).check(way)
+            for what in ("train", "stop", "resume")
+        )
 
         for expected, before, after in zip(whole.ranks, stopped.ranks, resumed.ranks, strict=True):
             assert before.got("train")

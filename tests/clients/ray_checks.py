@@ -1,7 +1,7 @@
 """What `test_ray_workers` runs in the environment of Ray: each function is one check.
 
-A check raises if its claim does not hold. `main` runs all of them on one cluster, whose start takes seconds,
-and records what each one raised.
+A check raises if its claim does not hold. `main` runs all of them on one cluster, whose start takes seconds;
+the environment variable ONLY names one.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import fastload
 from fastload.errors import LoaderClosedError, WorkerDiedError, WorkerStartError
-from tests.clients.in_rank import record
 from tests.kit.batches import assert_same_batches
 from tests.kit.datasets import Made, killed
 
-NODE = {"include_dashboard": False, "object_store_memory": 80_000_000, "num_cpus": 4}
+NODE = {"include_dashboard": False, "object_store_memory": 80_000_000}
 CHECKS: list[Any] = []
 Pair = collections.namedtuple("Pair", "image label")
 
@@ -76,13 +75,6 @@ class Mixed(Numbered):
             "draws": (random.random(), float(np.random.rand()), info.id, info.num_workers, info.seed),
             "image": self.flip(image=image)["image"],
         }
-
-
-class Ragged(Numbered):
-    """Samples of different lengths."""
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((1 + index % 5,), index), "x" * index
 
 
 def as_list(samples: list[Any]) -> Any:
@@ -134,36 +126,24 @@ class RefusedError(ValueError):
     """The error of a sample."""
 
 
-class Failing(Numbered):
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            raise RefusedError(f"sample {index}")
-        return index
+def failing(index: int) -> int:
+    if index == 5:
+        raise RefusedError(f"sample {index}")
+    return index
 
 
 class Held(Numbered):
-    """Samples that wait while a file is there, and say which process reads."""
+    """Samples that wait while a file is there, and note each process that reads them."""
 
     def __init__(self, folder: Path, only: int | None = None) -> None:
         self.folder, self.only = folder, only
 
     def __getitem__(self, index: int) -> Any:
-        (self.folder / f"reads-{index}").write_text(f"{os.getpid()}")
+        with (self.folder / f"reads-{index}").open("a") as file:
+            file.write(f"{os.getpid()} ")
         while self.only in (None, index) and (self.folder / "hold").exists():
             time.sleep(0.02)  # a check removes the file, or ends this process
         return index
-
-
-class Decoded(Numbered):
-    """Counts its reads in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __getitem__(self, index: int) -> Any:
-        with (self.folder / f"read-{index}").open("a") as file:
-            file.write("x")
-        return np.full((20, 20, 3), index, np.uint8), index
 
 
 class Ahead(Held):
@@ -193,6 +173,14 @@ def batches(dataset: Any, kind: str = "ray", **options: Any) -> list[Any]:
 
 def loader_of(dataset: Any, kind: str = "ray", **options: Any) -> Any:
     return fastload.DataLoader(dataset, worker_type=kind, **options)
+
+
+def two_nodes(cpus: int, cpus_of_second: int, **second: Any) -> tuple[Any, Any]:
+    """A cluster on this machine, and its second node."""
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": cpus})
+    node = cluster.add_node(**NODE, num_cpus=cpus_of_second, **second)
+    cluster.wait_for_nodes()
+    return cluster, node
 
 
 def raised(kind: Any, function: Any) -> str:
@@ -244,12 +232,12 @@ def batches_are_those_of_processes() -> None:
     for dataset, options in (
         (Mixed(), {}),
         (Mixed(), {"rng": "sample"}),
-        (Ragged(), {"collate_fn": as_list}),
+        (Made(lambda i: (torch.full((1 + i % 5,), i), "x" * i), 24), {"collate_fn": as_list}),
         (Numbered(), {"batch_size": None, "num_workers": 3}),
         (Numbered(), {"pin_memory": True, "drop_last": True, "batch_size": 7}),
         (Numbered(), {"device": "cpu", "device_transform": lambda batch: [batch[0] + 1, batch[1]]}),
         (Numbered(), {"batch_size": 1}),  # all are kept: more than there are slots
-        (Failing(), {"on_error": "replace", "max_errors": 3}),
+        (Made(failing, 24), {"on_error": "replace", "max_errors": 3}),
         (Stream(), {}),
     ):
         assert_same_batches(batches(dataset, "process", **options), batches(dataset, **options))
@@ -274,8 +262,7 @@ def worker_init_fn_runs_in_the_actor() -> None:
         def __getitem__(self, index: int) -> Any:
             return index + self.offset
 
-    got = torch.cat(batches(Moved(), worker_init_fn=init, shuffle=False))
-    assert got.tolist() == list(range(100, 124))
+    assert torch.cat(batches(Moved(), worker_init_fn=init, shuffle=False)).tolist() == list(range(100, 124))
 
 
 @check
@@ -285,12 +272,11 @@ def errors_keep_their_class_and_place() -> None:
     class OwnError(Exception):
         pass
 
-    class Broken(Numbered):
-        def __getitem__(self, index: int) -> Any:
-            raise OwnError("mine") if index == 9 else RefusedError("other")
+    def broken(index: int) -> Any:
+        raise OwnError("mine") if index == 9 else RefusedError("other")
 
     for number, kind in ((9, OwnError), (1, RefusedError)):
-        text = raised(kind, lambda number=number: batches(Broken(), sampler=[number], shuffle=None))
+        text = raised(kind, lambda number=number: batches(Made(broken), sampler=[number], shuffle=None))
         assert f"worker 0, dataset index {number}" in text, text
 
 
@@ -367,13 +353,12 @@ def a_state_resumes_with_other_workers() -> None:
 def a_cache_is_shared_by_the_node() -> None:
     """Each sample is read once by all workers of two epochs, and this process sees what they stored."""
     place = folder_of("cache")
-    cached = fastload.CachedDataset(Decoded(place))
-    options: Any = {"batch_size": 4, "num_workers": 3, "persistent_workers": True}
-    with loader_of(cached, **options) as loader:
+    cached = fastload.CachedDataset(Held(place))
+    with loader_of(cached, batch_size=4, num_workers=3, persistent_workers=True) as loader:
         for _ in range(2):
-            assert [int(i) for _, labels in loader for i in labels] == list(range(24))
+            assert torch.cat(list(loader)).tolist() == list(range(24))
     assert cached.cache_info().num_cached == 24
-    reads = [len((place / f"read-{index}").read_text()) for index in range(24)]
+    reads = [len((place / f"reads-{index}").read_text().split()) for index in range(24)]
     assert set(reads[1:23]) == {1}, reads  # this process has compared two readings of the first and last
 
 
@@ -540,23 +525,19 @@ def mistakes_are_named() -> None:
 
 
 def main() -> None:
-    """Run all checks on one cluster."""
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
-    cluster.add_node(**NODE)
-    cluster.wait_for_nodes()
+    """Run all checks on one cluster; the status is 1 if one has failed."""
+    cluster, _ = two_nodes(4, 4)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    only = os.environ.get("ONLY", "")
+    num_failed = 0
     for function in CHECKS:
-        if only not in function.__name__:
+        if os.environ.get("ONLY", "") not in function.__name__:
             continue
-        began_s = time.monotonic()
+        began_s, result = time.monotonic(), "ok"
         try:
             function()
-            result = "ok"
         except BaseException:  # noqa: BLE001  # the test shows it
-            result = traceback.format_exc()
-        record(function.__name__, result)
+            num_failed, result = num_failed + 1, traceback.format_exc()
         sys.stdout.write(f"{function.__name__} {time.monotonic() - began_s:.1f} s {result}\n")
-        sys.stdout.flush()
     ray.shutdown()
     cluster.shutdown()
+    sys.exit(num_failed)

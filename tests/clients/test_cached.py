@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.clients.harness import run
 
 if TYPE_CHECKING:
@@ -11,10 +13,7 @@ if TYPE_CHECKING:
 
 COMMON = """
 import numpy as np
-import torch
-
 import fastload
-from tests.clients.in_rank import digest, photos, record
 
 
 def check(dataset, expected, **options):
@@ -117,27 +116,18 @@ record("cached", dataset.cache_info().num_cached)
 """
 
 
-def _records(script: str, folder: Path) -> list[tuple[str, int]]:
-    return run(COMMON + script, folder, "torch").check_end().named()[0]
+# By script: what it records.
+CLIENTS = {
+    "rows of datasets": (ROWS, [("refused", 2), ("cached", 12), ("cached", 12), ("cached", 5)]),
+    "torchvision": (TORCHVISION, [("refused", 2), ("cached", 12), ("refused", 1), ("cached", 12)]),
+    "MONAI": (MONAI, [("refused", 1), ("cached", 4)]),
+    "PyG": (GRAPHS, [("refused", 2), ("cached", 12)]),
+}
 
 
-def test_hugging_face_rows(tmp_path: Path) -> None:
-    """Rows with PIL images are refused and cached with `prepare`; bytes and arrays are cached as they are."""
-    expected = [("refused", 2), ("cached", 12), ("cached", 12), ("cached", 5)]
-    assert _records(ROWS, tmp_path) == expected
+@pytest.mark.parametrize("client", CLIENTS)
+def test_samples_that_are_not_arrays(client: str, tmp_path: Path) -> None:
+    """Are refused with advice, and cached with the `prepare` that it names; bytes and arrays as they are."""
+    script, expected = CLIENTS[client]
 
-
-def test_torchvision_s_image_folder(tmp_path: Path) -> None:
-    """PIL images and tv_tensors are refused with advice, and cached with `prepare`."""
-    expected = [("refused", 2), ("cached", 12), ("refused", 1), ("cached", 12)]
-    assert _records(TORCHVISION, tmp_path) == expected
-
-
-def test_monai_s_dicts(tmp_path: Path) -> None:
-    """A MetaTensor is refused with advice; without its meta, it is cached."""
-    assert _records(MONAI, tmp_path) == [("refused", 1), ("cached", 4)]
-
-
-def test_pyg_s_graphs(tmp_path: Path) -> None:
-    """A Data is refused with advice; its dict is cached, and batches of graphs are equal."""
-    assert _records(GRAPHS, tmp_path) == [("refused", 2), ("cached", 12)]
+    assert run(COMMON + script, tmp_path, "torch").check_end().named() == [expected]

@@ -1,7 +1,7 @@
 """A soak: random samples, settings, consumers and faults, each batch compared with a formula.
 
     python -m tests.soak --minutes 30                     random cases until the time is over
-    python -m tests.soak --case 123                       one case again, as often as you like
+    python -m tests.soak --case 123                       one case again
     python -m tests.soak --case 123 --with num_workers=1  the same case with another setting
 
 One integer, the seed, determines a case (`case`). Each sample is a function of its index (`samples`), and the

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,9 +17,7 @@ class SoakError(AssertionError):
 
 
 def _parts(nest: Any) -> list[tuple[str, Any]] | None:
-    """The values of a dict, list, tuple or dataclass with their places; None for any other."""
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        nest = vars(nest)
+    """The values of a dict, list or tuple with their places; None for any other."""
     if isinstance(nest, dict):
         return [(f"[{key!r}]", value) for key, value in nest.items()]
     if isinstance(nest, (list, tuple)):
@@ -29,7 +26,7 @@ def _parts(nest: Any) -> list[tuple[str, Any]] | None:
 
 
 def leaves(nest: Any) -> Iterator[Any]:
-    """The leaves of a nest of dicts, lists, tuples and dataclasses, in order."""
+    """The leaves of a nest of dicts, lists and tuples, in order."""
     parts = _parts(nest)
     if parts is None:
         yield nest

@@ -70,7 +70,7 @@ class BulkSamples(Samples):
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of a case as an iterable-style dataset; each worker reads a share, or all samples."""
+    """The samples of a case with a state of their own; each worker reads a share, or all samples."""
 
     _next: int | None = None
     _loaded: int | None = None
@@ -86,10 +86,6 @@ class Stream(IterableDataset[Any]):
         for index in range(begin, stop, step):
             self._next = index + step
             yield self.samples[index]
-
-
-class StatefulStream(Stream):
-    """A stream with `state_dict()` and `load_state_dict()`."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self._next}
@@ -118,6 +114,7 @@ def known_sample(case: Case, index: int) -> Any:
 
 
 def alias(sample: Any) -> Any:
+    """A transform or a collate function that gives what it gets."""
     return sample
 
 
@@ -130,13 +127,12 @@ def in_place(sample: Any) -> Any:
     return sample
 
 
-def in_place_by_torch(sample: Any) -> Any:
+def rarely_in_place(sample: Any) -> Any:
+    """Mostly not in place; by torch, which does not heed that an array is read-only."""
+    if random.random() > 0.05:
+        return plus_one(sample)
     torch.from_numpy(sample[0]).add_(1)
     return sample
-
-
-def rarely_in_place(sample: Any) -> Any:
-    return in_place_by_torch(sample) if random.random() < 0.05 else plus_one(sample)
 
 
 def part(sample: Any) -> Any:
@@ -174,20 +170,16 @@ class _CallByName:
         return self.pipeline(**sample)
 
 
-def _pipeline(case: Case, *last: str) -> Any:
-    import albumentations
+def _pipeline(case: Case) -> Any:
+    import albumentations as A
 
-    steps: list[Any] = [albumentations.RandomCrop(*CROP), albumentations.HorizontalFlip(p=0.5)]
-    made = albumentations.Compose([*steps, *(getattr(albumentations, name)() for name in last)])
+    made = A.Compose([A.RandomCrop(*CROP), A.HorizontalFlip(p=0.5), A.ToTensorV2()])
     return made if case.is_cached else _CallByName(made)
 
 
-def _cropped(sample: Any) -> Any:
-    return {**sample, "image": sample["image"][: CROP[0], : CROP[1]].copy()}
-
-
 def _cropped_to_tensor(sample: Any) -> Any:
-    return {**sample, "image": torch.from_numpy(_cropped(sample)["image"].transpose(2, 0, 1).copy())}
+    image = sample["image"][: CROP[0], : CROP[1]].transpose(2, 0, 1)
+    return {**sample, "image": torch.from_numpy(image.copy())}
 
 
 class Transform(NamedTuple):
@@ -199,27 +191,19 @@ class Transform(NamedTuple):
 
 TRANSFORMS = {
     "none": Transform(lambda case: None, alias),
-    "plus one": Transform(lambda case: plus_one, plus_one),
     "in place": Transform(lambda case: in_place, plus_one),
-    "in place by torch": Transform(lambda case: in_place_by_torch, plus_one),
     "rarely in place": Transform(lambda case: rarely_in_place, plus_one),
     "alias": Transform(lambda case: alias, alias),
     "part": Transform(lambda case: part, part),
     "as tensor": Transform(lambda case: as_tensor, as_tensor),
     "draws": Transform(lambda case: Draws(with_globals=case.method != "thread"), alias),
-    "crop": Transform(_pipeline, _cropped),
-    "crop to tensor": Transform(lambda case: _pipeline(case, "ToTensorV2"), _cropped_to_tensor),
+    "crop to tensor": Transform(_pipeline, _cropped_to_tensor),
 }
 
 
 # --- collate functions -----------------------------------------------------------------------------------
 
 _kept = threading.local()  # the batches that `keeps_batches` keeps in this thread of this process
-
-
-def as_list(samples: Any) -> Any:
-    """The list of samples."""
-    return samples
 
 
 def keeps_batches(samples: list[Any]) -> Any:
@@ -248,51 +232,34 @@ class Collate(NamedTuple):
 
 COLLATES = {
     "default": Collate(None, default_collate),
-    "list": Collate(as_list, as_list),
+    "list": Collate(alias, alias),
     "arrays": Collate(as_arrays, as_arrays),
     "keeps": Collate(keeps_batches, default_collate),
 }
-
-
-# --- on the device ---------------------------------------------------------------------------------------
-
-
-def passed_on(batch: Any) -> Any:
-    """A batch_transform; without gradients, as the loader promises."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("a batch_transform runs with gradients")
-    return batch
-
-
-def on_device(batch: Any) -> Any:
-    """A device_transform that puts the batch into a dict."""
-    return {"on device": batch}
 
 
 # --- samplers --------------------------------------------------------------------------------------------
 
 
 class Buckets:
-    """A batch sampler: each batch has consecutive indices, and the order of the batches is random.
+    """A batch sampler: each batch has consecutive indices in a list or another kind of sequence.
 
     Args:
         num_samples: The length of the dataset.
         batch_size: The size of all batches except the last one.
         generator: The order of the batches is drawn from it.
-        kinds: What batches are, in turns.
     """
 
-    def __init__(
-        self, num_samples: int, batch_size: int, generator: torch.Generator, kinds: tuple[Any, ...] = (list,)
-    ) -> None:
+    def __init__(self, num_samples: int, batch_size: int, generator: torch.Generator) -> None:
         firsts = range(0, num_samples, batch_size)
         self.batches = [range(first, min(first + batch_size, num_samples)) for first in firsts]
-        self.generator, self.kinds = generator, kinds
+        self.generator = generator
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
         order = torch.randperm(len(self.batches), generator=self.generator).tolist()
-        for kind, number in zip(itertools.cycle(self.kinds), order, strict=False):
+        kinds: Any = itertools.cycle([list, tuple, torch.tensor, np.array])
+        for kind, number in zip(kinds, order, strict=False):
             yield kind(list(self.batches[number]))

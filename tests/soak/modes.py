@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import fastload
-from tests.soak import datasets, order
 from tests.soak.case import Case, settled
-from tests.soak.compare import SoakError, difference, leaves, spoil
+from tests.soak.compare import SoakError, spoil
 
 if TYPE_CHECKING:
     import random
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """The batches that a consumer holds; none of them may change.
+    """The batches that a consumer holds, in one thread or in several; none of them may change.
 
     Args:
         rng: Decides how many batches are held, and which ones are dropped.
@@ -31,6 +29,7 @@ class Held:
         self._rng = rng
         self._most = rng.choice([0, 2, 8, 8, 200])
         self._drops_early = rng.random() < 0.3
+        self._lock = threading.Lock()
         self.received: list[Received] = []
 
     def check(self, when: str) -> None:
@@ -40,13 +39,14 @@ class Held:
 
     def add(self, received: Received) -> None:
         """Hold one more batch, compare up to eight of the held ones, and perhaps drop some."""
-        self.received.append(received)
-        for other in self._rng.sample(self.received, min(len(self.received), 8)):
-            other.check("while it was held")
-        while len(self.received) > self._most or (self._drops_early and self._rng.random() < 0.4):
-            if not self.received:
-                return
-            self.received.pop(self._rng.randrange(len(self.received)))
+        with self._lock:
+            self.received.append(received)
+            for other in self._rng.sample(self.received, min(len(self.received), 8)):
+                other.check("while it was held")
+            while len(self.received) > self._most or (self._drops_early and self._rng.random() < 0.4):
+                if not self.received:
+                    return
+                self.received.pop(self._rng.randrange(len(self.received)))
 
     def rest(self, reader: Reader) -> None:
         """Read to the end of an epoch."""
@@ -63,50 +63,29 @@ class Held:
 
 
 def reads(subject: Subject, rng: random.Random) -> None:
-    """The consumer drops, holds or overwrites batches, longer than their epoch and than the loader."""
-    loader = subject.loader()
+    """The consumer drops, holds or overwrites batches, longer than their epoch and than the loader.
+
+    It may read single samples meanwhile.
+    """
+    loader, case = subject.loader(), subject.case
     held = Held(rng)
+    # rng="sample" sets the generators for samples that a loader reads.
+    num_samples = 0 if case.is_stream or case.kind == "draws" else rng.choice([0, 0, 2])
     # Worker and consumer share a batch that the collate function keeps.
-    spoils = 0.0 if subject.case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
+    spoils = 0.0 if case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
     spoilt: list[Any] = []
-    for _ in range(subject.case.epochs + (spoils > 0)):
+    for _ in range(case.epochs + (spoils > 0)):
         for received in subject.read(loader):
-            if rng.random() < spoils:
-                spoil(received.batch)
-                spoilt.append(received.batch)
-                del spoilt[: rng.randrange(len(spoilt) + 1)]
-            else:
-                held.add(received)
+            for one in (received, *subject.samples(num_samples, rng)):
+                if rng.random() < spoils:
+                    spoil(one.batch)
+                    spoilt.append(one.batch)
+                    del spoilt[: rng.randrange(len(spoilt) + 1)]
+                else:
+                    held.add(one)
         held.check("after the epoch")
     loader.close()
     held.check("after close()")
-
-
-def reads_samples(subject: Subject, rng: random.Random) -> None:
-    """The consumer reads single samples while it iterates, holds some of them and overwrites others."""
-    loader = subject.loader()
-    case, dataset = subject.case, subject.dataset
-    held: list[tuple[Any, Any]] = []
-    for received in subject.read(loader):
-        for _ in range(2):
-            index = rng.randrange(case.num_samples)
-            if case.raises and datasets.raises_at(order.source_index(case, index)):
-                continue
-            held.append((subject.expected_sample(index), dataset[index]))
-            if rng.random() < 0.3:
-                spoil(held.pop(rng.randrange(len(held)))[1])
-        received.check("after samples were read")
-        for expected, sample in held:
-            if found := difference(expected, sample, "sample"):
-                raise SoakError(f"a sample that the consumer read while it iterated: {found}")
-        del held[:-20]
-    if case.is_cached and case.num_samples and "subset" not in case.source:
-        index = rng.randrange(case.num_samples)
-        sample = dataset._view(index)  # before its transform, in read-only arrays
-        if found := difference(datasets.known_sample(case, index), sample, "view"):
-            raise SoakError(f"view({index}): {found}")
-        if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
-            raise SoakError(f"view({index}) gave a writable array")
 
 
 def breaks(subject: Subject, rng: random.Random) -> None:
@@ -196,7 +175,6 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
 
 MODES: dict[str, Callable[[Subject, random.Random], None]] = {
     "reads": reads,
-    "reads samples": reads_samples,
     "breaks": breaks,
     "interleaves": interleaves,
     "resumes": resumes,

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.utils.data as tud
 
@@ -45,19 +44,13 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
     if case.order.startswith("shuffle"):
         given = {} if case.order == "shuffle" else {"generator": generator}
         return {**batches, "shuffle": True, **given}
-    if case.order in ("buckets", "odd batches"):
-        kinds = (list,) if case.order == "buckets" else (tuple, torch.tensor, np.array, list)
-        batch_sampler = Buckets(case.num_samples, case.batch_size or 1, generator, kinds)
+    if case.order == "buckets":
+        batch_sampler = Buckets(case.num_samples, case.batch_size or 1, generator)
         return {"batch_sampler": batch_sampler, "generator": generator}
     sampler: Any
-    if case.order == "subset sampler":
-        sampler = tud.SubsetRandomSampler(list(size)[::2], generator=generator)
-    elif case.order == "with replacement":
+    if case.order == "with replacement":
         count = 2 * case.num_samples
         sampler = tud.RandomSampler(size, replacement=True, num_samples=count, generator=generator)
-    elif case.order == "weighted":
-        weights = [1 + index % 3 for index in size]
-        sampler = tud.WeightedRandomSampler(weights, case.num_samples + 3, generator=generator)
     else:
         sampler = tud.DistributedSampler(size, num_replicas=2, rank=1, seed=case.seed % 1000)  # type: ignore[arg-type]
     return {**batches, "sampler": sampler, "generator": generator}
@@ -124,4 +117,4 @@ def _with_occurrences(case: Case, batches: Iterable[Any]) -> Iterator[Due]:
 
 def source_index(case: Case, index: int) -> int:
     """The index in the dataset under torch's Subset, which turns the order round."""
-    return case.num_samples - 1 - index if "subset" in case.source else index
+    return case.num_samples - 1 - index if case.source == "subset of ram" else index

@@ -30,7 +30,7 @@ from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
-from tests.soak.subject import Subject, pretended_accelerator
+from tests.soak.subject import Subject, pretend_accelerator
 from tests.soak.together import TOGETHER
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Soak:
         self._registry = Path(self._folder.name, "registry")
         os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # apart from other jobs' caches
         os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
-        multiprocessing.set_forkserver_preload(["tests.soak.datasets", "tests.soak.faults"])
+        multiprocessing.set_forkserver_preload(["tests.soak.datasets"])
+        pretend_accelerator()
         torch.set_num_threads(1)  # torch's pools of threads do not survive a fork
         warnings.simplefilter("ignore")  # about more workers than cores, and about pinned memory
         gc.collect()
@@ -92,7 +93,7 @@ class Soak:
 
     def _run(self, case: Case) -> None:
         before = self._snapshot()
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, pretended_accelerator(case):
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             consume(case, Path(folder))
         # With in_order=False, torch sends tensors among the indices through a thread that it never ends.
         resource_sharer.stop(timeout=leaks.GRACE_S)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from tests.soak import datasets, order
 from tests.soak.compare import SoakError, difference, leaves, with_channels_last, wrong_strides
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -28,30 +27,23 @@ class Subject:
     """The dataset of a case, its loaders and their epochs; files are in an empty folder.
 
     Attributes:
-        key: The key of a cache that other processes share.
         noise: The random numbers of `rng="sample"` by epoch, index and occurrence of the index in the epoch.
     """
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
-        self.key = f"soak-{case.seed}"
         self._folder = folder
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
-    def open_again(self) -> None:
-        """Before the first loader: remake the dataset, which attaches to another process's cache."""
-        self.dataset = None
-        self.dataset = self._make_dataset()
-
     def _make_dataset(self) -> Any:
         case = self.case
         if case.is_stream:
-            return (datasets.StatefulStream if case.source == "stateful stream" else datasets.Stream)(case)
+            return datasets.Stream(case)
         kind = datasets.BulkSamples if case.source == "bulk" else datasets.Samples
-        margin = datasets.SUBSET_MARGIN if "subset" in case.source else 0
+        margin = datasets.SUBSET_MARGIN if case.source == "subset of ram" else 0
         samples = kind(case, case.num_samples + margin, with_transform=not case.is_cached)
         dataset: Any = self._cached(samples) if case.is_cached else samples
         if case.is_cached and case.is_filled:
@@ -67,7 +59,7 @@ class Subject:
             max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
         options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
         if case.source in ("ram", "keyed ram", "subset of ram"):
-            key = {"cache_key": self.key} if case.source == "keyed ram" else {}
+            key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
         path = self._folder / "samples.lmdb"
         codec, shards = "png" if case.source == "png lmdb" else None, 3 if case.source == "shards" else 1
@@ -101,9 +93,6 @@ class Subject:
             prefetch_memory=case.prefetch_memory,
             rng=case.rng,  # type: ignore[arg-type]
             worker_type="thread" if is_thread else "process",
-            device=case.device,
-            batch_transform=datasets.passed_on if case.is_transformed else None,
-            device_transform=datasets.on_device if case.device else None,
             **order.sampling(case, generator),
         )
         loader.case = case  # type: ignore[attr-defined]
@@ -144,14 +133,20 @@ class Subject:
         fresh = datasets.known_sample(self.case, order.source_index(self.case, index))
         return datasets.TRANSFORMS[self.case.transform].known(fresh)
 
+    def samples(self, number: int, rng: random.Random) -> Iterator[Received]:
+        """Some samples of the dataset, read here."""
+        for index in (rng.randrange(self.case.num_samples) for _ in range(number)):
+            if not (self.case.raises and datasets.raises_at(index)):
+                yield Received(self.dataset[index], self.expected_sample(index), f"sample {index}")
 
+
+@dataclasses.dataclass
 class Received:
     """One batch from a loader, the expected one in its own memory, and its number and indices in words."""
 
-    def __init__(self, batch: Any, expected: Any, place: str) -> None:
-        self.batch = batch
-        self.expected = expected
-        self.place = place
+    batch: Any
+    expected: Any
+    place: str
 
     def check(self, when: str = "when it came") -> None:
         """Compare the two; raise SoakError if they differ."""
@@ -234,11 +229,8 @@ class Reader:
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")
-        candidates = self.due[:1]
-        if not self.case.in_order:
-            candidates = [due for due in self.due if due.error is None]
         found = None
-        for due in candidates:
+        for due in self.due[:1] if self.case.in_order else self.due:
             received = Received(batch, self._expected(due, batch), f"{place}, indices {due.indices},")
             try:
                 received.check()
@@ -246,22 +238,23 @@ class Reader:
                 found = found or error
                 continue
             if due.error is not None:
-                break
+                found = SoakError(f"{place} came where the error of sample {due.error} was expected")
+                continue
             self.due.remove(due)
             self._compare_noise(due, batch)
             return received
-        raise found or SoakError(f"{place} came where the error of sample {due.error} was expected")
+        raise found or SoakError(f"{place} came in the place of another one")
 
     def _expected(self, due: order.Due, batch: Any) -> Any:
         expected = self.subject.expected(due, channels_last=self.case.channels_last)
         if self.case.kind == "draws":  # _compare_noise looks at the random numbers
-            expected = _with_noise_of(expected, batch["on device"] if self.case.device else batch)
-        return {"on device": expected} if self.case.device else expected
+            expected = _with_noise_of(expected, batch)
+        return expected
 
     def _compare_noise(self, due: order.Due, batch: Any) -> None:
         if self.case.kind != "draws":
             return
-        rows = _noise_rows(batch["on device"] if self.case.device else batch, due)
+        rows = _noise_rows(batch, due)
         for row, index, occurrence in zip(rows, due.indices, due.occurrences, strict=True):
             place = (self.epoch, index, occurrence)
             before = self.subject.noise.setdefault(place, row.copy())
@@ -295,9 +288,8 @@ def _noise_rows(batch: Any, due: order.Due) -> list[np.ndarray[Any, Any]]:
     return list(batch["noise"].numpy())
 
 
-@contextlib.contextmanager
-def pretended_accelerator(case: Case) -> Iterator[None]:
-    """Let a loader with pin_memory=True pin its batches as if there were an accelerator, by a plain copy."""
+def pretend_accelerator() -> None:
+    """Let loaders with pin_memory=True pin their batches as if there were an accelerator, by a plain copy."""
     base = tud.dataloader._BaseDataLoaderIter
     begin = base.__init__
 
@@ -305,9 +297,5 @@ def pretended_accelerator(case: Case) -> Iterator[None]:
         begin(self, loader)
         self._pin_memory = loader.pin_memory
 
-    if not case.is_pinned:
-        yield
-        return
-    copied = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
-    with mock.patch.object(base, "__init__", init), copied:
-        yield
+    base.__init__ = init  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()  # type: ignore[method-assign,assignment]

@@ -106,16 +106,14 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest
 
 def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     """The output has the settings, the difference and the command, and the exit code is 1."""
-    options = Namespace(minutes=0.001, seed=12)
     soak: Any = Namespace(run=lambda case: "SoakError: it was wrong" if case.seed == 12 else None)
 
-    assert command.Round(soak, options).run() == 1
+    assert command.run_cases(soak, map(draw, range(12, 20)), 0.01) == 1
     out = capsys.readouterr().out
     assert f"FAILED {draw(12)}" in out
     assert "SoakError: it was wrong\nreplay: " in out
     assert "-m tests.soak --case 12\n" in out
-    soak.run = lambda case: None
-    assert command.Round(soak, options).run() == 0
+    assert command.run_cases(soak, [draw(13)]) == 0
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,69 +1,39 @@
-"""Modes in which a consumer uses loaders and batches in several threads, and in forked children."""
+"""Modes in which a consumer uses loaders and batches in several threads or in forked children."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
-import random
 import signal
 import threading
 import traceback
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tests.soak.compare import SoakError, spoil
 from tests.soak.modes import Held
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    import random
+    from collections.abc import Callable
 
-    from tests.soak.subject import Reader, Received, Subject
+    from tests.soak.subject import Reader, Subject
 
 
-def hands_over(subject: Subject, rng: random.Random) -> None:
-    """One thread makes the iterator, another reads a part, this one the rest; a fourth compares and drops."""
-    loader = subject.loader()
-    handed: queue.Queue[Received | None] = queue.Queue(maxsize=5)
-    errors: list[BaseException] = []
+def threads(subject: Subject, rng: random.Random) -> None:
+    """Threads that end make two iterators over one dataset, others read from them, and this one the rest.
 
-    def look() -> None:
-        held = Held(rng)
-        while (received := handed.get()) is not None:
-            if not errors:
-                with _collected(errors):
-                    held.add(received)
-
-    thread = threading.Thread(target=look, name="soak-looks")
-    thread.start()
-    held = Held(random.Random(rng.random()))
-    readers: list[Reader] = []
-    try:
-        for _ in range(subject.case.epochs):
-            _in_threads([lambda: readers.append(subject.read(loader))])
-            _in_threads([lambda: held.some(readers[-1])])
-            for received in readers[-1]:
-                handed.put(received)
-    finally:
-        handed.put(None)
-        thread.join()
+    All compare and drop the batches of all.
+    """
+    loaders = [subject.loader(), subject.loader()]
+    held = Held(rng)
+    for _ in range(subject.case.epochs):
+        readers: list[Reader] = _in_threads([partial(subject.read, loader) for loader in loaders])
+        _in_threads([partial(rng.choice([held.some, held.rest]), reader) for reader in readers])
+        for reader in readers:
+            if not reader.has_ended and rng.random() < 0.7:
+                held.rest(reader)
     held.check("after it was moved between threads")
-    if errors:
-        raise errors[0]
-
-
-def side_by_side(subject: Subject, rng: random.Random) -> None:
-    """Two threads iterate over one dataset, each with a loader of its own."""
-
-    def read(seed: float) -> None:
-        own = random.Random(seed)
-        loader = subject.loader()
-        held = Held(own)
-        for _ in range(subject.case.epochs):
-            (held.some if own.random() < 0.3 else held.rest)(subject.read(loader))
-        held.check("beside another thread")
-
-    seeds = [rng.random(), rng.random()]
-    _in_threads([lambda: read(seeds[0]), lambda: read(seeds[1])])
 
 
 def forks(subject: Subject, rng: random.Random) -> None:
@@ -121,34 +91,25 @@ def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
         os._exit(status)
 
 
-@contextlib.contextmanager
-def _collected(errors: list[BaseException]) -> Iterator[None]:
-    """Append the exception of a thread to a list, for the thread that joins it."""
-    try:
-        yield
-    except BaseException as error:  # noqa: BLE001  # the other thread raises it
-        errors.append(error)
-
-
-def _in_threads(works: list[Callable[[], Any]]) -> None:
-    """Call all functions at the same time, each in its own thread, and raise the first error of a thread."""
+def _in_threads(works: list[Callable[[], Any]]) -> list[Any]:
+    """What functions give that are called at the same time, each in its own thread; or the first error."""
     errors: list[BaseException] = []
+    results: list[Any] = []
 
     def run(work: Callable[[], Any]) -> None:
-        with _collected(errors):
-            work()
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  # this thread raises it
+            errors.append(error)
 
-    threads = [threading.Thread(target=run, args=[work], name="soak-works") for work in works]
-    for thread in threads:
+    started = [threading.Thread(target=run, args=[work], name="soak-works") for work in works]
+    for thread in started:
         thread.start()
-    for thread in threads:
+    for thread in started:
         thread.join()
     if errors:
         raise errors[0]
+    return results
 
 
-TOGETHER: dict[str, Callable[[Subject, random.Random], None]] = {
-    "hands over": hands_over,
-    "side by side": side_by_side,
-    "forks": forks,
-}
+TOGETHER: dict[str, Callable[[Subject, random.Random], None]] = {"threads": threads, "forks": forks}
