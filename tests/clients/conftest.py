@@ -23,9 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each client's class says in which ways it is used, with how many workers, and how it resumes."""
-    for name, attribute in (("way", "ways"), ("ranks", "num_ranks"), ("num_workers", "worker_numbers")):
-        if metafunc.cls is not None and name in metafunc.fixturenames:
-            metafunc.parametrize(name, getattr(metafunc.cls, attribute))
+    client, names = metafunc.cls, metafunc.fixturenames
+    if client is not None and "num_workers" in names:
+        every = [(way, number) for way in client.ways for number in client.worker_numbers]
+        pairs = [(way, number) for way, number in every if number or way == client.ways[0]]
+        metafunc.parametrize(("way", "num_workers"), pairs)
+    elif client is not None and "way" in names:
+        metafunc.parametrize("way", client.ways)
+    if client is not None and "ranks" in names:
+        metafunc.parametrize("ranks", client.num_ranks)
 
 
 class Torchs:

@@ -18,23 +18,14 @@ if TYPE_CHECKING:
 
 
 class Client:
-    """What a client's class gives.
+    """What a client's class gives."""
 
-    Attributes:
-        script: A program for torch's loader.
-        environment: The name of the client's environment.
-        replacements: What a user of fastload changes in the script; by default, the import.
-        ways: The ways of OURS that apply.
-        worker_numbers: The numbers of workers that apply.
-        num_ranks: With how many ranks the script resumes.
-    """
-
-    script: ClassVar[str]
+    script: ClassVar[str]  # a program for torch's loader
     environment: ClassVar[str] = "shared"
-    replacements: ClassVar[Mapping[str, str] | None] = None
+    replacements: ClassVar[Mapping[str, str] | None] = None  # by a user of fastload; by default, the import
     ways: ClassVar[tuple[str, ...]] = OURS
-    worker_numbers: ClassVar[tuple[int, ...]] = (0, 2)
-    num_ranks: ClassVar[tuple[int, ...]] = (1, 2)
+    worker_numbers: ClassVar[tuple[int, ...]] = (0, 2)  # 0 in the first way alone
+    num_ranks: ClassVar[tuple[int, ...]] = (1, 2)  # with which the script resumes
 
     def run(self, folder: Path, way: str, **options: Any) -> Run:
         """Run the script to its end."""
@@ -74,7 +65,7 @@ class Ranks(Client):
         """A signal to all ranks in mid-epoch ends them and their workers."""
         program, settings = changed(self.script, way, self.replacements), {"CLIENT_IS_ENDLESS": "1"}
         options: dict[str, Any] = {"environment": self.environment, "settings": settings}
-        started = Started(program, tmp_path, way, ranks=2, num_workers=2, **options)
+        started = Started(program, tmp_path, ranks=2, num_workers=2, **options)
         started.signal_when_ready(signal.SIGTERM)
         ended = started.end(60)
 

@@ -11,6 +11,7 @@ Each has the names of `in_rank`, and must end by itself and leave no process and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -60,19 +61,13 @@ class Run:
     ranks: list[Rank]
     left_behind: list[str]
 
-    def check_end(self) -> Run:
-        """Each rank succeeded, and nothing is left."""
+    def check(self, way: str | None = None) -> Run:
+        """Each rank succeeded, nothing is left, and batches came from the loader of the way that is given."""
         for number, rank in enumerate(self.ranks):
             assert rank.returncode == 0, f"rank {number}:\n{rank.output}"
-        assert self.left_behind == []
-        return self
-
-    def check(self, way: str) -> Run:
-        """Each rank succeeded, nothing is left, and batches came from the loader that was meant."""
-        self.check_end()
-        for rank in self.ranks:
             other = "fastload" if way == "torch" else "torch"
-            assert rank.got(f"epochs of {other}") == [0], rank.records
+            assert way is None or rank.got(f"epochs of {other}") == [0], rank.records
+        assert self.left_behind == []
         return self
 
     def named(self) -> list[list[tuple[str, Any]]]:
@@ -81,13 +76,7 @@ class Run:
 
 
 def changed(script: str, way: str, replacements: Mapping[str, str] | None = None) -> str:
-    """The script for one of the ways.
-
-    Args:
-        script: A program for torch's loader.
-        way: One of the three.
-        replacements: What the user changes for fastload; by default, the import.
-    """
+    """The script for one of the ways, with what a user changes for fastload: by default, the import."""
     if way == "fastload":
         for old, new in (replacements or {IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD}).items():
             assert old in script, f"the script lacks {old!r}"
@@ -96,24 +85,15 @@ def changed(script: str, way: str, replacements: Mapping[str, str] | None = None
 
 
 class Started:
-    """The processes of a run that has begun.
+    """The processes of a run that has begun, in a new folder: one for each rank, with torchrun's variables.
 
-    Args:
-        program: The text of the script, as `changed` gives it.
-        folder: A new folder; the script runs in it, and leaves its records there.
-        way: The way that the text was changed for.
-        ranks: How many processes run it, with the variables that torchrun sets.
-        environment: The name of the client's environment.
-        arguments: What the script finds in sys.argv[1:].
-        num_workers: Of each loader.
-        settings: Further environment variables.
+    The program is a text that `changed` gives; `settings` are further environment variables.
     """
 
     def __init__(
         self,
         program: str,
         folder: Path,
-        way: str,
         *,
         ranks: int = 1,
         environment: str = "shared",
@@ -132,7 +112,6 @@ class Started:
         shared = own | {
             "PYTHONPATH": str(ROOT),
             "CLIENT_FOLDER": str(folder),
-            "CLIENT_WAY": way,
             "CLIENT_NUM_WORKERS": str(num_workers),
             "OMP_NUM_THREADS": "1",
             "NO_ALBUMENTATIONS_UPDATE": "1",
@@ -205,12 +184,10 @@ class Started:
     def _own_processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
                 is_own = process.environ().get(_MARK) == self._mark
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.Error, OSError):
-                continue  # it has ended, or belongs to another user
         return found
 
 
@@ -224,7 +201,7 @@ def run(
     **options: Any,
 ) -> Run:
     """Run a script to its end; the options are those of `Started`."""
-    return Started(changed(script, way, replacements), folder, way, **options).end(limit_s)
+    return Started(changed(script, way, replacements), folder, **options).end(limit_s)
 
 
 def _torchrun(rank: int, ranks: int) -> dict[str, str]:

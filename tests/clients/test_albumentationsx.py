@@ -85,7 +85,7 @@ for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), c
         found.add(tuple(digest(batch) for epoch in range(2) for batch in loader))
     record("drawn", len(found))
 """
-    ended = run(script, tmp_path, "torch", environment="albumentationsx").check_end()
+    ended = run(script, tmp_path, "torch", environment="albumentationsx").check()
 
     assert ended.ranks[0].got("drawn") == [4, 1, 1]
 

@@ -119,7 +119,7 @@ def test_the_block_of_a_client_runs(heading: str, tmp_path: Path) -> None:
     """The lines that a user writes give batches, through fastload's loader alone."""
     block = _blocks(heading).replace("accelerator = Accelerator()", "accelerator = Accelerator(cpu=True)")
     assert block, heading
-    ended = run(COMMON + BEFORE[heading] + block + AFTER.get(heading, ""), tmp_path, "torch").check_end()
+    ended = run(COMMON + BEFORE[heading] + block + AFTER.get(heading, ""), tmp_path, "torch").check()
 
     assert ended.named() != [[]]
     assert ended.ranks[0].got("epochs of torch") == [0]

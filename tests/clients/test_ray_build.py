@@ -130,7 +130,7 @@ def build_on_two_nodes(body: str, folder: Path, **second: str) -> None:
     driver = 'ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)'
     is_main = 'if __name__ == "__main__"'
     script = f"{SETUP}\n{is_main} and sys.argv[1:]:\n    {driver}\nel{is_main}:\n{body}\n"
-    run(script, folder, "torch", limit_s=LIMIT_S).check_end()
+    run(script, folder, "torch", limit_s=LIMIT_S).check()
 
 
 def on_one_node(body: str) -> str:
@@ -163,7 +163,7 @@ def test_a_cluster_builds_the_cache_of_one_process(fault: str, tmp_path: Path) -
 
 def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
     """It names the shards, the machine and the reason, in one line each."""
-    run(on_one_node(FULL_EVERYWHERE), tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    run(on_one_node(FULL_EVERYWHERE), tmp_path, "torch", limit_s=LIMIT_S).check()
     said = (tmp_path / "error").read_text()
 
     assert said.startswith("2 of 2 shards were not built: shard 1/2 on ")
@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
 
 def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     """Each fails its shard; too many end the build; otherwise one report lists them."""
-    run(on_one_node(SKIPPING), tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    run(on_one_node(SKIPPING), tmp_path, "torch", limit_s=LIMIT_S).check()
     twin = local_twin(tmp_path, bad=[3, 40, 63], on_error="skip", max_errors=1.0)
 
     told = (tmp_path / "raise").read_text()
@@ -188,9 +188,9 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_tasks(tmp_path: Path) -> None:
     """They leave nothing of their unfinished shards, and the next run builds the cache."""
     (tmp_path / "hold-head").touch()
-    started = Started(FIRST_LINES + on_one_node(INTERRUPTED), tmp_path, "torch")
+    started = Started(FIRST_LINES + on_one_node(INTERRUPTED), tmp_path)
     os.symlink(tmp_path / "reads-head", tmp_path / "ready-0")  # ready when a task reads
     started.signal_when_ready(2)
-    started.end(LIMIT_S).check_end()
+    started.end(LIMIT_S).check()
 
     assert (tmp_path / "interrupted").exists()

@@ -163,13 +163,13 @@ if __name__ == "__main__":
 def test_on_two_nodes(tmp_path: Path) -> None:
     """The claim of each function in `ray_checks`; its output says which one does not hold."""
     script = 'from tests.clients import ray_checks\nif __name__ == "__main__":\n    ray_checks.main()\n'
-    ended = run(script, tmp_path, "torch", limit_s=420.0).check_end()
+    ended = run(script, tmp_path, "torch", limit_s=420.0).check()
     assert " s ok\n" in ended.ranks[0].output
 
 
 def test_a_node_that_dies_is_an_error_or_its_batches_are_made_elsewhere(tmp_path: Path) -> None:
     """Within seconds, and the error names the machine; with restarts, all batches come in order."""
-    run(SETUP + NODE_DIES, tmp_path, "torch", limit_s=200).check_end()
+    run(SETUP + NODE_DIES, tmp_path, "torch", limit_s=200).check()
 
     text = (tmp_path / "error").read_text()
     assert "DataLoader worker (Ray actor) exited unexpectedly: worker 0 on " in text
@@ -179,7 +179,7 @@ def test_a_node_that_dies_is_an_error_or_its_batches_are_made_elsewhere(tmp_path
 @pytest.mark.parametrize("script", [DRIVER_DIES, LOCAL], ids=["a driver that dies", "its own cluster"])
 def test_a_script_leaves_nothing(script: str, tmp_path: Path) -> None:
     """Ray ends the actors of a killed driver, in mid-sample; an own cluster needs no close()."""
-    run(SETUP + script, tmp_path, "torch", limit_s=200).check_end()
+    run(SETUP + script, tmp_path, "torch", limit_s=200).check()
 
 
 def test_the_example(tmp_path: Path) -> None:
@@ -192,14 +192,14 @@ if __name__ == "__main__":
     runpy.run_path({str(ROOT / "examples" / "ray_workers.py")!r}, run_name="__main__")
 """
     folder = tmp_path / "photos"
-    found = run(script, tmp_path, "torch", arguments=(str(folder),), limit_s=200).check_end()
+    found = run(script, tmp_path, "torch", arguments=(str(folder),), limit_s=200).check()
 
     assert "ray 2.60.0: 3 of 3 batches are those of worker processes" in found.ranks[0].output
 
 
 def test_inside_ray_train(tmp_path: Path) -> None:
     """The actors belong to the job of the trainer, and each rank gets its share."""
-    run(SETUP + TRAIN, tmp_path, "torch", limit_s=200).check_end()
+    run(SETUP + TRAIN, tmp_path, "torch", limit_s=200).check()
 
     seen = [[int(word) for word in (tmp_path / f"seen-{rank}").read_text().split()] for rank in range(2)]
     assert seen == [list(range(0, 16, 2)), list(range(1, 16, 2))]
@@ -207,9 +207,9 @@ def test_inside_ray_train(tmp_path: Path) -> None:
 
 def test_ctrl_c_at_a_terminal(tmp_path: Path) -> None:
     """The program ends, and its actors with it."""
-    started = Started(FIRST_LINES + SETUP + CTRL_C, tmp_path, "torch")
+    started = Started(FIRST_LINES + SETUP + CTRL_C, tmp_path)
     os.symlink(tmp_path / "reads-0", tmp_path / "ready-0")  # ready when a worker reads
     started.signal_when_ready(2)
-    started.end(150).check_end()
+    started.end(150).check()
 
     assert (tmp_path / "interrupted").exists()

@@ -106,7 +106,7 @@ try:
 except fastload.errors.ResumeError as error:
     record("error", str(error))
 """
-    ended = run(script, tmp_path, "torch", num_workers=2).check_end()
+    ended = run(script, tmp_path, "torch", num_workers=2).check()
 
     (error,) = ended.ranks[0].got("error")
     assert "a state that fastload cannot save or load" in error

@@ -19,18 +19,7 @@ ERROR = 1  # cudaErrorInvalidValue, and an error in the other libraries too
 
 
 def write_stand_ins(torch: Path) -> list[str]:
-    """Compile what is missing for ``import torch``, into torch's own folder of libraries.
-
-    Args:
-        torch: The installed package ``torch``. Its CUDA packages, if any, lie beside it under ``nvidia/``.
-
-    Returns:
-        The names of the libraries that were written.
-
-    Raises:
-        FileNotFoundError: gcc, or nm or readelf of binutils, are not installed.
-        subprocess.CalledProcessError: One of them failed.
-    """
+    """Compile what `import torch` lacks into the package's folder of libraries; gives their names."""
     folder = torch / "lib"
     needed: set[str] = set()
     undefined: set[str] = set()  # names of functions, most with a version: cudnnCreate@libcudnn.so.9
@@ -66,14 +55,10 @@ def _compile(path: Path, undefined: set[str], versions: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stand_in.c"), Path(folder, "versions")
         source.write_text("".join(f"int {name}(void) {{ return {ERROR}; }}\n" for name in sorted(functions)))
-        script.write_text(
-            "".join(f"{v} {{ {' '.join(f'{n};' for n in sorted(g))} }};\n" for v, g in groups.items())
-        )
+        lines = [f"{v} {{ {' '.join(f'{n};' for n in sorted(group))} }};\n" for v, group in groups.items()]
+        script.write_text("".join(lines))
         options = [f"-Wl,--version-script={script}"] if groups else []
-        options += [
-            "-w",
-            f"-Wl,-soname,{path.name}",
-        ]  # -w: the compiler knows some names with other arguments
+        options += ["-w", f"-Wl,-soname,{path.name}"]  # -w: gcc knows some names with other arguments
         subprocess.run(["gcc", "-shared", "-fPIC", *options, source, "-o", path], check=True)
 
 

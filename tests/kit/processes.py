@@ -95,11 +95,7 @@ names = runpy.run_path(sys.argv[0], run_name="__main__")  # its globals live unt
 
 
 class Interpreter:
-    """An interpreter that runs programs, each in a child of its own.
-
-    Args:
-        shared: What runs once, before all programs: imports and definitions.
-    """
+    """Runs programs, each in a child of its own; what they share runs once, before all of them."""
 
     def __init__(self, shared: str) -> None:
         self._process = subprocess.Popen(
@@ -118,31 +114,15 @@ class Interpreter:
         limit_s: int = 60,
         exits: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end.
+        """Run a program to its end, or until SIGALRM ends it; gives its exit code and output.
 
-        Args:
-            program: Its text.
-            arguments: What it finds in sys.argv[1:].
-            cwd: The folder that it runs in.
-            environment: Variables to add to its environment.
-            limit_s: How long it may take before SIGALRM ends it.
-            exits: Whether the program's objects are freed at its end, which copies the memory that it shares
-                with the interpreter, and takes longer than most programs. Without, threads are joined and
-                atexit functions run all the same.
-
-        Returns:
-            The exit code, standard output and standard error.
+        Without `exits`, its objects are not freed at its end: that copies the memory that it shares with the
+        interpreter, and takes longer than most programs. Threads are joined, and atexit functions run.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {
-            "program": program,
-            "arguments": arguments,
-            "cwd": str(cwd),
-            "environment": dict(environment or {}),
-            "limit_s": limit_s,
-            "exits": exits,
-        }
+        request: dict[str, Any] = {"program": program, "arguments": arguments, "cwd": str(cwd)}
+        request |= {"environment": dict(environment or {}), "limit_s": limit_s, "exits": exits}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -150,7 +130,6 @@ class Interpreter:
         return subprocess.CompletedProcess([program], *json.loads(line))
 
     def close(self) -> None:
-        """End the interpreter."""
         self._process.communicate()
 
     def __enter__(self) -> Interpreter:
@@ -185,13 +164,7 @@ def still_running(pids: Iterable[int], limit_s: float) -> list[int]:
 
 
 def run_each(programs: dict[str, str], *, shared: str, exits: bool = True) -> dict[str, tuple[int, str, str]]:
-    """The exit code, standard output and standard error of each program, by its name.
-
-    Args:
-        programs: Their texts.
-        shared: What runs once, before all of them: imports and definitions.
-        exits: Whether each program's objects are freed at its end.
-    """
+    """The exit code, standard output and standard error of each program, by its name."""
     found: dict[str, Any] = {}
     with Interpreter(shared) as interpreter:
         for name, program in programs.items():

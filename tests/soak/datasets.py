@@ -34,13 +34,7 @@ def raises_at(index: int) -> bool:
 
 
 class Samples(Dataset[Any]):
-    """The samples of a case by index.
-
-    Args:
-        case: The settings.
-        num_samples: The length of the dataset.
-        with_transform: Whether the dataset itself applies the transform of the case.
-    """
+    """The samples of a case by index; the dataset itself may apply the transform of the case."""
 
     def __init__(self, case: Case, num_samples: int, *, with_transform: bool) -> None:
         self.case = case
@@ -110,9 +104,6 @@ def known_sample(case: Case, index: int) -> Any:
     return KINDS[case.kind].make(index, group)
 
 
-# --- transforms ------------------------------------------------------------------------------------------
-
-
 def alias(sample: Any) -> Any:
     """A transform or a collate function that gives what it gets."""
     return sample
@@ -144,14 +135,10 @@ def as_tensor(sample: Any) -> Any:
 
 
 class Draws:
-    """Adds random numbers to a sample, drawn from the generators that `rng="sample"` sets.
-
-    Args:
-        with_globals: Whether to draw from random, numpy and torch as well; worker threads share these.
-    """
+    """Adds random numbers to a sample, drawn from the generators that `rng="sample"` sets."""
 
     def __init__(self, *, with_globals: bool) -> None:
-        self.with_globals = with_globals
+        self.with_globals = with_globals  # of random, numpy and torch; worker threads share these
 
     def __call__(self, sample: Any) -> Any:
         numbers = [fastload.sample_rng().random()]
@@ -183,8 +170,6 @@ def _cropped_to_tensor(sample: Any) -> Any:
 
 
 class Transform(NamedTuple):
-    """A transform of a case."""
-
     make: Callable[[Case], Any]  # gives the transform for CachedDataset, or None
     known: Callable[[Any], Any]  # gives the expected output for a fresh sample
 
@@ -201,14 +186,12 @@ TRANSFORMS = {
 }
 
 
-# --- collate functions -----------------------------------------------------------------------------------
-
-_kept = threading.local()  # the batches that `keeps_batches` keeps in this thread of this process
+kept = threading.local()  # the batches that `keeps_batches` keeps in this thread of this process
 
 
 def keeps_batches(samples: list[Any]) -> Any:
     """The default collate function; it keeps its last batches, and raises if one of them has changed."""
-    batches = _kept.__dict__.setdefault("batches", deque(maxlen=3))
+    batches = kept.__dict__.setdefault("batches", deque(maxlen=3))
     for tensors, copies in batches:
         if not all(map(torch.equal, tensors, copies)):
             raise AssertionError("a batch that the collate function in a worker kept has changed")
@@ -218,14 +201,7 @@ def keeps_batches(samples: list[Any]) -> Any:
     return batch
 
 
-def forget_kept_batches() -> None:
-    """Drop the batches that `keeps_batches` keeps in this thread."""
-    _kept.__dict__.clear()
-
-
 class Collate(NamedTuple):
-    """A collate function of a case."""
-
     given: Any  # the function for the loader, or None for the default one
     known: Any  # makes the expected batch from the expected samples
 
@@ -238,17 +214,8 @@ COLLATES = {
 }
 
 
-# --- samplers --------------------------------------------------------------------------------------------
-
-
 class Buckets:
-    """A batch sampler: each batch has consecutive indices in a list or another kind of sequence.
-
-    Args:
-        num_samples: The length of the dataset.
-        batch_size: The size of all batches except the last one.
-        generator: The order of the batches is drawn from it.
-    """
+    """Batches of consecutive indices, in random order, in a list or another kind of sequence."""
 
     def __init__(self, num_samples: int, batch_size: int, generator: torch.Generator) -> None:
         firsts = range(0, num_samples, batch_size)

@@ -38,9 +38,6 @@ def _send(reader: Reader, worker: int, number: signal.Signals) -> None:
             os.kill(worker, number)
 
 
-# --- workers that die ------------------------------------------------------------------------------------
-
-
 def worker_dies(subject: Subject, rng: random.Random) -> None:
     """A worker is killed. All batches before WorkerDiedError are right, and the next epoch is complete."""
     loader = subject.loader()
@@ -98,9 +95,6 @@ def _is_death_an_error(reader: Reader, death: _Death, held: Held) -> bool:
     if more := list(reader.iterator):
         raise SoakError(f"{len(more)} batches came after the death of a worker was an error")
     return True
-
-
-# --- workers that stop -----------------------------------------------------------------------------------
 
 
 def worker_stops(subject: Subject, rng: random.Random) -> None:

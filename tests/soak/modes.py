@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """The batches that a consumer holds, in one thread or in several; none of them may change.
-
-    Args:
-        rng: Decides how many batches are held, and which ones are dropped.
-    """
+    """The batches that a consumer holds, in one thread or in several; none of them may change."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

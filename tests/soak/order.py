@@ -20,19 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Due:
-    """One batch that is due.
+    """One batch that is due."""
 
-    Attributes:
-        indices: The indices of its samples, as the sampler gives them.
-        is_single: Whether the loader has batch_size=None, so that the batch is one sample.
-        occurrences: For each index, the number of its earlier occurrences in the epoch.
-        error: The index of a sample that raises, so that an error is due in place of the batch; or None.
-    """
-
-    indices: tuple[int, ...]
-    is_single: bool
-    occurrences: tuple[int, ...]
-    error: int | None
+    indices: tuple[int, ...]  # as the sampler gives them
+    is_single: bool  # the loader has batch_size=None: the batch is one sample
+    occurrences: tuple[int, ...]  # of each index, earlier in the epoch
+    error: int | None  # the index of a sample that raises, so that an error is due in place of the batch
 
 
 def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
@@ -59,11 +52,7 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
 def due_batches(case: Case, epoch: int, generator: torch.Generator, *, draws_base_seed: bool) -> list[Due]:
     """The batches of an epoch that begins now. The generators of the loader are left as they are.
 
-    Args:
-        case: The settings of the loader.
-        epoch: The number of the epoch.
-        generator: The loader's generator.
-        draws_base_seed: Whether the loader draws the base seed of its workers before the sampler draws.
+    A loader `draws_base_seed` of its workers before the sampler draws, if it has no persistent ones yet.
     """
     if case.is_stream:
         return list(_with_occurrences(case, _stream_batches(case)))

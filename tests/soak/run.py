@@ -47,9 +47,6 @@ class Soak:
     """Runs cases in this process, with settings of the process that all cases share.
 
     Standard error goes to a file, as killed workers write to it; a failure shows the text of its case.
-
-    Args:
-        limit_s: Seconds after which a case counts as hanging.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -115,8 +112,6 @@ class Soak:
         self._captured.seek(0)
         text = self._captured.read().decode(errors="replace").strip()
         return f"standard error:\n{text}\n" if text else ""
-
-    # --- cases that hang ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _watched(self, case: Case) -> Iterator[None]:

@@ -39,9 +39,6 @@ def tensor(index: int, shape: tuple[int, ...], dtype: str = "float32", salt: int
     return torch.from_numpy(values(index, shape, dtype, salt)).to(getattr(torch, dtype))
 
 
-# --- kinds of samples ------------------------------------------------------------------------------------
-
-
 def side_of(group: int) -> int:
     return SIDES[group % len(SIDES)]
 

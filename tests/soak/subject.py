@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """The dataset of a case, its loaders and their epochs; files are in an empty folder.
-
-    Attributes:
-        noise: The random numbers of `rng="sample"` by epoch, index and occurrence of the index in the epoch.
-    """
+    """The dataset of a case, its loaders and their epochs; files are in an empty folder."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -36,6 +32,7 @@ class Subject:
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
+        # The random numbers of rng="sample", by epoch, index and occurrence of the index in the epoch.
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
     def _make_dataset(self) -> Any:
@@ -70,8 +67,6 @@ class Subject:
             return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, max_memory=max_memory)
         cache: Any = ["ram", f"lmdb:{path}"] if case.source == "tiers" else f"lmdb:{path}"
         return fastload.CachedDataset(samples, transform, cache=cache, **options)
-
-    # --- loaders ------------------------------------------------------------------------------------------
 
     def loader(self, **changes: Any) -> fastload.DataLoader:
         """A new loader with the settings of the case and with these changes; `close` closes it."""
@@ -114,9 +109,7 @@ class Subject:
         """Close all loaders."""
         for loader in self._loaders:
             loader.close()
-        datasets.forget_kept_batches()
-
-    # --- expected batches ---------------------------------------------------------------------------------
+        datasets.kept.__dict__.clear()
 
     def expected(self, due: order.Due, *, channels_last: bool) -> Any:
         """The expected batch, made from the formulas, without random numbers."""
@@ -156,14 +149,7 @@ class Received:
 
 
 class Reader:
-    """An iterator over one epoch of a loader; it compares each batch with the one that is due.
-
-    Attributes:
-        iterator: The iterator of the loader.
-        has_ended: Whether the iterator has raised StopIteration.
-        cycle: The reader itself, if only the garbage collector shall free it.
-        raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
-    """
+    """An iterator over one epoch of a loader; it compares each batch with the one that is due."""
 
     def __init__(
         self, subject: Subject, loader: fastload.DataLoader, epoch: int, due: list[order.Due] | None = None
@@ -181,8 +167,8 @@ class Reader:
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
-        self.cycle: Reader | None = None
-        self.raises_timeouts = False
+        self.cycle: Reader | None = None  # itself, if only the garbage collector shall free it
+        self.raises_timeouts = False  # as TimeoutError; else the reader goes on
 
     @property
     def due(self) -> list[order.Due]:
@@ -247,9 +233,8 @@ class Reader:
 
     def _expected(self, due: order.Due, batch: Any) -> Any:
         expected = self.subject.expected(due, channels_last=self.case.channels_last)
-        if self.case.kind == "draws":  # _compare_noise looks at the random numbers
-            expected = _with_noise_of(expected, batch)
-        return expected
+        # _compare_noise looks at the random numbers.
+        return _with_noise_of(expected, batch) if self.case.kind == "draws" else expected
 
     def _compare_noise(self, due: order.Due, batch: Any) -> None:
         if self.case.kind != "draws":
@@ -263,8 +248,7 @@ class Reader:
 
     def take_error(self, error: ValueError) -> None:
         """Note that an error came in place of a batch; raise it if it is not due."""
-        expected = self.due[:1] if self.case.in_order else self.due
-        for due in expected:
+        for due in self.due[:1] if self.case.in_order else self.due:
             if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
                 self.due.remove(due)
                 return

@@ -22,8 +22,6 @@ from tests.soak.run import consume
 if TYPE_CHECKING:
     from pathlib import Path
 
-# --- cases -----------------------------------------------------------------------------------------------
-
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**62))
@@ -35,9 +33,6 @@ def test_a_case_follows_from_its_seed_and_its_settings_go_together(seed: int) ->
     assert case == settled(case)
     # What is printed of a case can be given to --with in a shell.
     assert Case(seed).changed(shlex.split(case.settings())) == case
-
-
-# --- planted faults --------------------------------------------------------------------------------------
 
 
 def _one_value_wrong(samples: list[Any]) -> Any:
@@ -99,9 +94,6 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest
     with pytest.raises(SoakError, match=message):
         consume(Case(3, raises=planted is None), tmp_path)
     _last.clear()
-
-
-# --- the command -----------------------------------------------------------------------------------------
 
 
 def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:

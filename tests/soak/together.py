@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tests.soak.compare import SoakError, spoil
+from tests.kit.jobs import Job
+from tests.soak.compare import spoil
 from tests.soak.modes import Held
 
 if TYPE_CHECKING:
@@ -40,7 +37,7 @@ def forks(subject: Subject, rng: random.Random) -> None:
     """Forked children hold the batches of their parent; later batches in the parent do not change them."""
     loader = subject.loader()
     held = Held(rng)
-    children: list[tuple[int, int]] = []
+    children: list[Job] = []
     try:
         for _ in range(subject.case.epochs):
             for received in subject.read(loader):
@@ -49,46 +46,24 @@ def forks(subject: Subject, rng: random.Random) -> None:
                     continue
                 held.add(received)
                 if len(children) < 3 and rng.random() < 0.3:
-                    children.append(_fork(subject, held, reads=rng.random() < 0.4))
-        for child, wake in children:
-            with contextlib.suppress(BrokenPipeError):  # the child has ended already
-                os.write(wake, b".")
-            if os.waitpid(child, 0)[1] != 0:
-                raise SoakError("a forked child has failed; standard error has its traceback")
+                    children.append(Job(_inherit, subject, held, rng.random() < 0.4))
+        for child in children:
+            child.answer()  # EOFError if the child has failed; standard error has its traceback
+            child.ask(Held.check, "in a forked child")
     finally:
-        for child, wake in children:
-            os.close(wake)
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it was waited for
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+        for child in children:
+            child.end()
 
 
-def _fork(subject: Subject, held: Held, *, reads: bool) -> tuple[int, int]:
-    """Fork a child that compares the held batches when it is woken: its pid, and the descriptor to write to.
-
-    If it `reads`, it first reads an epoch with a loader of its own, and closes all loaders.
-    """
-    read, wake = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(read)
-        return child, wake
-    status = 1
-    try:
-        os.close(wake)
-        if reads:
-            changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
-            loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
-            for _ in subject.read(loader):
-                pass
-            subject.close()
-        os.read(read, 1)
-        held.check("in a forked child")
-        status = 0
-    except BaseException:  # noqa: BLE001  # the child must not return into the code of its parent
-        os.write(2, traceback.format_exc().encode())
-    finally:
-        os._exit(status)
+def _inherit(subject: Subject, held: Held, reads: bool) -> tuple[Held, None]:
+    """In a child: perhaps read an epoch with a loader of its own and close all loaders; keep the batches."""
+    if reads:
+        changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
+        loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
+        for _ in subject.read(loader):
+            pass
+        subject.close()
+    return held, None
 
 
 def _in_threads(works: list[Callable[[], Any]]) -> list[Any]:
