@@ -34,22 +34,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("ranks", client.num_ranks)
 
 
-class Torchs:
-    """Calls with a client and options give the records of all ranks with torch's loader; runs it once."""
-
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
-        self._known: dict[Any, list[list[tuple[str, Any]]]] = {}
-
-    def __call__(self, client: Client, **options: Any) -> list[list[tuple[str, Any]]]:
-        key = (type(client), *sorted(options.items()))
-        if key not in self._known:
-            folder = self._folders.mktemp("torch")
-            self._known[key] = client.run(folder, "torch", **options).check("torch").named()
-        return self._known[key]
-
-
 @pytest.fixture(scope="session")
-def torchs(tmp_path_factory: pytest.TempPathFactory) -> Torchs:
-    """The records of runs with torch's loader."""
-    return Torchs(tmp_path_factory)
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Called with a client and options: the records of all ranks with torch's loader, which run once."""
+    known: dict[Any, list[list[tuple[str, Any]]]] = {}
+
+    def records(client: Client, **options: Any) -> list[list[tuple[str, Any]]]:
+        key = (type(client), *sorted(options.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("torch")
+            known[key] = client.run(folder, "torch", **options).check("torch").named()
+        return known[key]
+
+    return records

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.clients.conftest import Torchs
-
 
 class Client:
     """What a client's class gives."""
@@ -35,7 +33,7 @@ class Client:
 
 
 class Batches(Client):
-    def test_batches_are_torchs(self, way: str, num_workers: int, tmp_path: Path, torchs: Torchs) -> None:
+    def test_batches_are_torchs(self, way: str, num_workers: int, tmp_path: Path, torchs: Any) -> None:
         """One rank gets the same batches and lengths, in order, with the same random numbers in samples."""
         ours = self.run(tmp_path, way, num_workers=num_workers).check(way)
 
@@ -44,7 +42,7 @@ class Batches(Client):
 
 
 class Ranks(Client):
-    def test_two_ranks_get_torchs_batches(self, way: str, tmp_path: Path, torchs: Torchs) -> None:
+    def test_two_ranks_get_torchs_batches(self, way: str, tmp_path: Path, torchs: Any) -> None:
         """Each of two ranks gets the batches that it gets from torch's loader, and they differ."""
         ours = self.run(tmp_path, way, num_workers=2, ranks=2).check(way)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # What `from tests.clients.in_rank import *` gives to each script.
-__all__ = ["FOLDER", "NUM_SAMPLES", "NUM_WORKERS", "RANK", "RANKS", "Model", "Photos", "Rows"]
+__all__ = ["FOLDER", "NUM_SAMPLES", "NUM_WORKERS", "RANK", "RANKS", "Classifier", "Model", "Photos", "Rows"]
 __all__ += [
     "check",
     "digest",
@@ -159,6 +159,18 @@ class Model(nn.Module):
             (FOLDER / f"ready-{RANK}").touch()
             threading.Event().wait(0.05)
         return self.layer(images.flatten(1))
+
+
+class Classifier(nn.Module):
+    """The model with its loss, as Trainer expects it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.model(image)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
 def num_epochs(usual: int) -> int:

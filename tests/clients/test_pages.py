@@ -49,16 +49,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     "Trainer of transformers": """
 import transformers
 
-
-class Classifier(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Model()
-
-    def forward(self, image, labels):
-        return {"loss": torch.nn.functional.cross_entropy(self.inner(image), labels)}
-
-
 dataset, model = Rows(), Classifier()
 arguments = transformers.TrainingArguments(
     str(FOLDER / "out"),

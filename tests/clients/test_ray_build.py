@@ -51,7 +51,7 @@ def images():
 
 
 def start():
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
 """
 
 # What the driver does on the cluster; the second node may wait.

@@ -138,7 +138,7 @@ def train(config):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
     TorchTrainer(
         train,
         train_loop_config={"folder": FOLDER},
@@ -150,7 +150,7 @@ if __name__ == "__main__":
 
 CTRL_C = """
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
     (FOLDER / "hold").touch()
     try:
         list(fastload.DataLoader(Held(FOLDER), num_workers=2, worker_type="ray"))

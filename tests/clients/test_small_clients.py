@@ -127,42 +127,21 @@ with learner.no_bar(), learner.no_logging():
 """
 
 
-class TestTorchmetrics(contract.Batches, contract.Ranks):
+class TestTorchmetricsAndKornia(contract.Batches):
     script = """
+import kornia.augmentation as K
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 torch.manual_seed(1)
-if RANKS > 1:
-    torch.distributed.init_process_group("gloo")
-sampler = sampler_of_ranks()
-loader = DataLoader(
-    Photos(), batch_size=2, shuffle=sampler is None, sampler=sampler, num_workers=NUM_WORKERS
-)
-model, accuracy, mean = Model(), MulticlassAccuracy(NUM_SAMPLES), MeanMetric()
-for epoch in range(num_epochs(2)):
-    for images, labels in loader:
-        accuracy.update(model(images), labels)
-        mean.update(images)
-    record("metrics", [accuracy.compute(), mean.compute()])  # of all ranks
-    accuracy.reset()
-    mean.reset()
-if RANKS > 1:
-    torch.distributed.destroy_process_group()
-"""
-
-
-class TestKornia(contract.Batches):
-    script = """
-import kornia.augmentation as K
-from torch.utils.data import DataLoader
-
-torch.manual_seed(1)
 flip, turn = K.RandomHorizontalFlip(p=0.5), K.RandomAffine(30.0, p=0.5)
 augment = K.AugmentationSequential(flip, turn, data_keys=["input"])
+model, accuracy, mean = Model(), MulticlassAccuracy(NUM_SAMPLES), MeanMetric()
 for images, labels in DataLoader(Photos(), batch_size=4, shuffle=True, num_workers=NUM_WORKERS):
-    record("train", [augment(images), images, labels])
+    accuracy.update(model(augment(images)), labels)
+    mean.update(images)
+    record("metrics", [accuracy.compute(), mean.compute(), labels])
 """
 
 

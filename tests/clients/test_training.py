@@ -129,17 +129,6 @@ class TestTrainer(contract.Batches, contract.Ranks, contract.Resume):
     script = f"""{ARGUMENTS}
 from transformers import Trainer, TrainingArguments
 
-
-class Classifier(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, image, labels):
-        scores = self.model(image)
-        return dict(loss=torch.nn.functional.cross_entropy(scores, labels), logits=scores)
-
-
 arguments = TrainingArguments(
     output_dir=state or str(FOLDER / "state"),
     use_cpu=True,
@@ -235,7 +224,7 @@ def train(config):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
     TorchTrainer(
         train,
         train_loop_config={"folder": FOLDER},

@@ -7,8 +7,8 @@
 One integer, the seed, determines a case (`case`). Each sample is a function of its index (`samples`), and the
 soak computes the order of the indices with torch's samplers (`order`): it knows each batch before it asks the
 loader for it. The mode of a case is the way in which the consumer uses the loader and the batches (`modes`,
-`together`, `faults`). After each case `run` checks that the library has left nothing behind.
+`faults`). After each case `run` checks that the library has left nothing behind.
 
-Files from the bottom up: samples, compare, datasets, case; order; subject; modes, together, faults; run;
+Files from the bottom up: samples, compare, datasets, case; order; subject; modes, faults; run;
 __main__.
 """

@@ -159,14 +159,14 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
     (lambda c: (c.mode, c.order) == ("interleaves", "with replacement"), {"order": "shuffle by a generator"}),
     (lambda c: (c.mode, c.order) == ("threads", "shuffle"), {"order": "shuffle by a generator"}),
     # rng="sample" cannot set the generators for two threads; and a pipeline is not safe in them.
-    (lambda c: (c.mode, c.kind) == ("threads", "draws"), {"kind": "scalars", "transform": "none"}),
+    (lambda c: (c.mode, c.kind) == ("threads", "draws"), {"kind": "nest", "transform": "none"}),
     (lambda c: (c.mode, c.kind) == ("threads", "plain colour"), {"transform": "none"}),
     # Samples.
     (lambda c: c.source not in PLAIN, {"raises": False}),
     (lambda c: not c.is_cached, {"is_filled": False, "max_memory": "auto"}),
     (lambda c: c.is_stream, {"order": "in order", "rng": "worker"}),
     (lambda c: c.is_stream and c.method == "thread", {"method": "fork"}),
-    (lambda c: c.is_stream and c.kind == "draws", {"kind": "scalars", "transform": "none"}),
+    (lambda c: c.is_stream and c.kind == "draws", {"kind": "nest", "transform": "none"}),
     (lambda c: c.kind == "draws", {"rng": "sample"}),
     (lambda c: c.kind == "draws" and c.source == "bulk", {"source": "plain"}),
     (lambda c: c.source == "bulk", {"rng": "worker"}),

@@ -31,14 +31,13 @@ from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
 from tests.soak.subject import Subject, pretend_accelerator
-from tests.soak.together import TOGETHER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.soak.case import Case
 
-_ALL_MODES = {**MODES, **TOGETHER, **FAULTS}
+_ALL_MODES = {**MODES, **FAULTS}
 _STACKS_S = 1.0  # in which workers write their stacks
 _LATER_S = 30.0  # after the limit faulthandler takes over, if Python does not let the watching thread run
 

@@ -66,24 +66,21 @@ def dtypes(index: int, group: int) -> Any:
     return tensors, [array(index, (side, 3), dtype, salt) for salt, dtype in enumerate(_ARRAYS)]
 
 
-def scalars(index: int, group: int) -> Any:
-    """Numbers and texts."""
-    word = f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}"
-    numbers = [index, index / 2, index % 2 == 0, np.float32(index), np.int16(index), torch.tensor(index)]
-    return {
-        "text": word * (index % 4),
-        "bytes": bytes([index % 256]) * (index % 9),
-        "more": [word, (word, numbers)],
-    }
-
-
 def nest(index: int, group: int) -> Any:
-    side = side_of(group)
+    side, word = side_of(group), f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}"
     return {
         "image": array(index, (side, 3, 2)),
         "point": Point(tensor(index, (2,), "bfloat16"), {"z": tensor(index, (side,), "int64", 1)}),
         "pair": (torch.tensor(float(index)), [index, array(index, (2, side), "int64", 2)]),
-        "name": f"n{index}",
+        "texts": [word * (index % 4), (word, bytes([index % 256]) * (index % 9))],
+        "numbers": [
+            index,
+            index / 2,
+            index % 2 == 0,
+            np.float32(index),
+            np.int16(index),
+            torch.tensor(index),
+        ],
         "nothing": {},
         "empty array": np.zeros((0, side), np.float32),
         "empty tensor": torch.empty(side, 0, dtype=torch.int16),
@@ -130,7 +127,6 @@ KINDS = {
     "planes": Kind(planes),
     "big": Kind(big, is_big=True, transforms=_OF_IMAGES),
     "dtypes": Kind(dtypes),
-    "scalars": Kind(scalars, has_shapes=False),
     "nest": Kind(nest),
     "strided": Kind(strided),
     "plain colour": Kind(plain_colour, transforms=("none", "crop to tensor")),
