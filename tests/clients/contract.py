@@ -27,9 +27,8 @@ class Client:
 
     def run(self, folder: Path, way: str, **options: Any) -> Run:
         """Run the script to its end."""
-        return run(
-            self.script, folder, way, replacements=self.replacements, environment=self.environment, **options
-        )
+        options |= {"replacements": self.replacements, "environment": self.environment}
+        return run(self.script, folder, way, **options)
 
 
 class Batches(Client):

@@ -28,17 +28,8 @@ if TYPE_CHECKING:
 
 # What `from tests.clients.in_rank import *` gives to each script.
 __all__ = ["FOLDER", "NUM_SAMPLES", "NUM_WORKERS", "RANK", "RANKS", "Classifier", "Model", "Photos", "Rows"]
-__all__ += [
-    "check",
-    "digest",
-    "image_of",
-    "num_epochs",
-    "photos",
-    "record",
-    "sample",
-    "sampler_of_ranks",
-    "training",
-]
+__all__ += ["check", "digest", "image_of", "num_epochs", "photos", "record", "run_in_ray_train", "sample"]
+__all__ += ["sampler_of_ranks", "training"]
 
 NUM_SAMPLES = 24
 NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))
@@ -195,6 +186,18 @@ def training() -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
     yield step
     if RANKS > 1:
         torch.distributed.destroy_process_group()
+
+
+def run_in_ray_train(train: Callable[[], None]) -> None:
+    """Run a function in two ranks of Ray Train."""
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
+    scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    place = ray.train.RunConfig(storage_path=str(FOLDER / "ray"), name="run")
+    TorchTrainer(train, scaling_config=scaling, run_config=place).fit()
+    ray.shutdown()
 
 
 def sampler_of_ranks() -> data.DistributedSampler[Any] | None:

@@ -74,18 +74,10 @@ def as_list(samples: list[Any]) -> Any:
     return {"samples": samples, "flat": torch.cat([tensor for tensor, _ in samples])}
 
 
-class Stream(IterableDataset):
-    """Each worker gives its share, and keeps its position."""
+class Stateful:
+    """A number that is the state of a dataset."""
 
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Any:
-        info: Any = get_worker_info()
-        start, self.next = self.next, 0
-        for number in range(start, 11):
-            self.next = number + 1
-            yield torch.tensor([info.id, number])
+    next = 0
 
     def state_dict(self) -> Any:
         return {"next": self.next}
@@ -94,24 +86,29 @@ class Stream(IterableDataset):
         self.next = state["next"]
 
 
-class Counting(Numbered):
+class Stream(Stateful, IterableDataset):
+    """Each worker gives its share, and keeps its position."""
+
+    def __iter__(self) -> Any:
+        info: Any = get_worker_info()
+        start, self.next = self.next, 0
+        for number in range(start, 11):
+            self.next = number + 1
+            yield torch.tensor([info.id, number])
+
+
+class Counting(Stateful, Numbered):
     """A map-style dataset with a state, which each copy counts up; sample 9 can end its process."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.count, self.folder = 0, folder
+        self.folder = folder
 
     def __getitem__(self, index: int) -> Any:
         if index == 9 and self.folder and not (self.folder / "died").exists():
             (self.folder / "died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        self.count += 1
-        return index, self.count
-
-    def state_dict(self) -> Any:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.count = state["count"]
+        self.next += 1
+        return index, self.next
 
 
 def failing(index: int) -> int:
@@ -278,9 +275,8 @@ def check_persistent_workers_stay() -> None:
     dataset = Made(lambda index: (index, os.getpid()), 24)
     with loader_of(dataset, num_workers=2, batch_size=4, persistent_workers=True) as loader:
         epochs = [list(itertools.islice(loader, number)) for number in (6, 2, 6)]
-        assert [torch.cat([one for one, _ in epoch]).tolist() for epoch in epochs] == [
-            list(range(number)) for number in (24, 8, 24)
-        ]
+        indices = [torch.cat([one for one, _ in epoch]).tolist() for epoch in epochs]
+        assert indices == [list(range(number)) for number in (24, 8, 24)]
         pids = [set(torch.cat([owners for _, owners in epoch]).tolist()) for epoch in epochs]
         assert pids[0] == pids[1] == pids[2]
         assert len(pids[0]) == len(actors()) == 2
@@ -417,9 +413,8 @@ def check_actors_run_where_they_shall() -> None:
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
     ray.get(group.ready())
-    found = seen_by(
-        lambda _: ray.util.get_current_placement_group().id.hex(), ray_options={"placement_group": group}
-    )
+    options = {"placement_group": group}
+    found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), ray_options=options)
     assert found == {group.id.hex()}
     ray.util.remove_placement_group(group)
 

@@ -35,9 +35,8 @@ def raised(error):
 
 
 torch.manual_seed(1)
-samples = wds.WebDataset(
-    f"{shards}/{{0000..0003}}.tar", shardshuffle=False, nodesplitter=wds.split_by_node, handler=raised
-)
+url, options = f"{shards}/{{0000..0003}}.tar", {"shardshuffle": False, "nodesplitter": wds.split_by_node}
+samples = wds.WebDataset(url, handler=raised, **options)
 samples = samples.decode("torchrgb").to_tuple("png", "cls").map(checked)
 with training() as step:
     loader = DataLoader(samples, batch_size=3, num_workers=NUM_WORKERS)
@@ -50,9 +49,7 @@ with training() as step:
 class TestWebLoader(contract.Batches):
     """`wds.WebLoader` builds torch's loader by itself; `patch_torch()` exchanges it."""
 
-    script = TestWebDataset.script.replace(
-        "from torch.utils.data import DataLoader", "from webdataset import WebLoader as DataLoader"
-    )
+    script = TestWebDataset.script.replace("torch.utils.data import", "webdataset import WebLoader as")
     ways = ("patch_torch",)
 
 
@@ -87,9 +84,7 @@ for epoch in range(2):
 class TestLitDataInAnotherLoader(contract.Batches):
     """Batches are those of torch's loader; LitData's own tells its dataset the size of batches."""
 
-    script = TestLitData.script.replace(
-        "from litdata import StreamingDataLoader as", "from torch.utils.data import"
-    )
+    script = TestLitData.script.replace("litdata import StreamingDataLoader as", "torch.utils.data import")
     ways = ("fastload",)
 
 

@@ -155,21 +155,16 @@ if torch.distributed.is_initialized():
     ways = ("patch_torch",)
 
 
-OF_TORCHDATA = "from torchdata.stateful_dataloader import StatefulDataLoader"
-OF_TORCH = "from torch.utils.data import DataLoader as StatefulDataLoader"
-OF_FASTLOAD = "from fastload import DataLoader as StatefulDataLoader"
-
-
 class TestStatefulDataLoaderItself(contract.Batches, contract.Resume):
     """It derives from fastload's loader after `patch_torch()`, and keeps its own iterators and states."""
 
     script = f"""{ARGUMENTS}
-{OF_TORCHDATA}
+from torchdata.stateful_dataloader import StatefulDataLoader as DataLoader
 
 torch.manual_seed(1)
 with training() as step:
     sampler = sampler_of_ranks()
-    loader = StatefulDataLoader(
+    loader = DataLoader(
         Photos(),
         batch_size=2,
         shuffle=sampler is None,
@@ -197,26 +192,24 @@ with training() as step:
 class TestInThePlaceOfStatefulDataLoader(contract.Batches, contract.Ranks, contract.Resume):
     """Batches are those of torch's loader; torchdata's shuffles and seeds its workers in another way."""
 
-    script = TestStatefulDataLoaderItself.script.replace(OF_TORCHDATA, OF_TORCH)
-    replacements: ClassVar[dict[str, str]] = {OF_TORCH: OF_FASTLOAD}
+    script = TestStatefulDataLoaderItself.script.replace(
+        "torchdata.stateful_dataloader import StatefulDataLoader as", "torch.utils.data import"
+    )
     ways = ("fastload",)
 
 
 class TestRay(contract.Batches):
     script = """
-import ray
 import ray.train
 import ray.train.torch
-from ray.train.torch import TorchTrainer
 from torch.utils.data import DataLoader
 
 
-def train(config):
+def train():
     torch.manual_seed(1)
     loader = DataLoader(Photos(), batch_size=2, shuffle=True, num_workers=NUM_WORKERS)
     loader = ray.train.torch.prepare_data_loader(loader)
-    rank = ray.train.get_context().get_world_rank()
-    with open(config["folder"] / f"digests-{rank}", "w") as file:
+    with open(FOLDER / f"digests-{ray.train.get_context().get_world_rank()}", "w") as file:
         for epoch in range(2):
             loader.sampler.set_epoch(epoch)
             for batch in loader:
@@ -224,14 +217,7 @@ def train(config):
 
 
 if __name__ == "__main__":
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
-    TorchTrainer(
-        train,
-        train_loop_config={"folder": FOLDER},
-        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=ray.train.RunConfig(storage_path=str(FOLDER / "ray"), name="run"),
-    ).fit()
-    ray.shutdown()
+    run_in_ray_train(train)
     for rank in range(2):
         record("train", (FOLDER / f"digests-{rank}").read_text())
 """

@@ -1,9 +1,8 @@
 """Import a CUDA build of torch without CUDA's libraries: several GB that are not used without a GPU.
 
-The package index has CUDA builds of torch only. Such a build loads a dozen libraries when it is imported.
-It calls two of them then, the runtime (libcudart) and CUPTI; these are small, and run.py installs them. This
-module compiles a library in the place of each of the others. Its functions do nothing and return an error.
-The tests never call them, because torch finds no GPU.
+Such a build loads a dozen libraries when it is imported. It calls two of them then, the runtime (libcudart)
+and CUPTI; these are small, and run.py installs them. This module compiles a library in the place of each of the
+others, whose functions return an error. The tests never call them, because torch finds no GPU.
 """
 
 from __future__ import annotations
@@ -42,14 +41,9 @@ def write_stand_ins(torch: Path) -> list[str]:
 
 
 def _compile(path: Path, undefined: set[str], versions: list[str]) -> None:
-    """Compile one library with the functions that torch takes from it.
-
-    A function without a version belongs to it if their names begin alike: libcufile has cuFileRead.
-    """
+    """Compile one library; a function without a version is its own if they begin alike, as cuFileRead."""
     prefix = path.name.removeprefix("lib").partition(".")[0].lower()
-    groups = {
-        version: {n.partition("@")[0] for n in undefined if n.endswith(f"@{version}")} for version in versions
-    }
+    groups = {v: {n.partition("@")[0] for n in undefined if n.endswith(f"@{v}")} for v in versions}
     unversioned = {name for name in undefined if "@" not in name and name.lower().startswith(prefix)}
     functions = unversioned.union(*groups.values())
     with tempfile.TemporaryDirectory() as folder:

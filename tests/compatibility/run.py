@@ -205,21 +205,20 @@ def releases(row: Row) -> dict[str, str | None]:
     return {"python": known["python"], **{name: known.get(package) for name, package in SHOWN.items()}}
 
 
-def run_tests(row: Row, processes: int, left_out: list[str]) -> dict[str, Any]:
+def run_tests(row: Row, left_out: list[str]) -> dict[str, Any]:
     """Run the tier in a row's environment: how many tests passed, and the names of those that failed."""
     report = row.folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [row.folder / "bin" / "python", "-m", "pytest", "-q", "-m", TIER, "--junitxml", report]
-    command += ["--numprocesses", str(processes), "--dist", "worksteal"]
+    command += ["--numprocesses", "2", "--dist", "worksteal"]
     environment = dict(os.environ)
     if row.python.endswith("t"):  # else the import of an extension that is not ready brings the GIL back
         environment["PYTHON_GIL"] = "0"
     log = row.folder / "tests.log"
     try:
         with log.open("w") as file:
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=file, env=environment, timeout=LIMIT_S, check=False
-            ).returncode
+            options: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": LIMIT_S, "check": False}
+            code = subprocess.run(command, stdout=file, stderr=file, **options).returncode
     except subprocess.TimeoutExpired as error:
         raise NotAvailableError(f"the tests took longer than {LIMIT_S} s") from error
     if not report.exists():
@@ -290,7 +289,7 @@ def run(row: Row, found: dict[str, str], arguments: argparse.Namespace) -> None:
         left_out = json.loads(left_out_file.read_text())
         result: dict[str, Any] = {
             **releases(row),
-            **run_tests(row, arguments.processes, left_out),
+            **run_tests(row, left_out),
             "not_installed": left_out,
         }
         print(f"  {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
@@ -309,11 +308,8 @@ def main() -> None:
     parser.add_argument("--pythons", default="", help="commands or paths of interpreters; else those on PATH")
     names = "; ".join(map(str, ROWS))
     parser.add_argument("--only", action="append", help=f"a row by its name; one of: {names}")
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the environments (1 to 3 GB each) for later"
-    )
+    parser.add_argument("--keep", action="store_true", help="keep the environments (1 to 3 GB each)")
     parser.add_argument("--torch-index", help="a package index for torch alone, such as PyTorch's own")
-    parser.add_argument("--processes", type=int, default=2, help="test files at a time")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if not arguments.only or str(row) in arguments.only]
     if not rows:

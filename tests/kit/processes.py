@@ -1,8 +1,7 @@
 """Programs in processes of their own, all for the price of one import of torch; gates and ends of processes.
 
 One process runs what the programs share, and forks a child for each; the child leaves through the end of the
-script, as any interpreter does: threads are joined, atexit functions and finalizers run. What a program does
-to its process cannot be taken back, and need not be.
+script, as any interpreter does: threads are joined, atexit functions and finalizers run.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ class Stalling(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, source: Path | str) -> None:
-        """Serve a folder, or the answers of the server at a URL."""
         if isinstance(source, str):
             handler: Any = functools.partial(_Proxy, str(urlsplit(source).netloc))
         else:

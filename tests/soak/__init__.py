@@ -9,6 +9,5 @@ soak computes the order of the indices with torch's samplers (`order`): it knows
 loader for it. The mode of a case is the way in which the consumer uses the loader and the batches (`modes`,
 `faults`). After each case `run` checks that the library has left nothing behind.
 
-Files from the bottom up: samples, compare, datasets, case; order; subject; modes, faults; run;
-__main__.
+Files from the bottom up: samples, compare, datasets, case; order; subject; modes, faults; run; __main__.
 """

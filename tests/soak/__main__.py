@@ -33,9 +33,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases")
     parser.add_argument("--seed", type=int, help="the first case; the next ones follow (default: random)")
     parser.add_argument("--case", type=int, help="run this case alone")
-    parser.add_argument(
-        "--with", dest="changes", nargs="+", default=[], help="change its settings: name=value"
-    )
+    parser.add_argument("--with", dest="changes", nargs="+", default=[], help="its settings: name=value")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case hangs")
     options = parser.parse_args()
     soak = Soak(options.limit)

@@ -99,11 +99,7 @@ class Case:
         return f"case {self.seed}: {self.settings() or 'the defaults'}"
 
     def changed(self, assignments: list[str]) -> Case:
-        """The case with other settings, each given as `name=value`.
-
-        Raises:
-            ValueError: There is no such setting.
-        """
+        """The case with other settings, each given as `name=value`."""
         changes: dict[str, Any] = {}
         for assignment in assignments:
             name, _, value = assignment.partition("=")
@@ -164,6 +160,8 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
     # Samples.
     (lambda c: c.source not in PLAIN, {"raises": False}),
     (lambda c: not c.is_cached, {"is_filled": False, "max_memory": "auto"}),
+    # A pipeline takes keywords, which a cache gives it.
+    (lambda c: not c.is_cached and c.kind == "plain colour", {"transform": "none"}),
     (lambda c: c.is_stream, {"order": "in order", "rng": "worker"}),
     (lambda c: c.is_stream and c.method == "thread", {"method": "fork"}),
     (lambda c: c.is_stream and c.kind == "draws", {"kind": "nest", "transform": "none"}),

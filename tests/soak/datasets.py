@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
 import fastload
 from tests.kit.datasets import as_arrays
-from tests.soak.compare import leaves
 from tests.soak.samples import KINDS
 
 if TYPE_CHECKING:
@@ -147,21 +147,10 @@ class Draws:
         return {**sample, "noise": np.array(numbers)}
 
 
-class _CallByName:
-    """An albumentations pipeline that takes a dict sample, for datasets without a cache."""
-
-    def __init__(self, pipeline: Any) -> None:
-        self.pipeline = pipeline
-
-    def __call__(self, sample: Any) -> Any:
-        return self.pipeline(**sample)
-
-
 def _pipeline(case: Case) -> Any:
     import albumentations as A
 
-    made = A.Compose([A.RandomCrop(*CROP), A.HorizontalFlip(p=0.5), A.ToTensorV2()])
-    return made if case.is_cached else _CallByName(made)
+    return A.Compose([A.RandomCrop(*CROP), A.HorizontalFlip(p=0.5), A.ToTensorV2()])
 
 
 def _cropped_to_tensor(sample: Any) -> Any:
@@ -196,7 +185,7 @@ def keeps_batches(samples: list[Any]) -> Any:
         if not all(map(torch.equal, tensors, copies)):
             raise AssertionError("a batch that the collate function in a worker kept has changed")
     batch = default_collate(samples)
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     batches.append((tensors, [tensor.clone() for tensor in tensors]))
     return batch
 

@@ -50,10 +50,7 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
 
 
 def due_batches(case: Case, epoch: int, generator: torch.Generator, *, draws_base_seed: bool) -> list[Due]:
-    """The batches of an epoch that begins now. The generators of the loader are left as they are.
-
-    A loader `draws_base_seed` of its workers before the sampler draws, if it has no persistent ones yet.
-    """
+    """The batches of an epoch that begins now; a new loader draws the base seed of its workers first."""
     if case.is_stream:
         return list(_with_occurrences(case, _stream_batches(case)))
     twin = torch.Generator()

@@ -26,11 +26,12 @@ import psutil
 import torch
 
 from tests.kit import leaks
+from tests.kit.accelerator import pretend_accelerator
 from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
-from tests.soak.subject import Subject, pretend_accelerator
+from tests.soak.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,10 +44,7 @@ _LATER_S = 30.0  # after the limit faulthandler takes over, if Python does not l
 
 
 class Soak:
-    """Runs cases in this process, with settings of the process that all cases share.
-
-    Standard error goes to a file, as killed workers write to it; a failure shows the text of its case.
-    """
+    """Runs cases in this process; standard error goes to a file, and a failure shows the text of its case."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -61,7 +59,7 @@ class Soak:
         os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # apart from other jobs' caches
         os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
         multiprocessing.set_forkserver_preload(["tests.soak.datasets"])
-        pretend_accelerator()
+        pretend_accelerator(setattr, always=False)
         torch.set_num_threads(1)  # torch's pools of threads do not survive a fork
         warnings.simplefilter("ignore")  # about more workers than cores, and about pinned memory
         gc.collect()

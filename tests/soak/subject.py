@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.utils.data as tud
+from torch.utils._pytree import tree_leaves
 
 import fastload
 from fastload.cache.build.build import build_lmdb
 from tests.soak import datasets, order
-from tests.soak.compare import SoakError, difference, leaves, with_channels_last, wrong_strides
+from tests.soak.compare import SoakError, difference, with_channels_last, wrong_strides
 
 if TYPE_CHECKING:
     import random
@@ -52,7 +53,7 @@ class Subject:
         transform = datasets.TRANSFORMS[case.transform].make(case)
         max_memory: Any = case.max_memory
         if max_memory == "half":
-            sizes = [leaf.nbytes for leaf in leaves(samples[0]) if hasattr(leaf, "nbytes")]
+            sizes = [leaf.nbytes for leaf in tree_leaves(samples[0]) if hasattr(leaf, "nbytes")]
             max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
         options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
         if case.source in ("ram", "keyed ram", "subset of ram"):
@@ -210,7 +211,7 @@ class Reader:
         self.num_received += 1
         if not self.due:
             raise SoakError(f"{place} came after the end")
-        shared = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
+        shared = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
         if shared and self.case.in_order:  # torch's iterator brings them in another order
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
@@ -270,16 +271,3 @@ def _noise_rows(batch: Any, due: order.Due) -> list[np.ndarray[Any, Any]]:
     if isinstance(batch, list):
         return [np.asarray(sample["noise"]) for sample in batch]
     return list(batch["noise"].numpy())
-
-
-def pretend_accelerator() -> None:
-    """Let loaders with pin_memory=True pin their batches as if there were an accelerator, by a plain copy."""
-    base = tud.dataloader._BaseDataLoaderIter
-    begin = base.__init__
-
-    def init(self: Any, loader: Any) -> None:
-        begin(self, loader)
-        self._pin_memory = loader.pin_memory
-
-    base.__init__ = init  # type: ignore[method-assign]
-    torch.Tensor.pin_memory = lambda tensor, device=None: tensor.clone()  # type: ignore[method-assign,assignment]

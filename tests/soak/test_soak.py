@@ -87,9 +87,8 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest
         due = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
         monkeypatch.setattr(order, "sampling", lambda case, generator: {"batch_size": 4, "sampler": planted})
         monkeypatch.setattr(order, "_drawn", lambda case, given, epoch: due)
-        monkeypatch.setattr(
-            datasets.Samples, "__getitem__", lambda self, index: datasets.known_sample(self.case, index)
-        )
+        read = lambda self, index: datasets.known_sample(self.case, index)  # noqa: E731
+        monkeypatch.setattr(datasets.Samples, "__getitem__", read)
 
     with pytest.raises(SoakError, match=message):
         consume(Case(3, raises=planted is None), tmp_path)
@@ -109,9 +108,8 @@ def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.Captur
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.slow
