@@ -1,8 +1,8 @@
 """Import a CUDA build of torch without CUDA's libraries: several GB that are not used without a GPU.
 
 Such a build loads a dozen libraries when it is imported. It calls two of them then, the runtime (libcudart)
-and CUPTI; these are small, and run.py installs them. This module compiles a library in the place of each of the
-others, whose functions return an error. The tests never call them, because torch finds no GPU.
+and CUPTI; these are small, and run.py installs them. This module compiles a library in the place of each of
+the others, whose functions return an error. The tests never call them, because torch finds no GPU.
 """
 
 from __future__ import annotations
