@@ -52,7 +52,7 @@ class Ranks(Client):
     def test_a_broken_sample_ends_both_ranks(self, way: str, num_workers: int, tmp_path: Path) -> None:
         """One rank raises the sample's error; the other one ends as well, and nothing is left behind."""
         broken = {"CLIENT_BROKEN_SAMPLE": "13"}
-        ended = self.run(tmp_path, way, num_workers=num_workers, ranks=2, settings=broken, limit_s=60)
+        ended = self.run(tmp_path, way, num_workers=num_workers, ranks=2, settings=broken, limit_s=120)
 
         assert ended.left_behind == []
         assert all(rank.returncode != 0 for rank in ended.ranks)
@@ -64,7 +64,7 @@ class Ranks(Client):
         options: dict[str, Any] = {"environment": self.environment, "settings": settings}
         started = Started(program, tmp_path, ranks=2, num_workers=2, **options)
         started.signal_when_ready(signal.SIGTERM)
-        ended = started.end(60)
+        ended = started.end(120)
 
         assert ended.left_behind == []
         assert all((tmp_path / f"ready-{number}").exists() for number in range(2)), ended.ranks
