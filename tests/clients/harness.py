@@ -197,7 +197,7 @@ def run(
     way: str,
     *,
     replacements: Mapping[str, str] | None = None,
-    limit_s: float = 100.0,
+    limit_s: float = 150.0,
     **options: Any,
 ) -> Run:
     """Run a script to its end; the options are those of `Started`."""

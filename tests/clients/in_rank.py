@@ -188,12 +188,13 @@ def training() -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
         torch.distributed.destroy_process_group()
 
 
-def run_in_ray_train(train: Callable[[], None]) -> None:
+def run_in_ray_train(train: Callable[[], None], num_cpus: int = 2) -> None:
     """Run a function in two ranks of Ray Train."""
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
+    options = {"include_dashboard": False, "object_store_memory": 10**8, "log_to_driver": False}
+    ray.init("local", num_cpus=num_cpus, **options)
     scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
     place = ray.train.RunConfig(storage_path=str(FOLDER / "ray"), name="run")
     TorchTrainer(train, scaling_config=scaling, run_config=place).fit()

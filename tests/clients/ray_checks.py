@@ -460,6 +460,7 @@ def main() -> None:
         except BaseException:  # noqa: BLE001  # the test shows it
             num_failed, result = num_failed + 1, traceback.format_exc()
         sys.stdout.write(f"{name} {time.monotonic() - began_s:.1f} s {result}\n")
+        sys.stdout.flush()
     ray.shutdown()
     cluster.shutdown()
     sys.exit(num_failed)

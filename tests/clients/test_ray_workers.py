@@ -137,7 +137,7 @@ def train():
 
 
 if __name__ == "__main__":
-    run_in_ray_train(train)
+    run_in_ray_train(train, num_cpus=4)
 """
 
 CTRL_C = """
