@@ -459,8 +459,7 @@ def main() -> None:
             function()
         except BaseException:  # noqa: BLE001  # the test shows it
             num_failed, result = num_failed + 1, traceback.format_exc()
-        sys.stdout.write(f"{name} {time.monotonic() - began_s:.1f} s {result}\n")
-        sys.stdout.flush()
+        print(f"{name} {time.monotonic() - began_s:.1f} s {result}", flush=True)  # noqa: T201  # for the test
     ray.shutdown()
     cluster.shutdown()
     sys.exit(num_failed)
