@@ -23,30 +23,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each client's class says in which ways it is used, with how many workers, and how it resumes."""
-    if metafunc.cls is not None and "way" in metafunc.fixturenames:
-        metafunc.parametrize("way", metafunc.cls.ways)
-    if metafunc.cls is not None and "ranks" in metafunc.fixturenames:
-        metafunc.parametrize("ranks", metafunc.cls.num_ranks)
-    if metafunc.cls is not None and "num_workers" in metafunc.fixturenames:
-        metafunc.parametrize("num_workers", metafunc.cls.worker_numbers)
-
-
-class Torchs:
-    """Calls with a client and options give the records of all ranks with torch's loader; runs it once."""
-
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self._folders = folders
-        self._known: dict[Any, list[list[tuple[str, Any]]]] = {}
-
-    def __call__(self, client: Client, **options: Any) -> list[list[tuple[str, Any]]]:
-        key = (type(client), *sorted(options.items()))
-        if key not in self._known:
-            folder = self._folders.mktemp("torch")
-            self._known[key] = client.run(folder, "torch", **options).check("torch").named()
-        return self._known[key]
+    client, names = metafunc.cls, metafunc.fixturenames
+    if client is not None and "num_workers" in names:
+        every = [(way, number) for way in client.ways for number in client.worker_numbers]
+        pairs = [(way, number) for way, number in every if number or way == client.ways[0]]
+        metafunc.parametrize(("way", "num_workers"), pairs)
+    elif client is not None and "way" in names:
+        metafunc.parametrize("way", client.ways)
+    if client is not None and "ranks" in names:
+        metafunc.parametrize("ranks", client.num_ranks)
 
 
 @pytest.fixture(scope="session")
-def torchs(tmp_path_factory: pytest.TempPathFactory) -> Torchs:
-    """The records of runs with torch's loader."""
-    return Torchs(tmp_path_factory)
+def torchs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Called with a client and options: the records of all ranks with torch's loader, which run once."""
+    known: dict[Any, list[list[tuple[str, Any]]]] = {}
+
+    def records(client: Client, **options: Any) -> list[list[tuple[str, Any]]]:
+        key = (type(client), *sorted(options.items()))
+        if key not in known:
+            folder = tmp_path_factory.mktemp("torch")
+            known[key] = client.run(folder, "torch", **options).check("torch").named()
+        return known[key]
+
+    return records

@@ -14,37 +14,25 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from tests.clients.conftest import Torchs
-
 
 class Client:
-    """What a client's class gives.
+    """What a client's class gives."""
 
-    Attributes:
-        script: A program for torch's loader.
-        environment: The name of the client's environment.
-        replacements: What a user of fastload changes in the script; by default, the import.
-        ways: The ways of OURS that apply.
-        worker_numbers: The numbers of workers that apply.
-        num_ranks: With how many ranks the script resumes.
-    """
-
-    script: ClassVar[str]
+    script: ClassVar[str]  # a program for torch's loader
     environment: ClassVar[str] = "shared"
-    replacements: ClassVar[Mapping[str, str] | None] = None
+    replacements: ClassVar[Mapping[str, str] | None] = None  # by a user of fastload; by default, the import
     ways: ClassVar[tuple[str, ...]] = OURS
-    worker_numbers: ClassVar[tuple[int, ...]] = (0, 2)
-    num_ranks: ClassVar[tuple[int, ...]] = (1, 2)
+    worker_numbers: ClassVar[tuple[int, ...]] = (0, 2)  # 0 in the first way alone
+    num_ranks: ClassVar[tuple[int, ...]] = (1, 2)  # with which the script resumes
 
     def run(self, folder: Path, way: str, **options: Any) -> Run:
         """Run the script to its end."""
-        return run(
-            self.script, folder, way, replacements=self.replacements, environment=self.environment, **options
-        )
+        options |= {"replacements": self.replacements, "environment": self.environment}
+        return run(self.script, folder, way, **options)
 
 
 class Batches(Client):
-    def test_batches_are_torchs(self, way: str, num_workers: int, tmp_path: Path, torchs: Torchs) -> None:
+    def test_batches_are_torchs(self, way: str, num_workers: int, tmp_path: Path, torchs: Any) -> None:
         """One rank gets the same batches and lengths, in order, with the same random numbers in samples."""
         ours = self.run(tmp_path, way, num_workers=num_workers).check(way)
 
@@ -53,7 +41,7 @@ class Batches(Client):
 
 
 class Ranks(Client):
-    def test_two_ranks_get_torchs_batches(self, way: str, tmp_path: Path, torchs: Torchs) -> None:
+    def test_two_ranks_get_torchs_batches(self, way: str, tmp_path: Path, torchs: Any) -> None:
         """Each of two ranks gets the batches that it gets from torch's loader, and they differ."""
         ours = self.run(tmp_path, way, num_workers=2, ranks=2).check(way)
 
@@ -64,7 +52,7 @@ class Ranks(Client):
     def test_a_broken_sample_ends_both_ranks(self, way: str, num_workers: int, tmp_path: Path) -> None:
         """One rank raises the sample's error; the other one ends as well, and nothing is left behind."""
         broken = {"CLIENT_BROKEN_SAMPLE": "13"}
-        ended = self.run(tmp_path, way, num_workers=num_workers, ranks=2, settings=broken, limit_s=60)
+        ended = self.run(tmp_path, way, num_workers=num_workers, ranks=2, settings=broken, limit_s=120)
 
         assert ended.left_behind == []
         assert all(rank.returncode != 0 for rank in ended.ranks)
@@ -72,17 +60,11 @@ class Ranks(Client):
 
     def test_sigterm_ends_both_ranks(self, way: str, tmp_path: Path) -> None:
         """A signal to all ranks in mid-epoch ends them and their workers."""
-        started = Started(
-            changed(self.script, way, self.replacements),
-            tmp_path,
-            way,
-            ranks=2,
-            num_workers=2,
-            environment=self.environment,
-            settings={"CLIENT_IS_ENDLESS": "1"},
-        )
+        program, settings = changed(self.script, way, self.replacements), {"CLIENT_IS_ENDLESS": "1"}
+        options: dict[str, Any] = {"environment": self.environment, "settings": settings}
+        started = Started(program, tmp_path, ranks=2, num_workers=2, **options)
         started.signal_when_ready(signal.SIGTERM)
-        ended = started.end(60)
+        ended = started.end(120)
 
         assert ended.left_behind == []
         assert all((tmp_path / f"ready-{number}").exists() for number in range(2)), ended.ranks
@@ -93,15 +75,11 @@ class Resume(Client):
 
     def test_resumes_in_mid_epoch(self, way: str, ranks: int, tmp_path: Path) -> None:
         """The batches before the stop and after it are those of a run that was not stopped."""
-        plain = {"CLIENT_IS_PLAIN": "1"}
-        options: dict[str, Any] = {"num_workers": 2, "ranks": ranks, "settings": plain}
-        whole = self.run(tmp_path / "whole", way, **options).check(way)
-        stopped = self.run(
-            tmp_path / "stopped", way, arguments=("stop", str(tmp_path / "state")), **options
-        ).check(way)
-        resumed = self.run(
-            tmp_path / "resumed", way, arguments=("resume", str(tmp_path / "state")), **options
-        ).check(way)
+        options: dict[str, Any] = {"num_workers": 2, "ranks": ranks, "settings": {"CLIENT_IS_PLAIN": "1"}}
+        whole, stopped, resumed = (
+            self.run(tmp_path / what, way, arguments=(what, str(tmp_path / "state")), **options).check(way)
+            for what in ("train", "stop", "resume")
+        )
 
         for expected, before, after in zip(whole.ranks, stopped.ranks, resumed.ranks, strict=True):
             assert before.got("train")

@@ -6,11 +6,12 @@ A script is a program for torch's loader. The three ways to run it are:
 - `fastload`: the script with the import of fastload's loader in the place of torch's;
 - `patch_torch`: the script as it is, below `fastload.patch_torch()`.
 
-Each run must end by itself, without a process or a file in /dev/shm that it leaves behind.
+Each has the names of `in_rank`, and must end by itself and leave no process and no file in /dev/shm behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,15 +32,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / "build" / "clients"
-WAYS = ("torch", "fastload", "patch_torch")
 OURS = ("fastload", "patch_torch")
 IMPORT_OF_TORCH = "from torch.utils.data import DataLoader\n"
 IMPORT_OF_FASTLOAD = "from fastload import DataLoader\n"
-_FIRST_LINES = {
-    "torch": "import tests.clients.in_rank\n",
-    "fastload": "import tests.clients.in_rank\n",
-    "patch_torch": "import tests.clients.in_rank\nimport fastload\nfastload.patch_torch()\n",
-}
+FIRST_LINES = "import torch\nfrom tests.clients.in_rank import *\n"
+_PATCH = "import fastload\nfastload.patch_torch()\n"
 _MARK = "CLIENT_RUN"  # the variable by which the processes of a run are found
 _LEAVES_S = 20.0  # how long processes may take to go after the ranks have ended
 
@@ -53,12 +50,8 @@ class Rank:
     records: list[tuple[str, Any]]
 
     def got(self, *names: str) -> list[Any]:
-        """The records of these names, in order; of all names but the counts of epochs without any."""
-        return [value for name, value in self.records if (name in names) or not (names or "epochs" in name)]
-
-    def named(self) -> list[tuple[str, Any]]:
-        """All records but the counts of epochs, with their names."""
-        return [(name, value) for name, value in self.records if "epochs of" not in name]
+        """The records of these names, in order."""
+        return [value for name, value in self.records if name in names]
 
 
 @dataclass
@@ -68,60 +61,39 @@ class Run:
     ranks: list[Rank]
     left_behind: list[str]
 
-    def check_end(self) -> Run:
-        """Each rank succeeded, and nothing is left."""
+    def check(self, way: str | None = None) -> Run:
+        """Each rank succeeded, nothing is left, and batches came from the loader of the way that is given."""
         for number, rank in enumerate(self.ranks):
             assert rank.returncode == 0, f"rank {number}:\n{rank.output}"
+            other = "fastload" if way == "torch" else "torch"
+            assert way is None or rank.got(f"epochs of {other}") == [0], rank.records
         assert self.left_behind == []
         return self
 
-    def check(self, way: str) -> Run:
-        """Each rank succeeded, nothing is left, and batches came from the loader that was meant."""
-        self.check_end()
-        for rank in self.ranks:
-            other = "fastload" if way == "torch" else "torch"
-            assert rank.got(f"epochs of {other}") == [0], rank.records
-        return self
-
     def named(self) -> list[list[tuple[str, Any]]]:
-        """The records of all ranks."""
-        return [rank.named() for rank in self.ranks]
+        """The records of all ranks, with their names, but for the counts of epochs."""
+        return [[one for one in rank.records if "epochs of" not in one[0]] for rank in self.ranks]
 
 
 def changed(script: str, way: str, replacements: Mapping[str, str] | None = None) -> str:
-    """The script for one of the ways.
-
-    Args:
-        script: A program for torch's loader.
-        way: One of WAYS.
-        replacements: What the user changes for fastload; by default, the import.
-    """
+    """The script for one of the ways, with what a user changes for fastload: by default, the import."""
     if way == "fastload":
         for old, new in (replacements or {IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD}).items():
             assert old in script, f"the script lacks {old!r}"
             script = script.replace(old, new)
-    return _FIRST_LINES[way] + script
+    return FIRST_LINES + (_PATCH if way == "patch_torch" else "") + script
 
 
 class Started:
-    """The processes of a run that has begun.
+    """The processes of a run that has begun, in a new folder: one for each rank, with torchrun's variables.
 
-    Args:
-        program: The text of the script, as `changed` gives it.
-        folder: A new folder; the script runs in it, and leaves its records there.
-        way: The way that the text was changed for.
-        ranks: How many processes run it, with the variables that torchrun sets.
-        environment: The name of the client's environment.
-        arguments: What the script finds in sys.argv[1:].
-        num_workers: Of each loader.
-        settings: Further environment variables.
+    The program is a text that `changed` gives; `settings` are further environment variables.
     """
 
     def __init__(
         self,
         program: str,
         folder: Path,
-        way: str,
         *,
         ranks: int = 1,
         environment: str = "shared",
@@ -136,10 +108,10 @@ class Started:
         self._folder = folder
         self._mark = uuid.uuid4().hex
         self._files_before = leaks.names_in_shm()
-        shared = {
+        own = {name: text for name, text in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+        shared = own | {
             "PYTHONPATH": str(ROOT),
             "CLIENT_FOLDER": str(folder),
-            "CLIENT_WAY": way,
             "CLIENT_NUM_WORKERS": str(num_workers),
             "OMP_NUM_THREADS": "1",
             "NO_ALBUMENTATIONS_UPDATE": "1",
@@ -159,7 +131,7 @@ class Started:
                 process = subprocess.Popen(
                     [str(python), "train.py", *arguments],
                     cwd=folder,
-                    env={**_own_environment(), **shared, **(_torchrun(rank, ranks) if ranks > 1 else {})},
+                    env={**shared, **(_torchrun(rank, ranks) if ranks > 1 else {})},
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -171,8 +143,8 @@ class Started:
         """Send a signal to all ranks, when each of them has got batches."""
         deadline = time.monotonic() + limit_s
         ready = [self._folder / f"ready-{rank}" for rank in range(len(self._processes))]
-        while not all(path.exists() for path in ready):
-            if time.monotonic() > deadline or any(one.poll() is not None for one in self._processes):
+        while time.monotonic() < deadline and not all(path.exists() for path in ready):
+            if any(one.poll() is not None for one in self._processes):
                 break  # `end` gives their output
             _pause()
         for process in self._processes:
@@ -187,15 +159,13 @@ class Started:
         left += self._leftovers(_LEAVES_S if not left else 0.0)
         for process in self._processes:
             process.wait()
-        ranks = [
-            Rank(process.returncode, output.read_text(errors="replace"), self._records(number))
-            for number, (process, output) in enumerate(zip(self._processes, self._outputs, strict=True))
-        ]
+        ranks = []
+        for number, (process, output) in enumerate(zip(self._processes, self._outputs, strict=True)):
+            records = self._folder / f"records-{number}.jsonl"
+            lines = records.read_text().splitlines() if records.exists() else []
+            told = output.read_text(errors="replace")
+            ranks.append(Rank(process.returncode, told, [tuple(json.loads(line)) for line in lines]))
         return Run(ranks, left)
-
-    def _records(self, rank: int) -> list[tuple[str, Any]]:
-        path = self._folder / f"records-{rank}.jsonl"
-        return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
     def _leftovers(self, grace_s: float) -> list[str]:
         """Processes of this run, and files in /dev/shm, that are there after a time; processes are killed."""
@@ -214,12 +184,10 @@ class Started:
     def _own_processes(self) -> list[psutil.Process]:
         found = []
         for process in psutil.process_iter():
-            try:
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
                 is_own = process.environ().get(_MARK) == self._mark
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except (psutil.Error, OSError):
-                continue  # it has ended, or belongs to another user
         return found
 
 
@@ -229,27 +197,18 @@ def run(
     way: str,
     *,
     replacements: Mapping[str, str] | None = None,
-    limit_s: float = 100.0,
+    limit_s: float = 150.0,
     **options: Any,
 ) -> Run:
     """Run a script to its end; the options are those of `Started`."""
-    return Started(changed(script, way, replacements), folder, way, **options).end(limit_s)
-
-
-def _own_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    return Started(changed(script, way, replacements), folder, **options).end(limit_s)
 
 
 def _torchrun(rank: int, ranks: int) -> dict[str, str]:
     """What torchrun sets for a rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "NODE_RANK": "0",
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-    }
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "GROUP_RANK": 0, "NODE_RANK": 0}
+    numbers |= {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    return {name: str(number) for name, number in numbers.items()}
 
 
 def _free_port() -> int:

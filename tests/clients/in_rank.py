@@ -1,12 +1,13 @@
-"""What the scripts of the clients import: samples, a model, and the record of the batches that a rank got.
+"""What the scripts of the clients begin with: samples, a model, and the record of the batches of a rank.
 
 The harness sets the environment variables. This file runs in the environment of a client, so that it imports
-only torch and what the standard library has.
+only torch and what comes with it.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -15,19 +16,26 @@ import os
 import random
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils import data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+# What `from tests.clients.in_rank import *` gives to each script.
+__all__ = ["FOLDER", "NUM_SAMPLES", "NUM_WORKERS", "RANK", "RANKS", "Classifier", "Model", "Photos", "Rows"]
+__all__ += ["check", "digest", "image_of", "num_epochs", "photos", "record", "run_in_ray_train", "sample"]
+__all__ += ["sampler_of_ranks", "training"]
 
 NUM_SAMPLES = 24
 NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))
-RANKS = int(os.environ.get("WORLD_SIZE", "1"))
+RANK, RANKS = (int(os.environ.get(name, ours)) for name, ours in (("RANK", "0"), ("WORLD_SIZE", "1")))
 FOLDER = Path(os.environ.get("CLIENT_FOLDER", "."))
-_RECORDS = FOLDER / f"records-{os.environ.get('RANK', '0')}.jsonl"
-_PAUSE_S = 0.05  # between the steps of a script that goes on until a signal ends it
+IS_ENDLESS = "CLIENT_IS_ENDLESS" in os.environ  # a signal shall end the script
 
 # torchvision's wheel is built for CUDA, and its compiled operators cannot be loaded beside torch's build for
 # the CPU. Its datasets and transforms are Python, and can be imported once two operators are declared.
@@ -42,14 +50,9 @@ random.seed(1)
 np.random.seed(1)
 
 
-def rank() -> int:
-    """The rank of this process."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def record(name: str, value: Any) -> None:
     """Note what this rank got: a number, a string or a batch, of which a digest is noted."""
-    with _RECORDS.open("a") as file:
+    with (FOLDER / f"records-{RANK}.jsonl").open("a") as file:
         file.write(json.dumps([name, value if isinstance(value, int | str) else digest(value)]) + "\n")
 
 
@@ -113,7 +116,7 @@ def photos(height: int, width: int, count: int = 12, grey: int | None = None) ->
     return FOLDER / "photos"
 
 
-class Photos(Dataset[Any]):
+class Photos(data.Dataset[Any]):
     """A map-style dataset whose samples draw random numbers, as augmentations do."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
@@ -134,15 +137,6 @@ class Rows(Photos):
         return {"image": image, "labels": label}
 
 
-class Stream(IterableDataset[Any]):
-    """The same samples as an iterable-style dataset."""
-
-    def __iter__(self) -> Any:
-        info = torch.utils.data.get_worker_info()
-        first, step = (info.id, info.num_workers) if info else (0, 1)
-        return (sample(index) for index in range(first, NUM_SAMPLES, step))
-
-
 class Model(nn.Module):
     """A classifier that notes each batch it is given."""
 
@@ -152,20 +146,64 @@ class Model(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         record("train" if self.training else "eval", images)
-        linger()
+        if IS_ENDLESS:  # say that batches arrive, and take some time
+            (FOLDER / f"ready-{RANK}").touch()
+            threading.Event().wait(0.05)
         return self.layer(images.flatten(1))
 
 
-def linger() -> None:
-    """In a script that a signal shall end: say that batches arrive, and take some time."""
-    if os.environ.get("CLIENT_IS_ENDLESS"):
-        (FOLDER / f"ready-{rank()}").touch()
-        threading.Event().wait(_PAUSE_S)
+class Classifier(nn.Module):
+    """The model with its loss, as Trainer expects it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, image: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.model(image)
+        return {"loss": nn.functional.cross_entropy(scores, labels), "logits": scores}
 
 
 def num_epochs(usual: int) -> int:
     """How many epochs to train; a script that a signal shall end trains for ever."""
-    return 1_000_000 if os.environ.get("CLIENT_IS_ENDLESS") else usual
+    return 1_000_000 if IS_ENDLESS else usual
+
+
+@contextlib.contextmanager
+def training() -> Iterator[Callable[[torch.Tensor, torch.Tensor], None]]:
+    """A step of the training of a model, by all ranks together if there are several."""
+    model: nn.Module = Model()
+    if RANKS > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+    yield step
+    if RANKS > 1:
+        torch.distributed.destroy_process_group()
+
+
+def run_in_ray_train(train: Callable[[], None], num_cpus: int = 2) -> None:
+    """Run a function in two ranks of Ray Train."""
+    import ray.train
+    from ray.train.torch import TorchTrainer
+
+    options = {"include_dashboard": False, "object_store_memory": 10**8, "log_to_driver": False}
+    ray.init("local", num_cpus=num_cpus, **options)
+    scaling = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1})
+    place = ray.train.RunConfig(storage_path=str(FOLDER / "ray"), name="run")
+    TorchTrainer(train, scaling_config=scaling, run_config=place).fit()
+    ray.shutdown()
+
+
+def sampler_of_ranks() -> data.DistributedSampler[Any] | None:
+    """The sampler for `Photos()` in the place of shuffle=True, if there are several ranks."""
+    return data.DistributedSampler(Photos(), seed=1) if RANKS > 1 else None
 
 
 _iterated = {"torch": 0, "fastload": 0}
@@ -173,7 +211,7 @@ _iterated = {"torch": 0, "fastload": 0}
 
 def _count_epochs() -> None:
     """Count the epochs of torch's loaders and of fastload's; the latter call the method of the former."""
-    iterate = DataLoader.__iter__
+    iterate = data.DataLoader.__iter__
 
     @functools.wraps(iterate)
     def counting(self: Any) -> Any:
@@ -181,7 +219,7 @@ def _count_epochs() -> None:
         _iterated["fastload" if "fastload" in kinds else "torch"] += 1
         return iterate(self)
 
-    DataLoader.__iter__ = counting  # type: ignore[method-assign]
+    data.DataLoader.__iter__ = counting  # type: ignore[method-assign]
 
 
 def _report(pid: int) -> None:

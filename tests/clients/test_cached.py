@@ -1,8 +1,10 @@
-"""`CachedDataset` over the datasets of clients, as they are: PIL images, bytes, MetaTensors and graphs."""
+"""`CachedDataset` over the datasets of clients, as they are: tv_tensors, MetaTensors and graphs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import pytest
 
 from tests.clients.harness import run
 
@@ -11,10 +13,7 @@ if TYPE_CHECKING:
 
 COMMON = """
 import numpy as np
-import torch
-
 import fastload
-from tests.clients.in_rank import digest, photos, record
 
 
 def check(dataset, expected, **options):
@@ -39,47 +38,21 @@ def refused(dataset, *words):
     else:
         raise AssertionError("it was not refused")
 """
-ROWS = """
-import datasets
-
-folder = photos(20, 24, grey=5)
-rows = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
-refused(rows, "PIL", "prepare")
-
-
-def to_arrays(row):
-    return np.asarray(row["image"].convert("RGB")), row["label"]
-
-
-check(rows, [to_arrays(row) for row in rows], prepare=to_arrays, cache_key="rows")
-encoded = rows.cast_column("image", datasets.Image(decode=False))
-check(encoded, list(encoded), cache_key="bytes")
-arrays = rows.select(range(5)).with_format("numpy")
-check(arrays, list(arrays), cache_key="arrays")
-"""
+# PIL images and rows are in tests/cache/test_foreign_samples.py.
 TORCHVISION = """
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-folder = photos(20, 24, grey=5)
-refused(ImageFolder(folder), "PIL", "prepare")
-
-
-def to_arrays(sample):
-    return np.asarray(sample[0]), sample[1]
-
-
-images = ImageFolder(folder)
-check(images, [to_arrays(sample) for sample in images], prepare=to_arrays, cache_key="pil")
-tensors = ImageFolder(folder, transform=v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]))
-refused(tensors, "tv_tensors")
+steps = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+images = ImageFolder(photos(20, 24, grey=5), transform=steps)
+refused(images, "tv_tensors")
 
 
 def plain(sample):
     return sample[0].as_subclass(torch.Tensor), sample[1]
 
 
-check(tensors, [plain(sample) for sample in tensors], prepare=plain, cache_key="tensors")
+check(images, [plain(sample) for sample in images], prepare=plain, cache_key="tensors")
 """
 MONAI = """
 from monai.data import Dataset, MetaTensor
@@ -117,27 +90,17 @@ record("cached", dataset.cache_info().num_cached)
 """
 
 
-def _records(script: str, folder: Path) -> list[tuple[str, int]]:
-    return run(COMMON + script, folder, "torch").check_end().named()[0]
+# By script: what it records.
+CLIENTS = {
+    "torchvision": (TORCHVISION, [("refused", 1), ("cached", 12)]),
+    "MONAI": (MONAI, [("refused", 1), ("cached", 4)]),
+    "PyG": (GRAPHS, [("refused", 2), ("cached", 12)]),
+}
 
 
-def test_hugging_face_rows(tmp_path: Path) -> None:
-    """Rows with PIL images are refused and cached with `prepare`; bytes and arrays are cached as they are."""
-    expected = [("refused", 2), ("cached", 12), ("cached", 12), ("cached", 5)]
-    assert _records(ROWS, tmp_path) == expected
+@pytest.mark.parametrize("client", CLIENTS)
+def test_samples_that_are_not_arrays(client: str, tmp_path: Path) -> None:
+    """Are refused with advice, and cached with the `prepare` that it names."""
+    script, expected = CLIENTS[client]
 
-
-def test_torchvision_s_image_folder(tmp_path: Path) -> None:
-    """PIL images and tv_tensors are refused with advice, and cached with `prepare`."""
-    expected = [("refused", 2), ("cached", 12), ("refused", 1), ("cached", 12)]
-    assert _records(TORCHVISION, tmp_path) == expected
-
-
-def test_monai_s_dicts(tmp_path: Path) -> None:
-    """A MetaTensor is refused with advice; without its meta, it is cached."""
-    assert _records(MONAI, tmp_path) == [("refused", 1), ("cached", 4)]
-
-
-def test_pyg_s_graphs(tmp_path: Path) -> None:
-    """A Data is refused with advice; its dict is cached, and batches of graphs are equal."""
-    assert _records(GRAPHS, tmp_path) == [("refused", 2), ("cached", 12)]
+    assert run(COMMON + script, tmp_path, "torch").check().named() == [expected]

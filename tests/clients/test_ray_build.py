@@ -14,25 +14,22 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.test_shards import files_at
-from tests.clients.harness import Started, run
+from tests.clients.harness import FIRST_LINES, Started, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 NUM_SAMPLES = 64
+LIMIT_S = 150.0
 
 # Both nodes run on this machine. Workers of a node find the node's variables in their environment.
 SETUP = """
-import os, resource, signal, sys, time
-from pathlib import Path
+import os, resource, signal, subprocess, sys, threading, time
 import ray
-from ray.cluster_utils import Cluster
 from fastload.errors import CacheError, TooManyFailuresError
 from fastload.integrations import ray_build
 from tests.cache.build_zoo import BrokenImages
-
-FOLDER = Path(os.environ["CLIENT_FOLDER"])
-NODE = {"include_dashboard": False, "object_store_memory": 80_000_000, "num_cpus": 1}
+from tests.clients.ray_checks import raised, two_nodes, wait_until
 
 
 class Held(BrokenImages):
@@ -53,27 +50,17 @@ def images():
     return Held(64, bad=[int(word) for word in os.environ.get("BAD", "").split()])
 
 
-def start(**second):
-    cluster = Cluster(initialize_head=True, head_node_args=NODE)
-    node = cluster.add_node(env_vars={"NODE": "second", **second}, **NODE)
-    cluster.wait_for_nodes()
-    return cluster, node
-
-
-def wait_for(name):
-    while not (FOLDER / name).exists():
-        time.sleep(0.02)
+def start():
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=10**8, log_to_driver=False)
 """
 
 # What the driver does on the cluster; the second node may wait.
 ON_TWO_NODES = {
     "a node dies": """
-import threading
-
 (FOLDER / "hold-second").touch()
 
 def kill():
-    wait_for("reads-second")
+    wait_until((FOLDER / "reads-second").exists, "the second node does not read")
     cluster.remove_node(node, allow_graceful=False)
 
 threading.Thread(target=kill, daemon=True).start()
@@ -81,18 +68,14 @@ cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shard
 assert (FOLDER / "hold-second").exists()
 """,
     "the driver dies": """
-import subprocess
-
 (FOLDER / "hold-second").touch()
 driver = subprocess.Popen([sys.executable, sys.argv[0], cluster.address])
-wait_for("reads-second")
-while not list((FOLDER / "cache.partial").glob("0*.lmdb")):
-    time.sleep(0.02)
+wait_until((FOLDER / "reads-second").exists, "the second node does not read")
+wait_until(lambda: list((FOLDER / "cache.partial").glob("0*.lmdb")), "no shard is finished")
 driver.send_signal(signal.SIGKILL)
 driver.wait()
 held = int((FOLDER / "reads-second").read_text())
-while os.path.exists(f"/proc/{held}"):  # Ray ends the tasks of a driver that died
-    time.sleep(0.02)
+wait_until(lambda: not os.path.exists(f"/proc/{held}"), "Ray has not ended the task of a driver that died")
 finished = sorted(path.name for path in (FOLDER / "cache.partial").glob("0*.lmdb"))
 assert 0 < len(finished) < 6, finished
 inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
@@ -110,25 +93,26 @@ assert (FOLDER / "reads-second").exists()
 # What the driver does on one node.
 FULL_EVERYWHERE = """
 os.environ["DISK_BYTES"] = "5000"
-START
+start()
 del os.environ["DISK_BYTES"]
-try:
-    ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1)
-except CacheError as error:
-    (FOLDER / "error").write_text(str(error))
+text = raised(CacheError, lambda: ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1))
+assert text.startswith("2 of 2 shards were not built: shard 1/2 on "), text
+assert text.count("cannot write the cache") == 2, text
+assert "Traceback" not in text, text
 """
 SKIPPING = """
 os.environ["BAD"] = "3 40 63"
-START
-for name, options in (("raise", {}), ("limit", {"on_error": "skip", "max_errors": 2})):
-    try:
-        ray_build.build(images, FOLDER / "cache", shards=4, **options)
-    except (CacheError, TooManyFailuresError) as error:
-        (FOLDER / name).write_text(f"{type(error).__name__}: {error}")
+start()
+options = {"shards": 4, "on_error": "skip", "max_errors": 2}
+text = raised(CacheError, lambda: ray_build.build(images, FOLDER / "cache", shards=4))
+assert text.startswith("3 of 4 shards were not built: shard 1/4 on "), text
+assert text.count("ImageReadError: cannot read the image") == 3, text
+text = raised(TooManyFailuresError, lambda: ray_build.build(images, FOLDER / "cache", **options))
+assert text.startswith("3 samples could not be read"), text
 ray_build.build(images, FOLDER / "cache", on_error="skip", max_errors=1.0)
 """
 INTERRUPTED = """
-START
+start()
 os.environ["NODE"] = "driver"  # its own reads are not held
 try:
     ray_build.build(images, FOLDER / "cache", shards=4)
@@ -140,29 +124,18 @@ assert ray_build.build(images, FOLDER / "cache").verify() == []
 """
 
 
-def on_two_nodes(body: str, **second: str) -> str:
-    """A script that starts a cluster, and builds on it if it has an argument."""
-    body = f"cluster, node = start(**{second!r})\n{body}\nassert cache.verify() == []\ncluster.shutdown()"
-    return (
-        SETUP
-        + """
-if __name__ == "__main__" and sys.argv[1:]:
-    ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)
-elif __name__ == "__main__":
-"""
-        + textwrap.indent(body, "    ")
-    )
+def build_on_two_nodes(body: str, folder: Path, **second: str) -> None:
+    """Run a script that starts a cluster, and builds on it if it has an argument."""
+    body = f"cluster, node = two_nodes(1, 1, env_vars={second | {'NODE': 'second'}})\n{body}"
+    body = textwrap.indent(f"{body}\nassert cache.verify() == []\ncluster.shutdown()", "    ")
+    driver = 'ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)'
+    is_main = 'if __name__ == "__main__"'
+    script = f"{SETUP}\n{is_main} and sys.argv[1:]:\n    {driver}\nel{is_main}:\n{body}\n"
+    run(script, folder, "torch", limit_s=LIMIT_S).check()
 
 
 def on_one_node(body: str) -> str:
-    start = (
-        "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80_000_000, log_to_driver=False)"
-    )
-    body = body.replace("START", start) + "ray.shutdown()\n"
-    return SETUP + '\nif __name__ == "__main__":\n' + textwrap.indent(body, "    ")
-
-
-LIMIT_S = 150.0
+    return SETUP + '\nif __name__ == "__main__":\n' + textwrap.indent(body + "ray.shutdown()\n", "    ")
 
 
 def local_twin(folder: Path, **options: Any) -> Path:
@@ -173,17 +146,16 @@ def local_twin(folder: Path, **options: Any) -> Path:
     fields = {"version": 1, "plan": asdict(plan), "max_errors": 1.0}
     (partial / "plan.json").write_text(json.dumps(fields))
     bad = options.pop("bad", ())
-    build_lmdb(
-        BrokenImages(NUM_SAMPLES, bad=bad), folder / "twin", shards=plan.num_shards, num_workers=0, **options
-    )
-    return folder / "twin"
+    images, twin = BrokenImages(NUM_SAMPLES, bad=bad), folder / "twin"
+    build_lmdb(images, twin, shards=plan.num_shards, num_workers=0, **options)
+    return twin
 
 
 @pytest.mark.parametrize("fault", ON_TWO_NODES)
 def test_a_cluster_builds_the_cache_of_one_process(fault: str, tmp_path: Path) -> None:
     """Byte for byte; also if a node dies, the driver is killed and started again, or one disk is full."""
     second = {"DISK_BYTES": "5000"} if fault == "a disk is full" else {}
-    run(on_two_nodes(ON_TWO_NODES[fault], **second), tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    build_on_two_nodes(ON_TWO_NODES[fault], tmp_path, **second)
 
     assert files_at(tmp_path / "cache") == files_at(local_twin(tmp_path))
     assert not (tmp_path / "cache.partial").exists()
@@ -191,23 +163,14 @@ def test_a_cluster_builds_the_cache_of_one_process(fault: str, tmp_path: Path) -
 
 def test_a_disk_that_is_full_everywhere_is_an_error(tmp_path: Path) -> None:
     """It names the shards, the machine and the reason, in one line each."""
-    run(on_one_node(FULL_EVERYWHERE), tmp_path, "torch", limit_s=LIMIT_S).check_end()
-    said = (tmp_path / "error").read_text()
-
-    assert said.startswith("2 of 2 shards were not built: shard 1/2 on ")
-    assert said.count("cannot write the cache") == 2
-    assert "Traceback" not in said
+    run(on_one_node(FULL_EVERYWHERE), tmp_path, "torch", limit_s=LIMIT_S).check()
 
 
 def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
     """Each fails its shard; too many end the build; otherwise one report lists them."""
-    run(on_one_node(SKIPPING), tmp_path, "torch", limit_s=LIMIT_S).check_end()
+    run(on_one_node(SKIPPING), tmp_path, "torch", limit_s=LIMIT_S).check()
     twin = local_twin(tmp_path, bad=[3, 40, 63], on_error="skip", max_errors=1.0)
 
-    told = (tmp_path / "raise").read_text()
-    assert told.startswith("CacheError: 3 of 4 shards were not built: shard 1/4 on ")
-    assert told.count("ImageReadError: cannot read the image") == 3
-    assert (tmp_path / "limit").read_text().startswith("TooManyFailuresError: 3 samples could not be read")
     assert files_at(tmp_path / "cache") == files_at(twin)
     reports = [(tmp_path / f"{name}.errors.jsonl").read_text() for name in ("cache", "twin")]
     assert reports[0] == reports[1]
@@ -216,10 +179,9 @@ def test_samples_that_cannot_be_read(tmp_path: Path) -> None:
 def test_ctrl_c_ends_the_tasks(tmp_path: Path) -> None:
     """They leave nothing of their unfinished shards, and the next run builds the cache."""
     (tmp_path / "hold-head").touch()
-    started = Started("import tests.clients.in_rank\n" + on_one_node(INTERRUPTED), tmp_path, "torch")
-    (tmp_path / "ready-0").unlink(missing_ok=True)
+    started = Started(FIRST_LINES + on_one_node(INTERRUPTED), tmp_path)
     os.symlink(tmp_path / "reads-head", tmp_path / "ready-0")  # ready when a task reads
     started.signal_when_ready(2)
-    started.end(LIMIT_S).check_end()
+    started.end(LIMIT_S).check()
 
     assert (tmp_path / "interrupted").exists()

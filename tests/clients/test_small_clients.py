@@ -7,13 +7,12 @@ from typing import ClassVar
 from tests.clients import contract
 from tests.clients.harness import IMPORT_OF_FASTLOAD
 
-IGNITE = """
+
+class TestIgnite(contract.Batches, contract.Ranks):
+    script = """
 import ignite.distributed as idist
-import torch
 from ignite.engine import Engine
 from ignite.utils import manual_seed
-
-from tests.clients.in_rank import NUM_WORKERS, RANKS, Model, Photos, num_epochs, record
 
 
 def run(local_rank):
@@ -35,10 +34,6 @@ def run(local_rank):
 with idist.Parallel(backend="gloo" if RANKS > 1 else None) as parallel:
     parallel.run(run)
 """
-
-
-class TestIgnite(contract.Batches, contract.Ranks):
-    script = IGNITE
     replacements: ClassVar[dict[str, str]] = {
         "idist.auto_dataloader(Photos(), batch_size=2 * RANKS, shuffle=True, num_workers=NUM_WORKERS)": (
             "fastload.DataLoader(Photos(), batch_size=2, shuffle=sampler is None, sampler=sampler, "
@@ -53,13 +48,11 @@ class TestIgnite(contract.Batches, contract.Ranks):
     }
 
 
-MONAI = """
-import torch
+class TestMonai(contract.Batches):
+    script = """
 from monai.data import DataLoader, Dataset
 from monai.transforms import Compose, EnsureTyped, RandFlipd, RandGaussianNoised
 from monai.utils import set_determinism
-
-from tests.clients.in_rank import NUM_WORKERS, Photos, record, sample
 
 set_determinism(1)
 files = [{"image": sample(number)[0], "label": number} for number in range(24)]
@@ -71,17 +64,13 @@ for epoch in range(2):
         record("train", [batch["image"], batch["label"]])
         record("kind", type(batch["image"]).__name__)
 """
-
-
-class TestMonai(contract.Batches):
-    script = MONAI
     ways = ("patch_torch",)
 
 
 class TestMonaiWithALoaderOfFastload(contract.Batches):
     """Without workers, MONAI's loader seeds the transforms in its constructor; fastload's does not."""
 
-    script = MONAI
+    script = TestMonai.script
     ways = ("fastload",)
     worker_numbers = (2,)
     replacements: ClassVar[dict[str, str]] = {
@@ -96,12 +85,10 @@ class TestMonaiWithALoaderOfFastload(contract.Batches):
     }
 
 
-SKORCH = """
-import torch
+class TestSkorch(contract.Batches):
+    script = """
 from skorch import NeuralNetClassifier
 from torch.utils.data import DataLoader
-
-from tests.clients.in_rank import NUM_WORKERS, Model, Photos
 
 torch.manual_seed(1)
 net = NeuralNetClassifier(
@@ -121,18 +108,12 @@ net.predict_proba(Photos(7))
 """
 
 
-class TestSkorch(contract.Batches):
-    script = SKORCH
-
-
-FASTAI = """
-import torch
+class TestFastai(contract.Batches):
+    script = """
 from fastai.callback import progress
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
 from torch.utils.data import DataLoader
-
-from tests.clients.in_rank import NUM_WORKERS, Model, Photos
 
 torch.manual_seed(1)
 loaders = DataLoaders(
@@ -146,69 +127,29 @@ with learner.no_bar(), learner.no_logging():
 """
 
 
-class TestFastai(contract.Batches):
-    script = FASTAI
-
-
-TORCHMETRICS = """
-import torch
+class TestTorchmetricsAndKornia(contract.Batches):
+    script = """
+import kornia.augmentation as K
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.clients.in_rank import NUM_SAMPLES, NUM_WORKERS, RANKS, Model, Photos, num_epochs, rank, record
-
-torch.manual_seed(1)
-if RANKS > 1:
-    torch.distributed.init_process_group("gloo")
-sampler = torch.utils.data.DistributedSampler(Photos(), seed=1) if RANKS > 1 else None
-loader = DataLoader(
-    Photos(), batch_size=2, shuffle=sampler is None, sampler=sampler, num_workers=NUM_WORKERS
-)
-model, accuracy, mean = Model(), MulticlassAccuracy(NUM_SAMPLES), MeanMetric()
-for epoch in range(num_epochs(2)):
-    for images, labels in loader:
-        accuracy.update(model(images), labels)
-        mean.update(images)
-    record("metrics", [accuracy.compute(), mean.compute()])  # of all ranks
-    accuracy.reset()
-    mean.reset()
-if RANKS > 1:
-    torch.distributed.destroy_process_group()
-"""
-
-
-class TestTorchmetrics(contract.Batches, contract.Ranks):
-    script = TORCHMETRICS
-
-
-KORNIA = """
-import kornia.augmentation as K
-import torch
-from torch.utils.data import DataLoader
-
-from tests.clients.in_rank import NUM_WORKERS, Photos, record
-
 torch.manual_seed(1)
 flip, turn = K.RandomHorizontalFlip(p=0.5), K.RandomAffine(30.0, p=0.5)
 augment = K.AugmentationSequential(flip, turn, data_keys=["input"])
-loader = DataLoader(Photos(), batch_size=4, shuffle=True, num_workers=NUM_WORKERS)
-for images, labels in loader:
-    record("train", [augment(images), images, labels])
+model, accuracy, mean = Model(), MulticlassAccuracy(NUM_SAMPLES), MeanMetric()
+for images, labels in DataLoader(Photos(), batch_size=4, shuffle=True, num_workers=NUM_WORKERS):
+    accuracy.update(model(augment(images)), labels)
+    mean.update(images)
+    record("metrics", [accuracy.compute(), mean.compute(), labels])
 """
 
 
-class TestKornia(contract.Batches):
-    script = KORNIA
-
-
-TIMM = """
+class TestTimm(contract.Batches):
+    script = """
 import random
 import numpy as np
-import torch
 from timm.data import ImageDataset, create_loader
-
-from tests.clients.in_rank import NUM_WORKERS, photos, record
 
 folder = photos(40, 48)
 for use_prefetcher, use_multi_epochs_loader in ((False, False), (True, False), (False, True)):
@@ -231,19 +172,13 @@ for use_prefetcher, use_multi_epochs_loader in ((False, False), (True, False), (
         for batch in loader:
             record("train", list(batch))
 """
-
-
-class TestTimm(contract.Batches):
-    script = TIMM
     ways = ("patch_torch",)
 
 
-PYG = """
-import torch
+class TestPyG(contract.Batches):
+    script = """
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader
-
-from tests.clients.in_rank import NUM_WORKERS, record
 
 graphs = []
 for number in range(24):
@@ -251,7 +186,6 @@ for number in range(24):
     nodes = 2 + number % 5
     edges = torch.randint(0, nodes, (2, 3 * nodes))
     graphs.append(Data(x=torch.rand(nodes, 4), edge_index=edges, y=torch.tensor([number])))
-
 torch.manual_seed(1)
 loader = DataLoader(graphs, batch_size=4, shuffle=True, num_workers=NUM_WORKERS)
 record("number of batches", len(loader))
@@ -260,10 +194,6 @@ for epoch in range(2):
         record("train", [batch.x, batch.edge_index, batch.y, batch.batch, batch.ptr])
         record("graphs", [graph.x for graph in batch.to_data_list()])
 """
-
-
-class TestPyG(contract.Batches):
-    script = PYG
     replacements: ClassVar[dict[str, str]] = {
         "from torch_geometric.loader import DataLoader\n": IMPORT_OF_FASTLOAD,
         "num_workers=NUM_WORKERS)": "num_workers=NUM_WORKERS, collate_fn=Batch.from_data_list)",

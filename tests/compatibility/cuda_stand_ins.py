@@ -1,9 +1,8 @@
 """Import a CUDA build of torch without CUDA's libraries: several GB that are not used without a GPU.
 
-The package index has CUDA builds of torch only. Such a build loads a dozen libraries when it is imported.
-It calls two of them then, the runtime (libcudart) and CUPTI; these are small, and run.py installs them. This
-module compiles a library in the place of each of the others. Its functions do nothing and return an error.
-The tests never call them, because torch finds no GPU.
+Such a build loads a dozen libraries when it is imported. It calls two of them then, the runtime (libcudart)
+and CUPTI; these are small, and run.py installs them. This module compiles a library in the place of each of
+the others, whose functions return an error. The tests never call them, because torch finds no GPU.
 """
 
 from __future__ import annotations
@@ -19,18 +18,7 @@ ERROR = 1  # cudaErrorInvalidValue, and an error in the other libraries too
 
 
 def write_stand_ins(torch: Path) -> list[str]:
-    """Compile what is missing for ``import torch``, into torch's own folder of libraries.
-
-    Args:
-        torch: The installed package ``torch``. Its CUDA packages, if any, lie beside it under ``nvidia/``.
-
-    Returns:
-        The names of the libraries that were written.
-
-    Raises:
-        FileNotFoundError: gcc, or nm or readelf of binutils, are not installed.
-        subprocess.CalledProcessError: One of them failed.
-    """
+    """Compile what `import torch` lacks into the package's folder of libraries; gives their names."""
     folder = torch / "lib"
     needed: set[str] = set()
     undefined: set[str] = set()  # names of functions, most with a version: cudnnCreate@libcudnn.so.9
@@ -53,27 +41,18 @@ def write_stand_ins(torch: Path) -> list[str]:
 
 
 def _compile(path: Path, undefined: set[str], versions: list[str]) -> None:
-    """Compile one library with the functions that torch takes from it.
-
-    A function without a version belongs to it if their names begin alike: libcufile has cuFileRead.
-    """
+    """Compile one library; a function without a version is its own if they begin alike, as cuFileRead."""
     prefix = path.name.removeprefix("lib").partition(".")[0].lower()
-    groups = {
-        version: {n.partition("@")[0] for n in undefined if n.endswith(f"@{version}")} for version in versions
-    }
+    groups = {v: {n.partition("@")[0] for n in undefined if n.endswith(f"@{v}")} for v in versions}
     unversioned = {name for name in undefined if "@" not in name and name.lower().startswith(prefix)}
     functions = unversioned.union(*groups.values())
     with tempfile.TemporaryDirectory() as folder:
         source, script = Path(folder, "stand_in.c"), Path(folder, "versions")
         source.write_text("".join(f"int {name}(void) {{ return {ERROR}; }}\n" for name in sorted(functions)))
-        script.write_text(
-            "".join(f"{v} {{ {' '.join(f'{n};' for n in sorted(g))} }};\n" for v, g in groups.items())
-        )
+        lines = [f"{v} {{ {' '.join(f'{n};' for n in sorted(group))} }};\n" for v, group in groups.items()]
+        script.write_text("".join(lines))
         options = [f"-Wl,--version-script={script}"] if groups else []
-        options += [
-            "-w",
-            f"-Wl,-soname,{path.name}",
-        ]  # -w: the compiler knows some names with other arguments
+        options += ["-w", f"-Wl,-soname,{path.name}"]  # -w: gcc knows some names with other arguments
         subprocess.run(["gcc", "-shared", "-fPIC", *options, source, "-o", path], check=True)
 
 

@@ -5,14 +5,11 @@
     python tests/compatibility/run.py --pythons "python3.11 ~/builds/python3.13t"
 
 Each row of ROWS gets an environment of its own in build/matrix, which runs the tests without the markers
-`slow` and `matrix`. After each row, this program writes the results to benchmarks/results/compatibility.json,
-and calls `python benchmarks/figures.py`, which makes the README's table of them. A row that cannot run here,
-because its interpreter or its wheels are missing, is written there with the reason.
+`slow` and `matrix`. After each row, its result, or the reason why it cannot run here, goes to
+benchmarks/results/compatibility.json, and benchmarks/figures.py makes the README's table of them.
 
-This program needs only the standard library of Python 3.11 or later. It installs packages with pip. If pip
-finds only a CUDA build of torch, it compiles small libraries in the place of 3 GB of CUDA libraries
-(cuda_stand_ins.py); this needs gcc and binutils. `--torch-index URL` takes
-torch from another index instead, such as one of CPU builds.
+This program needs only the standard library of Python 3.11 or later. If pip finds only a CUDA build of torch,
+it compiles small libraries in the place of 3 GB of CUDA libraries (cuda_stand_ins.py), with gcc and binutils.
 """
 
 from __future__ import annotations
@@ -43,21 +40,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 TIER = "not slow and not matrix"
 LIMIT_S = 1800  # of the tests of a row
-GROUPS = [
-    "libraries",
-    "photos",
-    "remote",
-    "pytest",
-]  # of pyproject.toml; without `frameworks`, whose tests are then skipped
-SHOWN = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "albumentations": "albumentations",
-    "opencv": "opencv-python-headless",
-    "pillow": "pillow",
-    "lmdb": "lmdb",
-    "fsspec": "fsspec",
-}
+# Of pyproject.toml; without `frameworks`, whose tests are then skipped.
+GROUPS = ["libraries", "photos", "remote", "pytest"]
+SHOWN = {name: name for name in ("torch", "numpy", "albumentations", "opencv", "pillow", "lmdb", "fsspec")}
+SHOWN["opencv"] = "opencv-python-headless"
 SMALL_CUDA = ("cudart", "cupti")  # the parts of CUDA that `import torch` calls
 # In the text of a test that needs what could not be installed: Python's words, and fastload's.
 _MISSING = "No module named|which is not installed"
@@ -127,15 +113,10 @@ def interpreters(named: list[str]) -> dict[str, str]:
 
 
 def make_environment(row: Row, interpreter: str, torch_index: str | None) -> list[str]:
-    """Install a row's releases into its folder; the requirements that could not be installed.
-
-    Raises:
-        NotAvailableError: This Python has no pip, or the index has no wheel of torch for it.
-    """
+    """Install a row's releases into its folder; the requirements that could not be installed."""
     shutil.rmtree(row.folder, ignore_errors=True)
-    made = subprocess.run(
-        [interpreter, "-m", "venv", row.folder], capture_output=True, text=True, check=False
-    )
+    command = [interpreter, "-m", "venv", row.folder]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise NotAvailableError(f"python -m venv failed: {_last_line(made.stdout + made.stderr)}")
     _install_torch(row, torch_index)
@@ -161,11 +142,8 @@ def _install_torch(row: Row, index: str | None) -> None:
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     of_cuda = [line for line in needed if line.startswith(("nvidia-", "cuda-", "triton"))]
     small = [line for line in of_cuda if re.match(r"nvidia-cuda-(runtime|cupti)", line)]
-    small += [
-        re.sub(r"\[.*?\]", f"[{','.join(SMALL_CUDA)}]", line)
-        for line in of_cuda
-        if line.startswith("cuda-toolkit")
-    ]
+    toolkits = [line for line in of_cuda if line.startswith("cuda-toolkit")]
+    small += [re.sub(r"\[.*?\]", f"[{','.join(SMALL_CUDA)}]", line) for line in toolkits]
     if not _pip(row, *(line for line in needed if line not in of_cuda), *small):
         raise NotAvailableError(f"pip cannot install what {requirement} needs")
     if of_cuda:
@@ -180,18 +158,13 @@ def _libraries(row: Row) -> list[str]:
     pinned = [r for group in GROUPS for r in PROJECT["dependency-groups"][group]]
     if row.libraries == "pinned":
         return pinned
-    test_tools = set(PROJECT["dependency-groups"]["pytest"])
+    tools = PROJECT["dependency-groups"]["pytest"]
+    others = [requirement for requirement in pinned if requirement not in tools]
     if row.libraries == "newest":
-        return [
-            requirement if requirement in test_tools else _of_any_release(requirement)
-            for requirement in pinned
-        ]
+        return [*tools, *map(_of_any_release, others)]
     bounds = dict(re.match(r"([\w-]+)>=([\d.]+)", text).groups() for text in _ranges())  # type: ignore[union-attr]
-    names = [re.match(r"[\w-]+", requirement)[0] for requirement in pinned]  # type: ignore[index]
-    return [
-        requirement if requirement in test_tools else f"{name}=={bounds[name]}.*" if name in bounds else name
-        for name, requirement in zip(names, pinned, strict=True)
-    ]
+    names = [re.match(r"[\w-]+", requirement)[0] for requirement in others]  # type: ignore[index]
+    return [*tools, *(f"{name}=={bounds[name]}.*" if name in bounds else name for name in names)]
 
 
 def _ranges() -> list[str]:
@@ -223,45 +196,29 @@ def _last_line(text: str) -> str:
 def releases(row: Row) -> dict[str, str | None]:
     """The releases in a row's environment; None for what is not installed."""
     script = (
-        "import importlib.metadata as m, json, platform, sys\n"
-        "def version(name):\n"
-        "    try:\n"
-        "        return m.version(name)\n"
-        "    except m.PackageNotFoundError:\n"
-        "        return None\n"
-        "print(json.dumps([platform.python_version()] + [version(name) for name in sys.argv[1:]]))\n"
+        "import importlib.metadata as m, json, platform\n"
+        "known = {(one.metadata['Name'] or '').lower(): one.version for one in m.distributions()}\n"
+        "print(json.dumps({**known, 'python': platform.python_version()}))\n"
     )
-    command = [row.folder / "bin" / "python", "-c", script, *SHOWN.values()]
-    python, *others = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    return {"python": python, **dict(zip(SHOWN, others, strict=True))}
+    command = [row.folder / "bin" / "python", "-c", script]
+    known = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return {"python": known["python"], **{name: known.get(package) for name, package in SHOWN.items()}}
 
 
-def run_tests(row: Row, processes: int, left_out: list[str]) -> dict[str, Any]:
-    """Run the tier in a row's environment: how many tests passed, and the names of those that failed.
-
-    Args:
-        row: The row.
-        processes: How many files to test at a time.
-        left_out: The requirements that could not be installed.
-
-    Raises:
-        NotAvailableError: pytest wrote no report: it did not start, was killed, or took over LIMIT_S.
-    """
+def run_tests(row: Row, left_out: list[str]) -> dict[str, Any]:
+    """Run the tier in a row's environment: how many tests passed, and the names of those that failed."""
     report = row.folder / "report.xml"
     report.unlink(missing_ok=True)
     command = [row.folder / "bin" / "python", "-m", "pytest", "-q", "-m", TIER, "--junitxml", report]
-    command += ["--numprocesses", str(processes), "--dist", "worksteal"]
+    command += ["--numprocesses", "2", "--dist", "worksteal"]
     environment = dict(os.environ)
-    if row.python.endswith("t"):
-        environment["PYTHON_GIL"] = (
-            "0"  # else the import of an extension that is not ready brings the GIL back
-        )
+    if row.python.endswith("t"):  # else the import of an extension that is not ready brings the GIL back
+        environment["PYTHON_GIL"] = "0"
     log = row.folder / "tests.log"
     try:
         with log.open("w") as file:
-            code = subprocess.run(
-                command, cwd=ROOT, stdout=file, stderr=file, env=environment, timeout=LIMIT_S, check=False
-            ).returncode
+            options: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": LIMIT_S, "check": False}
+            code = subprocess.run(command, stdout=file, stderr=file, **options).returncode
     except subprocess.TimeoutExpired as error:
         raise NotAvailableError(f"the tests took longer than {LIMIT_S} s") from error
     if not report.exists():
@@ -274,9 +231,7 @@ def run_tests(row: Row, processes: int, left_out: list[str]) -> dict[str, Any]:
     for outcome, others in itertools.combinations(names, 2):  # a test and its fixture are reported one by one
         names[outcome] -= names[others]
     return {
-        "passed": len(names["passed"]),
-        "failed": len(names["failed"]),
-        "skipped": len(names["skipped"]),
+        **{outcome: len(names[outcome]) for outcome in ("passed", "failed", "skipped")},
         "failures": sorted(names["failed"]),
         "not_run": sorted(names["not_run"]),
         "seconds": round(float(suite.get("time", 0))),
@@ -295,12 +250,9 @@ def _outcome(case: ET.Element, left_out: list[str]) -> str:
 
 def machine() -> str:
     """What the tests ran on, in words."""
-    model = "unknown CPU"
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            model = line.split(":", 1)[1].strip()
-            break
-    return f"{len(os.sched_getaffinity(0))} cores, {model}, no GPU, Linux {platform.release().split('-')[0]}"
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    model, kernel = found[1] if found else "unknown CPU", platform.release().split("-")[0]
+    return f"{len(os.sched_getaffinity(0))} cores, {model}, no GPU, Linux {kernel}"
 
 
 def save(row: Row, result: dict[str, Any]) -> None:
@@ -318,9 +270,8 @@ def save(row: Row, result: dict[str, Any]) -> None:
     }
     keys = [(other.python, other.torch, other.libraries) for other in ROWS]
     rows = [results[key] for key in keys if key in results]
-    RESULTS.write_text(
-        json.dumps({"command": "make test-matrix", "tier": TIER, "rows": rows}, indent=1) + "\n"
-    )
+    content = {"command": "make test-matrix", "tier": TIER, "rows": rows}
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
     # Now, because a test of the next row compares the pages with the results.
     subprocess.run([sys.executable, ROOT / "benchmarks" / "figures.py"], check=True)
 
@@ -335,12 +286,10 @@ def run(row: Row, found: dict[str, str], arguments: argparse.Namespace) -> None:
         if not left_out_file.exists():
             left_out = make_environment(row, found[row.python], arguments.torch_index)
             left_out_file.write_text(json.dumps(left_out))
-        if arguments.install_only:
-            return
         left_out = json.loads(left_out_file.read_text())
         result: dict[str, Any] = {
             **releases(row),
-            **run_tests(row, arguments.processes, left_out),
+            **run_tests(row, left_out),
             "not_installed": left_out,
         }
         print(f"  {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped")
@@ -357,19 +306,14 @@ def run(row: Row, found: dict[str, str], arguments: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pythons", default="", help="commands or paths of interpreters; else those on PATH")
-    parser.add_argument(
-        "--only", action="append", help=f"a row by its name; one of: {'; '.join(map(str, ROWS))}"
-    )
-    parser.add_argument(
-        "--keep", action="store_true", help="keep the environments (1 to 3 GB each), and use them again"
-    )
-    parser.add_argument("--install-only", action="store_true", help="make the environments, and run nothing")
+    names = "; ".join(map(str, ROWS))
+    parser.add_argument("--only", action="append", help=f"a row by its name; one of: {names}")
+    parser.add_argument("--keep", action="store_true", help="keep the environments (1 to 3 GB each)")
     parser.add_argument("--torch-index", help="a package index for torch alone, such as PyTorch's own")
-    parser.add_argument("--processes", type=int, default=2, help="test files at a time")
     arguments = parser.parse_args()
     rows = [row for row in ROWS if not arguments.only or str(row) in arguments.only]
     if not rows:
-        sys.exit(f"no such row; the rows are: {'; '.join(map(str, ROWS))}")
+        sys.exit(f"no such row; the rows are: {names}")
     found = interpreters(arguments.pythons.split())
     for row in rows:
         run(row, found, arguments)

@@ -32,10 +32,9 @@ def build(folder: Path, torch: Path) -> Path:
     subprocess.run(["gcc", *options, f"-I{include}", source, "-o", runtime, "-lpthread"], check=True)
 
     asker = torch / "lib" / "libcaffe2_nvrtc.so"
-    listing = subprocess.run(
-        ["nm", "-D", "--undefined-only", asker], capture_output=True, text=True, check=True
-    ).stdout
-    words = {line.split()[-1] for line in listing.splitlines()}
+    listing = ["nm", "-D", "--undefined-only", asker]
+    found = subprocess.run(listing, capture_output=True, text=True, check=True).stdout
+    words = {line.split()[-1] for line in found.splitlines()}
     names = {word for word in words if word.startswith("cu") and word[2].isupper() and "@" not in word}
     lines = [f"NOT_SUPPORTED({name})" for name in sorted(names - {"cuDevicePrimaryCtxGetState"})]
     driver = folder / "driver.c"

@@ -24,28 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # Results are views, new memory without values, or what a copy by the runtime brings.
-_AS_THEY_ARE = {
-    "aten::_local_scalar_dense",
-    "aten::_pin_memory",
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::is_pinned",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::record_stream",
-    "aten::resize_",
-    "aten::set_",
-}
-_COPIES = {"aten::_to_copy", "aten::clone", "aten::copy_"}
+_AS_THEY_ARE = {"_local_scalar_dense", "_pin_memory", "empty", "empty_like", "empty_strided", "is_pinned"}
+_AS_THEY_ARE |= {"new_empty", "new_empty_strided", "record_stream", "resize_", "set_"}
+_COPIES = {"_to_copy", "clone", "copy_"}
 # By libraries that look for a device themselves.
-_BY_LIBRARIES = {
-    "aten::addmm",
-    "aten::bmm",
-    "aten::convolution",
-    "aten::convolution_backward",
-    "aten::mm",
-}
+_BY_LIBRARIES = {"addmm", "bmm", "convolution", "convolution_backward", "mm"}
 
 
 class EmulatedKernels(TorchDispatchMode):
@@ -53,7 +36,7 @@ class EmulatedKernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
+        name = func._schema.name.removeprefix("aten::")
         can_decompose = func._can_decompose()
         if name in _AS_THEY_ARE or (func.is_view and not can_decompose):
             return func(*args, **kwargs)
@@ -65,11 +48,11 @@ class EmulatedKernels(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if name in _COPIES:
-            return _copy(func(*args, **kwargs), args[1] if name == "aten::copy_" else args[0])
+            return _copy(func(*args, **kwargs), args[1] if name == "copy_" else args[0])
         here_args, here_kwargs = tree_map(_here, (args, kwargs))
         if "device" in here_kwargs:
             here_kwargs["device"] = torch.device("cpu")
-        if name == "aten::equal" or torch.Tag.dynamic_output_shape in func.tags:
+        if name == "equal" or torch.Tag.dynamic_output_shape in func.tags:
             torch.cuda.current_stream().synchronize()
             result = func(*here_args, **here_kwargs)
             return tree_map(lambda leaf: leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf, result)

@@ -38,17 +38,12 @@ class Bulk(Made):
         return [self.make(index) for index in indices]
 
 
-class InBulk(Dataset):
+class InBulk(Made):
     """Gives for a list of indices what a function makes of it."""
 
     def __init__(self, given: Any) -> None:
+        super().__init__(None, 11)
         self.given = given
-
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("samples are read in bulk")
 
     def __getitems__(self, indices: list[int]) -> Any:
         return self.given(indices)
@@ -79,14 +74,12 @@ def tagged(index: int) -> Any:
     return Tagged()
 
 
-class OneBuffer(Dataset):
+class OneBuffer(Made):
     """Gives the same large array each time, with other values."""
 
     def __init__(self) -> None:
+        super().__init__(None, 8)
         self.buffer = np.zeros((80, 80, 3), np.uint8)
-
-    def __len__(self) -> int:
-        return 8
 
     def __getitem__(self, index: int) -> Any:
         self.buffer[:] = index

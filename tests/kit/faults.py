@@ -20,39 +20,21 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_NUMBERS = {  # of system calls
-    "x86_64": {
-        "memfd_create": 319,
-        "pidfd_open": 434,
-        "pidfd_send_signal": 424,
-        "flock": 73,
-        "fcntl": 72,
-        "socketpair": 53,
-        "sendmsg": 46,
-        "recvmsg": 47,
-        "ftruncate": 77,
-        "pwrite64": 18,
-        "madvise": 28,
-        "mlock": 149,
-        "clone": 56,
-        "clone3": 435,
-    },
-    "aarch64": {
-        "memfd_create": 279,
-        "pidfd_open": 434,
-        "pidfd_send_signal": 424,
-        "flock": 32,
-        "fcntl": 25,
-        "socketpair": 199,
-        "sendmsg": 211,
-        "recvmsg": 212,
-        "ftruncate": 46,
-        "pwrite64": 68,
-        "madvise": 233,
-        "mlock": 228,
-        "clone": 220,
-        "clone3": 435,
-    },
+_NUMBERS = {  # of system calls, on x86_64 and on aarch64
+    "memfd_create": (319, 279),
+    "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424),
+    "flock": (73, 32),
+    "fcntl": (72, 25),
+    "socketpair": (53, 199),
+    "sendmsg": (46, 211),
+    "recvmsg": (47, 212),
+    "ftruncate": (77, 46),
+    "pwrite64": (18, 68),
+    "madvise": (28, 233),
+    "mlock": (149, 228),
+    "clone": (56, 220),
+    "clone3": (435, 435),
 }
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 22, 38
 _FILTER_MODE = 2
@@ -66,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def refuse(call: str, error: int) -> None:
     """Let a system call fail with an error, in this process and its children, for good."""
-    refuse_numbers([_NUMBERS[platform.machine()][call]], error)
+    refuse_numbers([_NUMBERS[call][["x86_64", "aarch64"].index(platform.machine())]], error)
 
 
 def refuse_numbers(numbers: Sequence[int], error: int) -> None:

@@ -13,10 +13,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 class Job:
-    """Another job: a process that runs a function, which gives what it holds, and an answer.
-
-    It then does what it is asked with what it holds, until it is ended.
-    """
+    """A process that runs a function, which gives what it holds and an answer; then it does what is asked."""
 
     def __init__(self, work: Callable[..., Any], *args: Any) -> None:
         self._pipe, other = FORK.Pipe()
@@ -45,7 +42,6 @@ class Job:
         self._pipe.send((work, args))
 
     def ask(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Run a function of a module on what the job holds."""
         self.begin(work, *args)
         return self.answer()
 

@@ -26,18 +26,13 @@ KEPT_OPEN = re.compile(
 
 
 def children() -> set[int]:
-    """Living processes below this one, less the fork server and the resource tracker themselves.
-
-    Those two are started once and serve until the interpreter exits; workers that a fork server started
-    are its children, and count.
-    """
+    """Living processes below this one, less the fork server and the resource tracker, which stay for good."""
     found = set()
     for pid in descendants(os.getpid()):
         try:
             child = psutil.Process(pid)
-            is_service = child.ppid() == os.getpid() and any(
-                "resource_tracker" in word or "forkserver" in word for word in child.cmdline()
-            )
+            words = " ".join(child.cmdline()) if child.ppid() == os.getpid() else ""
+            is_service = "resource_tracker" in words or "forkserver" in words
             if not is_service and child.status() != psutil.STATUS_ZOMBIE:
                 found.add(pid)
         except psutil.NoSuchProcess:

@@ -1,8 +1,7 @@
 """Programs in processes of their own, all for the price of one import of torch; gates and ends of processes.
 
 One process runs what the programs share, and forks a child for each; the child leaves through the end of the
-script, as any interpreter does: threads are joined, atexit functions and finalizers run. What a program does
-to its process cannot be taken back, and need not be.
+script, as any interpreter does: threads are joined, atexit functions and finalizers run.
 """
 
 from __future__ import annotations
@@ -95,11 +94,7 @@ names = runpy.run_path(sys.argv[0], run_name="__main__")  # its globals live unt
 
 
 class Interpreter:
-    """An interpreter that runs programs, each in a child of its own.
-
-    Args:
-        shared: What runs once, before all programs: imports and definitions.
-    """
+    """Runs programs, each in a child of its own; what they share runs once, before all of them."""
 
     def __init__(self, shared: str) -> None:
         self._process = subprocess.Popen(
@@ -118,31 +113,15 @@ class Interpreter:
         limit_s: int = 60,
         exits: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end.
+        """Run a program to its end, or until SIGALRM ends it; gives its exit code and output.
 
-        Args:
-            program: Its text.
-            arguments: What it finds in sys.argv[1:].
-            cwd: The folder that it runs in.
-            environment: Variables to add to its environment.
-            limit_s: How long it may take before SIGALRM ends it.
-            exits: Whether the program's objects are freed at its end, which copies the memory that it shares
-                with the interpreter, and takes longer than most programs. Without, threads are joined and
-                atexit functions run all the same.
-
-        Returns:
-            The exit code, standard output and standard error.
+        Without `exits`, its objects are not freed at its end: that copies the memory that it shares with the
+        interpreter, and takes longer than most programs. Threads are joined, and atexit functions run.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {
-            "program": program,
-            "arguments": arguments,
-            "cwd": str(cwd),
-            "environment": dict(environment or {}),
-            "limit_s": limit_s,
-            "exits": exits,
-        }
+        request: dict[str, Any] = {"program": program, "arguments": arguments, "cwd": str(cwd)}
+        request |= {"environment": dict(environment or {}), "limit_s": limit_s, "exits": exits}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
@@ -150,7 +129,6 @@ class Interpreter:
         return subprocess.CompletedProcess([program], *json.loads(line))
 
     def close(self) -> None:
-        """End the interpreter."""
         self._process.communicate()
 
     def __enter__(self) -> Interpreter:

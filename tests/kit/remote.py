@@ -17,20 +17,15 @@ TIMEOUT_S = 30.0
 
 
 class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """Reads of a path first go through the faults that are planned for it, one for each read.
-
-    Attributes:
-        faults: By the end of a path: functions that get the content, and return it or raise.
-        reads: How often each path was read, by all threads of this process.
-        gate: Called before each read, with its path.
-    """
+    """Reads of a path first go through the faults that are planned for it, one for each read."""
 
     protocol = "faulty"
     store: ClassVar[dict[str, Any]] = {}
     pseudo_dirs: ClassVar[list[str]] = [""]
+    # By the end of a path: functions that get the content, and return it or raise.
     faults: ClassVar[dict[str, list[Callable[[bytes], bytes]]]] = {}
-    reads: ClassVar[Counter[str]] = Counter()
-    gate: ClassVar[Callable[[str], object]] = staticmethod(lambda _: None)
+    reads: ClassVar[Counter[str]] = Counter()  # of each path, by all threads of this process
+    gate: ClassVar[Callable[[str], object]] = staticmethod(lambda _: None)  # called before each read
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
@@ -61,11 +56,10 @@ def register() -> None:
 
 def upload(folder: Path, url: str) -> None:
     """Copy the files of a folder to a URL."""
+    fs = fsspec.filesystem(url.partition("://")[0])
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            fsspec.filesystem(url.partition("://")[0]).pipe(
-                f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes()
-            )
+            fs.pipe(f"{url}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
 
 def raising(error: Exception) -> Callable[[bytes], bytes]:
@@ -97,12 +91,7 @@ def until_set(event: Any) -> None:
 
 
 def meet(parties: int, *, alone: int = 1) -> Callable[..., object]:
-    """A gate that opens once this many reads are there at the same time, and stays open.
-
-    Args:
-        parties: How many.
-        alone: The number of reads that pass before; a folder makes its first read alone.
-    """
+    """A gate that opens once so many reads are there at the same time, after some that pass `alone`."""
     changed = threading.Condition()
     left = {"alone": alone, "missing": parties}
 

@@ -31,11 +31,8 @@ print(server.server_address[1], flush=True)
 sys.stdin.read()
 """
 
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "test",
-    "AWS_SECRET_ACCESS_KEY": "test",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
+CREDENTIALS = dict.fromkeys(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), "test")
+CREDENTIALS["AWS_DEFAULT_REGION"] = "us-east-1"
 
 
 @contextlib.contextmanager
@@ -53,8 +50,8 @@ def _serving(
         text=True,
     )
     with process:
-        if process.stdout is None or process.stdin is None:
-            raise AssertionError("both are pipes")
+        assert process.stdout is not None
+        assert process.stdin is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:

@@ -17,28 +17,20 @@ Fault = Literal["never answers", "half of the body", "drops the connection", "is
 
 
 class Stalling(http.server.ThreadingHTTPServer):
-    """A server of the files in a folder, or in front of another server; requests of a file meet `faults`.
-
-    Attributes:
-        faults: One for each request.
-        faulty: The end of the paths that have them; every path by default.
-        requests: The path of each request, and the port of the client's connection.
-        is_over: Ends the requests that stall.
-    """
+    """A server of the files in a folder, or in front of another server; requests of a file meet `faults`."""
 
     daemon_threads = True
 
     def __init__(self, source: Path | str) -> None:
-        """Serve a folder, or the answers of the server at a URL."""
         if isinstance(source, str):
             handler: Any = functools.partial(_Proxy, str(urlsplit(source).netloc))
         else:
             handler = functools.partial(_Files, directory=str(source))
         super().__init__(("127.0.0.1", 0), handler)
-        self.faults: list[Fault] = []
-        self.faulty = ""
-        self.requests: list[tuple[str, int]] = []
-        self.is_over = threading.Event()
+        self.faults: list[Fault] = []  # one for each request
+        self.faulty = ""  # the end of the paths that have them
+        self.requests: list[tuple[str, int]] = []  # paths, and the ports of the clients' connections
+        self.is_over = threading.Event()  # ends the requests that stall
         self._serving = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
 
     @property
@@ -86,13 +78,8 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
         if fault != "drops the connection":
             server.is_over.wait(60)
 
-    def ask(self) -> None:
-        """Answer the request."""
-        raise NotImplementedError
-
-    def content(self) -> bytes:
-        """The body of the answer."""
-        raise NotImplementedError
+    ask: Any  # answers the request
+    content: Any  # gives the body of the answer
 
 
 class _Files(_Faulty, http.server.SimpleHTTPRequestHandler):

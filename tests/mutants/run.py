@@ -5,6 +5,7 @@ sample of fixed seed, and the one operator that it lacks: leaving a statement ou
 fork of this process, which has imported torch already: that takes most of the time of a test that fails.
 
     python tests/mutants/run.py ring.py channel.py --sample 40
+    python tests/mutants/run.py rng/pipelines.py --tests "tests/rng/test_pipelines.py -k walked"
 
 The mutants that survive are printed as differences, and kept in build/mutants/FILE.txt.
 """
@@ -111,28 +112,35 @@ class _OwnOperators:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="names of files, such as ring.py; all of TESTS without one")
-    parser.add_argument("--sample", type=int, default=40, help="mutants of each file; 0 for all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--again", action="store_true", help="only those of the sample that survived last time"
-    )
-    parser.add_argument("--since", metavar="REVISION", help="only files that changed since then")
+    add = parser.add_argument
+    add("files", nargs="*", help="names of files, such as ring.py; all of TESTS without one")
+    add("--tests", metavar="PYTEST ARGS", help="the tests of these files, which may be any of fastload/")
+    add("--sample", type=int, default=40, help="mutants of each file; 0 for all")
+    add("--seed", type=int, default=0)
+    add("--again", action="store_true", help="only those of the sample that survived last time")
+    add("--since", metavar="REVISION", help="only files that changed since then")
     arguments = parser.parse_args()
     plugins.OPERATOR_PROVIDERS["own"] = _OwnOperators()
-    chosen = [name for name in TESTS if not arguments.files or any(name.endswith(f) for f in arguments.files)]
+    known = dict(TESTS)
+    if arguments.tests:
+        if not arguments.files:
+            parser.error("--tests is for the files that you name")
+        package = PROJECT / "fastload"
+        known = {str(path.relative_to(package)): arguments.tests for path in sorted(package.rglob("*.py"))}
+    wanted = ["/" + name.removeprefix("fastload/") for name in arguments.files]
+    chosen = [name for name in known if not wanted or any(f"/{name}".endswith(one) for one in wanted)]
     if not chosen:
-        sys.exit(f"no file of {', '.join(TESTS)} ends in {' or '.join(arguments.files)}")
+        sys.exit(f"no file of {', '.join(known)} ends in {' or '.join(arguments.files)}")
     if arguments.since:
         command = ["git", "diff", "--name-only", "--relative=fastload", arguments.since]
         changed = subprocess.run(command, cwd=PROJECT, check=True, capture_output=True, text=True).stdout
         chosen = [name for name in chosen if name in changed.splitlines()]
         print(f"changed since {arguments.since}: {', '.join(chosen) or 'none of these files'}")
     for name in chosen:
-        test_file(name, arguments.sample, arguments.seed, again=arguments.again)
+        test_file(name, known[name], arguments.sample, arguments.seed, again=arguments.again)
 
 
-def test_file(name: str, sample: int, seed: int, *, again: bool) -> None:
+def test_file(name: str, tests: str, sample: int, seed: int, *, again: bool) -> None:
     """Run the tests of one file against its mutants, in a copy of the project."""
     copy = PROJECT / "build" / "mutants" / name.replace("/", "-").removesuffix(".py")
     shutil.rmtree(copy, ignore_errors=True)
@@ -149,7 +157,7 @@ def test_file(name: str, sample: int, seed: int, *, again: bool) -> None:
     sys.dont_write_bytecode = False
     sys.path[0] = str(copy)
     begun_s = time.monotonic()
-    if not _passes(TESTS[name], limit_s=600):  # fills the caches of compiled files, too
+    if not _passes(tests, limit_s=600):  # fills the caches of compiled files, too
         sys.exit(f"the tests of {name} fail without a change; see {copy}/output.txt")
     limit_s = 20 + 3 * (time.monotonic() - begun_s)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # a mutant may have the size and time of its original
@@ -169,7 +177,7 @@ def test_file(name: str, sample: int, seed: int, *, again: bool) -> None:
     with report.open("w") as log:
         for number, (mutant, difference) in enumerate(tried, start=1):
             apply_mutation(path, plugins.get_operator(mutant.operator_name)(), mutant.occurrence)
-            if _passes(TESTS[name], limit_s):
+            if _passes(tests, limit_s):
                 num_survivors += 1
                 log.write(f"{mutant.operator_name}\n{difference}\n\n")
                 log.flush()

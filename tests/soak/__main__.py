@@ -6,6 +6,8 @@ import argparse
 import collections
 import ctypes
 import gc
+import itertools
+import math
 import random
 import sys
 import time
@@ -17,6 +19,8 @@ from tests.soak.case import draw
 from tests.soak.run import Soak, replay
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from tests.soak.case import Case
 
 MAX_FAILURES = 10
@@ -25,94 +29,57 @@ MAX_GROWTH_BYTES = 256 << 20
 
 
 def main() -> int:
-    options = _parse()
-    soak = Soak(options.limit)
-    try:
-        if options.case is not None:
-            return _one(soak, draw(options.case).changed(options.changes), options.times)
-        return Round(soak, options).run()
-    finally:
-        soak.close()
-
-
-def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to draw cases")
     parser.add_argument("--seed", type=int, help="the first case; the next ones follow (default: random)")
     parser.add_argument("--case", type=int, help="run this case alone")
-    parser.add_argument(
-        "--with", dest="changes", nargs="+", default=[], help="change its settings: name=value"
-    )
-    parser.add_argument("--times", type=int, default=1, help="how often to run that case")
+    parser.add_argument("--with", dest="changes", nargs="+", default=[], help="its settings: name=value")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds after which a case hangs")
-    return parser.parse_args()
+    options = parser.parse_args()
+    soak = Soak(options.limit)
+    try:
+        if options.case is not None:
+            return run_cases(soak, [draw(options.case).changed(options.changes)])
+        first = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
+        return run_cases(soak, map(draw, itertools.count(first)), 60 * options.minutes)
+    finally:
+        soak.close()
 
 
 def say(text: str, end: str = "\n") -> None:
     print(text, end=end, flush=True)  # noqa: T201  # a command's own output
 
 
-def _one(soak: Soak, case: Case, times: int) -> int:
-    say(str(case))
-    for _ in range(times):
-        failure = soak.run(case)
-        if failure is not None:
-            say(f"FAILED {failure}")
-            return 1
-    say("passed")
-    return 0
-
-
-class Round:
-    """Runs cases one after another until the time is over."""
-
-    def __init__(self, soak: Soak, options: argparse.Namespace) -> None:
-        self._soak = soak
-        self._seconds = 60 * options.minutes
-        self._first = random.SystemRandom().randrange(10**9) if options.seed is None else options.seed
-        self._num_cases = 0
-        self._failed: list[Case] = []
-        self._counts: collections.Counter[str] = collections.Counter()
-        self._warm_bytes = 0
-
-    def run(self) -> int:
-        """Run the cases; gives the exit code of the command."""
-        start_s = time.monotonic()
-        say(f"soak: cases from seed {self._first} on for {self._seconds:.0f} s")
-        seed = self._first
-        while time.monotonic() < start_s + self._seconds and len(self._failed) < MAX_FAILURES:
-            self._run_case(draw(seed))
-            seed += 1
-        return self._conclude(time.monotonic() - start_s)
-
-    def _run_case(self, case: Case) -> None:
+def run_cases(soak: Soak, cases: Iterable[Case], limit_s: float = math.inf) -> int:
+    """Run cases one after another until the time is over; gives the exit code of the command."""
+    start_s, number, warm_bytes = time.monotonic(), 0, 0
+    failed: list[Case] = []
+    counts: collections.Counter[str] = collections.Counter()
+    for number, case in enumerate(cases, start=1):
         say(f"{case} ... ", end="")
-        start_s = time.monotonic()
-        failure = self._soak.run(case)
-        seconds = time.monotonic() - start_s
-        say(f"{seconds:.1f} s" if failure is None else f"FAILED after {seconds:.1f} s")
+        case_s = time.monotonic()
+        failure = soak.run(case)
+        say(f"{'FAILED after ' if failure else ''}{time.monotonic() - case_s:.1f} s")
         if failure is not None:
-            self._failed.append(case)
+            failed.append(case)
             say(f"{failure}\n{replay(case)}")
-        self._num_cases += 1
-        if self._num_cases == WARM_CASES:
-            self._warm_bytes = _resident_bytes()
-        self._counts.update(
-            [case.mode, case.kind, case.source, case.method if case.num_workers else "no workers"]
-        )
-
-    def _conclude(self, seconds: float) -> int:
-        say("cases with " + ", ".join(f"{name}: {count}" for name, count in self._counts.most_common()))
-        has_grown = False
-        if self._warm_bytes:
-            end_bytes = _resident_bytes()
-            has_grown = end_bytes - self._warm_bytes > MAX_GROWTH_BYTES
-            told = f"{self._warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now"
-            say(f"FAILED: memory has grown: {told}" if has_grown else f"memory: {told}")
-        for case in self._failed:
-            say(f"FAILED {case}")
-        say(f"soak: {self._num_cases} cases in {seconds:.0f} s, {len(self._failed)} failed")
-        return 1 if self._failed or has_grown else 0
+        method = case.method if case.num_workers else "no workers"
+        counts.update([case.mode, case.kind, case.source, method])
+        if number == WARM_CASES:
+            warm_bytes = _resident_bytes()
+        if time.monotonic() > start_s + limit_s or len(failed) == MAX_FAILURES:
+            break
+    say("cases with " + ", ".join(f"{name}: {count}" for name, count in counts.most_common()))
+    has_grown = False
+    if warm_bytes:
+        end_bytes = _resident_bytes()
+        has_grown = end_bytes - warm_bytes > MAX_GROWTH_BYTES
+        told = f"{warm_bytes >> 20} MB after {WARM_CASES} cases, {end_bytes >> 20} MB now"
+        say(f"FAILED: memory has grown: {told}" if has_grown else f"memory: {told}")
+    for case in failed:
+        say(f"FAILED {case}")
+    say(f"soak: {number} cases in {time.monotonic() - start_s:.0f} s, {len(failed)} failed")
+    return 1 if failed or has_grown else 0
 
 
 def _resident_bytes() -> int:

@@ -2,64 +2,39 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 
 class SoakError(AssertionError):
     """The library has broken a promise; the message says what was expected, what came, and where."""
 
 
-def _parts(nest: Any) -> list[tuple[str, Any]] | None:
-    """The values of a dict, list, tuple or dataclass with their places; None for any other."""
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        nest = vars(nest)
-    if isinstance(nest, dict):
-        return [(f"[{key!r}]", value) for key, value in nest.items()]
-    if isinstance(nest, (list, tuple)):
-        return [(f"[{number}]", value) for number, value in enumerate(nest)]
-    return None
-
-
-def leaves(nest: Any) -> Iterator[Any]:
-    """The leaves of a nest of dicts, lists, tuples and dataclasses, in order."""
-    parts = _parts(nest)
-    if parts is None:
-        yield nest
-    for _, value in parts or ():
-        yield from leaves(value)
-
-
-def difference(expected: Any, got: Any, path: str = "batch") -> str | None:
+def difference(expected: Any, got: Any, name: str = "batch") -> str | None:
     """The first place in which two nests differ in type, dtype, shape or value; None if they are equal."""
-    if type(expected) is not type(got):
-        return f"{path}: expected a {type(expected).__name__}, got a {type(got).__name__}"
-    if isinstance(expected, (torch.Tensor, np.ndarray)):
-        kinds = [f"{one.dtype} {tuple(one.shape)}" for one in (expected, got)]
+    (ours, form), (theirs, other_form) = tree_flatten_with_path(expected), tree_flatten_with_path(got)
+    if form != other_form:
+        return f"{name}: expected the parts {form}, got {other_form}"
+    for (path, one), (_, other) in zip(ours, theirs, strict=True):
+        place = name + keystr(path)
+        if type(one) is not type(other):
+            return f"{place}: expected a {type(one).__name__}, got a {type(other).__name__}"
+        if not isinstance(one, (torch.Tensor, np.ndarray)):
+            if one != other:
+                return f"{place}: expected {one!r}, got {other!r}"
+            continue
+        kinds = [f"{array.dtype} {tuple(array.shape)}" for array in (one, other)]
         if kinds[0] != kinds[1]:
-            return f"{path}: expected {kinds[0]}, got {kinds[1]}"
-        wrong = np.flatnonzero(np.asarray(expected != got))
-        few = slice(int(wrong[0]), int(wrong[0]) + 8) if len(wrong) else slice(0)
-        one, other = expected.reshape(-1)[few].tolist(), got.reshape(-1)[few].tolist()
-        where = f"{len(wrong)} of {expected.reshape(-1).shape[0]} values of {kinds[0]} differ"
-        return f"{path}: {where}; from value {few.start} on expected {one}, got {other}" if one else None
-    parts, others = _parts(expected), _parts(got)
-    if parts is None or others is None:
-        return None if expected == got else f"{path}: expected {expected!r}, got {got!r}"
-    names = [[name for name, _ in one] for one in (parts, others)]
-    if names[0] != names[1]:
-        return f"{path}: expected the parts {names[0]}, got {names[1]}"
-    found = (
-        difference(one, other, path + name) for (name, one), (_, other) in zip(parts, others, strict=True)
-    )
-    return next(filter(None, found), None)
+            return f"{place}: expected {kinds[0]}, got {kinds[1]}"
+        wrong = np.flatnonzero(np.asarray(one != other))
+        if len(wrong):
+            few = slice(int(wrong[0]), int(wrong[0]) + 8)
+            values = f"expected {one.reshape(-1)[few].tolist()}, got {other.reshape(-1)[few].tolist()}"
+            return f"{place}: {len(wrong)} of the values of {kinds[0]} differ; from {few.start} on {values}"
+    return None
 
 
 def with_channels_last(batch: Any) -> Any:
@@ -69,7 +44,7 @@ def with_channels_last(batch: Any) -> Any:
 
 def wrong_strides(batch: Any) -> str | None:
     """A message about the first images whose strides are not channels-last; None if there are none."""
-    for leaf in leaves(batch):
+    for leaf in tree_leaves(batch):
         is_image = _is_image(leaf, channels=1, sides=(2, 3)) and leaf.numel()
         if is_image and not leaf.is_contiguous(memory_format=torch.channels_last):
             return f"images of shape {tuple(leaf.shape)} have strides {leaf.stride()}"
@@ -88,7 +63,7 @@ def _is_image(leaf: Any, channels: int, sides: tuple[int, int]) -> bool:
 
 def spoil(batch: Any) -> None:
     """Overwrite all arrays and tensors of a batch."""
-    for leaf in leaves(batch):
+    for leaf in tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
             for dim, stride in enumerate(leaf.stride()):
                 if stride == 0 and leaf.shape[dim] > 1:  # torch does not write to expanded tensors

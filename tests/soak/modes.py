@@ -1,17 +1,17 @@
-"""Modes: ways in which a consumer uses loaders and batches, in one thread."""
+"""Modes: ways in which a consumer uses loaders and batches."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
+import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 import fastload
-from tests.soak import datasets, order
+from tests.kit.jobs import Job
 from tests.soak.case import Case, settled
-from tests.soak.compare import SoakError, difference, leaves, spoil
+from tests.soak.compare import SoakError, spoil
 
 if TYPE_CHECKING:
     import random
@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 
 class Held:
-    """The batches that a consumer holds; none of them may change.
-
-    Args:
-        rng: Decides how many batches are held, and which ones are dropped.
-    """
+    """The batches that a consumer holds, in one thread or in several; none of them may change."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._most = rng.choice([0, 2, 8, 8, 200])
         self._drops_early = rng.random() < 0.3
+        self._lock = threading.Lock()
         self.received: list[Received] = []
 
     def check(self, when: str) -> None:
@@ -40,13 +37,14 @@ class Held:
 
     def add(self, received: Received) -> None:
         """Hold one more batch, compare up to eight of the held ones, and perhaps drop some."""
-        self.received.append(received)
-        for other in self._rng.sample(self.received, min(len(self.received), 8)):
-            other.check("while it was held")
-        while len(self.received) > self._most or (self._drops_early and self._rng.random() < 0.4):
-            if not self.received:
-                return
-            self.received.pop(self._rng.randrange(len(self.received)))
+        with self._lock:
+            self.received.append(received)
+            for other in self._rng.sample(self.received, min(len(self.received), 8)):
+                other.check("while it was held")
+            while len(self.received) > self._most or (self._drops_early and self._rng.random() < 0.4):
+                if not self.received:
+                    return
+                self.received.pop(self._rng.randrange(len(self.received)))
 
     def rest(self, reader: Reader) -> None:
         """Read to the end of an epoch."""
@@ -63,50 +61,29 @@ class Held:
 
 
 def reads(subject: Subject, rng: random.Random) -> None:
-    """The consumer drops, holds or overwrites batches, longer than their epoch and than the loader."""
-    loader = subject.loader()
+    """The consumer drops, holds or overwrites batches, longer than their epoch and than the loader.
+
+    It may read single samples meanwhile.
+    """
+    loader, case = subject.loader(), subject.case
     held = Held(rng)
+    # rng="sample" sets the generators for samples that a loader reads.
+    num_samples = 0 if case.is_stream or case.kind == "draws" else rng.choice([0, 0, 2])
     # Worker and consumer share a batch that the collate function keeps.
-    spoils = 0.0 if subject.case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
+    spoils = 0.0 if case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
     spoilt: list[Any] = []
-    for _ in range(subject.case.epochs + (spoils > 0)):
+    for _ in range(case.epochs + (spoils > 0)):
         for received in subject.read(loader):
-            if rng.random() < spoils:
-                spoil(received.batch)
-                spoilt.append(received.batch)
-                del spoilt[: rng.randrange(len(spoilt) + 1)]
-            else:
-                held.add(received)
+            for one in (received, *subject.samples(num_samples, rng)):
+                if rng.random() < spoils:
+                    spoil(one.batch)
+                    spoilt.append(one.batch)
+                    del spoilt[: rng.randrange(len(spoilt) + 1)]
+                else:
+                    held.add(one)
         held.check("after the epoch")
     loader.close()
     held.check("after close()")
-
-
-def reads_samples(subject: Subject, rng: random.Random) -> None:
-    """The consumer reads single samples while it iterates, holds some of them and overwrites others."""
-    loader = subject.loader()
-    case, dataset = subject.case, subject.dataset
-    held: list[tuple[Any, Any]] = []
-    for received in subject.read(loader):
-        for _ in range(2):
-            index = rng.randrange(case.num_samples)
-            if case.raises and datasets.raises_at(order.source_index(case, index)):
-                continue
-            held.append((subject.expected_sample(index), dataset[index]))
-            if rng.random() < 0.3:
-                spoil(held.pop(rng.randrange(len(held)))[1])
-        received.check("after samples were read")
-        for expected, sample in held:
-            if found := difference(expected, sample, "sample"):
-                raise SoakError(f"a sample that the consumer read while it iterated: {found}")
-        del held[:-20]
-    if case.is_cached and case.num_samples and "subset" not in case.source:
-        index = rng.randrange(case.num_samples)
-        sample = dataset._view(index)  # before its transform, in read-only arrays
-        if found := difference(datasets.known_sample(case, index), sample, "view"):
-            raise SoakError(f"view({index}): {found}")
-        if any(isinstance(leaf, np.ndarray) and leaf.flags.writeable for leaf in leaves(sample)):
-            raise SoakError(f"view({index}) gave a writable array")
 
 
 def breaks(subject: Subject, rng: random.Random) -> None:
@@ -194,10 +171,81 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
     return {name: getattr(other, name) for name in (*changes, "timeout_s", "in_order")}
 
 
+def threads(subject: Subject, rng: random.Random) -> None:
+    """Threads that end make two iterators over one dataset, others read from them, and this one the rest.
+
+    All compare and drop the batches of all.
+    """
+    loaders = [subject.loader(), subject.loader()]
+    held = Held(rng)
+    for _ in range(subject.case.epochs):
+        readers: list[Reader] = _in_threads([partial(subject.read, loader) for loader in loaders])
+        _in_threads([partial(rng.choice([held.some, held.rest]), reader) for reader in readers])
+        for reader in readers:
+            if not reader.has_ended and rng.random() < 0.7:
+                held.rest(reader)
+    held.check("after it was moved between threads")
+
+
+def forks(subject: Subject, rng: random.Random) -> None:
+    """Forked children hold the batches of their parent; later batches in the parent do not change them."""
+    loader = subject.loader()
+    held = Held(rng)
+    children: list[Job] = []
+    try:
+        for _ in range(subject.case.epochs):
+            for received in subject.read(loader):
+                if rng.random() < 0.3:
+                    spoil(received.batch)  # no child holds it yet: parent and child share the memory
+                    continue
+                held.add(received)
+                if len(children) < 3 and rng.random() < 0.3:
+                    children.append(Job(_inherit, subject, held, rng.random() < 0.4))
+        for child in children:
+            child.answer()  # EOFError if the child has failed; standard error has its traceback
+            child.ask(Held.check, "in a forked child")
+    finally:
+        for child in children:
+            child.end()
+
+
+def _inherit(subject: Subject, held: Held, reads: bool) -> tuple[Held, None]:
+    """In a child: perhaps read an epoch with a loader of its own and close all loaders; keep the batches."""
+    if reads:
+        changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
+        loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
+        for _ in subject.read(loader):
+            pass
+        subject.close()
+    return held, None
+
+
+def _in_threads(works: list[Callable[[], Any]]) -> list[Any]:
+    """What functions give that are called at the same time, each in its own thread; or the first error."""
+    errors: list[BaseException] = []
+    results: list[Any] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  # this thread raises it
+            errors.append(error)
+
+    started = [threading.Thread(target=run, args=[work], name="soak-works") for work in works]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
 MODES: dict[str, Callable[[Subject, random.Random], None]] = {
     "reads": reads,
-    "reads samples": reads_samples,
     "breaks": breaks,
     "interleaves": interleaves,
     "resumes": resumes,
+    "threads": threads,
+    "forks": forks,
 }

@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.utils.data as tud
 
@@ -21,19 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Due:
-    """One batch that is due.
+    """One batch that is due."""
 
-    Attributes:
-        indices: The indices of its samples, as the sampler gives them.
-        is_single: Whether the loader has batch_size=None, so that the batch is one sample.
-        occurrences: For each index, the number of its earlier occurrences in the epoch.
-        error: The index of a sample that raises, so that an error is due in place of the batch; or None.
-    """
-
-    indices: tuple[int, ...]
-    is_single: bool
-    occurrences: tuple[int, ...]
-    error: int | None
+    indices: tuple[int, ...]  # as the sampler gives them
+    is_single: bool  # the loader has batch_size=None: the batch is one sample
+    occurrences: tuple[int, ...]  # of each index, earlier in the epoch
+    error: int | None  # the index of a sample that raises, so that an error is due in place of the batch
 
 
 def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
@@ -45,33 +37,20 @@ def sampling(case: Case, generator: torch.Generator) -> dict[str, Any]:
     if case.order.startswith("shuffle"):
         given = {} if case.order == "shuffle" else {"generator": generator}
         return {**batches, "shuffle": True, **given}
-    if case.order in ("buckets", "odd batches"):
-        kinds = (list,) if case.order == "buckets" else (tuple, torch.tensor, np.array, list)
-        batch_sampler = Buckets(case.num_samples, case.batch_size or 1, generator, kinds)
+    if case.order == "buckets":
+        batch_sampler = Buckets(case.num_samples, case.batch_size or 1, generator)
         return {"batch_sampler": batch_sampler, "generator": generator}
     sampler: Any
-    if case.order == "subset sampler":
-        sampler = tud.SubsetRandomSampler(list(size)[::2], generator=generator)
-    elif case.order == "with replacement":
+    if case.order == "with replacement":
         count = 2 * case.num_samples
         sampler = tud.RandomSampler(size, replacement=True, num_samples=count, generator=generator)
-    elif case.order == "weighted":
-        weights = [1 + index % 3 for index in size]
-        sampler = tud.WeightedRandomSampler(weights, case.num_samples + 3, generator=generator)
     else:
         sampler = tud.DistributedSampler(size, num_replicas=2, rank=1, seed=case.seed % 1000)  # type: ignore[arg-type]
     return {**batches, "sampler": sampler, "generator": generator}
 
 
 def due_batches(case: Case, epoch: int, generator: torch.Generator, *, draws_base_seed: bool) -> list[Due]:
-    """The batches of an epoch that begins now. The generators of the loader are left as they are.
-
-    Args:
-        case: The settings of the loader.
-        epoch: The number of the epoch.
-        generator: The loader's generator.
-        draws_base_seed: Whether the loader draws the base seed of its workers before the sampler draws.
-    """
+    """The batches of an epoch that begins now; a new loader draws the base seed of its workers first."""
     if case.is_stream:
         return list(_with_occurrences(case, _stream_batches(case)))
     twin = torch.Generator()
@@ -124,4 +103,4 @@ def _with_occurrences(case: Case, batches: Iterable[Any]) -> Iterator[Due]:
 
 def source_index(case: Case, index: int) -> int:
     """The index in the dataset under torch's Subset, which turns the order round."""
-    return case.num_samples - 1 - index if "subset" in case.source else index
+    return case.num_samples - 1 - index if case.source == "subset of ram" else index

@@ -26,31 +26,25 @@ import psutil
 import torch
 
 from tests.kit import leaks
+from tests.kit.accelerator import pretend_accelerator
 from tests.soak.case import draw
 from tests.soak.compare import SoakError
 from tests.soak.faults import FAULTS
 from tests.soak.modes import MODES
-from tests.soak.subject import Subject, pretended_accelerator
-from tests.soak.together import TOGETHER
+from tests.soak.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.soak.case import Case
 
-_ALL_MODES = {**MODES, **TOGETHER, **FAULTS}
+_ALL_MODES = {**MODES, **FAULTS}
 _STACKS_S = 1.0  # in which workers write their stacks
 _LATER_S = 30.0  # after the limit faulthandler takes over, if Python does not let the watching thread run
 
 
 class Soak:
-    """Runs cases in this process, with settings of the process that all cases share.
-
-    Standard error goes to a file, as killed workers write to it; a failure shows the text of its case.
-
-    Args:
-        limit_s: Seconds after which a case counts as hanging.
-    """
+    """Runs cases in this process; standard error goes to a file, and a failure shows the text of its case."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -64,7 +58,8 @@ class Soak:
         self._registry = Path(self._folder.name, "registry")
         os.environ["FASTLOAD_RUNTIME_DIR"] = str(self._registry)  # apart from other jobs' caches
         os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"
-        multiprocessing.set_forkserver_preload(["tests.soak.datasets", "tests.soak.faults"])
+        multiprocessing.set_forkserver_preload(["tests.soak.datasets"])
+        pretend_accelerator(setattr, always=False)
         torch.set_num_threads(1)  # torch's pools of threads do not survive a fork
         warnings.simplefilter("ignore")  # about more workers than cores, and about pinned memory
         gc.collect()
@@ -92,7 +87,7 @@ class Soak:
 
     def _run(self, case: Case) -> None:
         before = self._snapshot()
-        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder, pretended_accelerator(case):
+        with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             consume(case, Path(folder))
         # With in_order=False, torch sends tensors among the indices through a thread that it never ends.
         resource_sharer.stop(timeout=leaks.GRACE_S)
@@ -114,8 +109,6 @@ class Soak:
         self._captured.seek(0)
         text = self._captured.read().decode(errors="replace").strip()
         return f"standard error:\n{text}\n" if text else ""
-
-    # --- cases that hang ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _watched(self, case: Case) -> Iterator[None]:

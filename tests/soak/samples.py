@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.utils.data as tud
 
-import fastload
+from tests.kit.datasets import Point
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-Point = collections.namedtuple("Point", ["x", "y"])
 
 SIDES = (4, 1, 9, 2, 33, 6, 90)  # of images, by group
 BIG_SIDES = (700, 500, 900)  # 0.75 to 2.4 MB an image
@@ -26,14 +21,6 @@ _LIMIT_OF_OTHERS = 32749
 
 _TENSORS = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 _ARRAYS = ["bool", "uint8", "int16", "uint16", "int64", "float16", "float32", "float64", "complex128"]
-
-
-@dataclass
-class Record:
-    """A sample that torch's collate function refuses."""
-
-    image: Any
-    label: Any
 
 
 def values(index: int, shape: tuple[int, ...], dtype: str, salt: int) -> np.ndarray[Any, Any]:
@@ -52,20 +39,13 @@ def tensor(index: int, shape: tuple[int, ...], dtype: str = "float32", salt: int
     return torch.from_numpy(values(index, shape, dtype, salt)).to(getattr(torch, dtype))
 
 
-# --- kinds of samples ------------------------------------------------------------------------------------
-
-
 def side_of(group: int) -> int:
     return SIDES[group % len(SIDES)]
 
 
-def image(index: int, group: int) -> Any:
-    side = side_of(group)
-    return array(index, (side, side + 1, 3))
-
-
 def labelled(index: int, group: int) -> Any:
-    return image(index, group), index
+    side = side_of(group)
+    return array(index, (side, side + 1, 3)), index
 
 
 def planes(index: int, group: int) -> Any:
@@ -81,33 +61,26 @@ def big(index: int, group: int) -> Any:
 
 def dtypes(index: int, group: int) -> Any:
     """A tensor and an array of each dtype."""
-    side = side_of(group)
-    tensors = {
-        dtype: tensor(index, (2, side), dtype, salt) for salt, dtype in enumerate([*_TENSORS, "complex64"])
-    }
+    side, names = side_of(group), [*_TENSORS, "complex64"]
+    tensors = {dtype: tensor(index, (2, side), dtype, salt) for salt, dtype in enumerate(names)}
     return tensors, [array(index, (side, 3), dtype, salt) for salt, dtype in enumerate(_ARRAYS)]
 
 
-def scalars(index: int, group: int) -> Any:
-    return index, index / 2, index % 2 == 0, np.float32(index), np.int16(index), torch.tensor(index)
-
-
-def texts(index: int, group: int) -> Any:
-    word = f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}"
-    return {
-        "text": word * (index % 4),
-        "bytes": bytes([index % 256]) * (index % 9),
-        "more": [word, (word, index)],
-    }
-
-
 def nest(index: int, group: int) -> Any:
-    side = side_of(group)
+    side, word = side_of(group), f"bild-\N{LATIN SMALL LETTER A WITH DIAERESIS}-{index}"
     return {
         "image": array(index, (side, 3, 2)),
         "point": Point(tensor(index, (2,), "bfloat16"), {"z": tensor(index, (side,), "int64", 1)}),
         "pair": (torch.tensor(float(index)), [index, array(index, (2, side), "int64", 2)]),
-        "name": f"n{index}",
+        "texts": [word * (index % 4), (word, bytes([index % 256]) * (index % 9))],
+        "numbers": [
+            index,
+            index / 2,
+            index % 2 == 0,
+            np.float32(index),
+            np.int16(index),
+            torch.tensor(index),
+        ],
         "nothing": {},
         "empty array": np.zeros((0, side), np.float32),
         "empty tensor": torch.empty(side, 0, dtype=torch.int16),
@@ -127,27 +100,10 @@ def strided(index: int, group: int) -> Any:
     }
 
 
-def looped(index: int, group: int) -> Any:
-    """Two views, collated by torch or by a loader in the dataset, in another order of keys."""
-    side = side_of(group)
-    views: Any = [
-        {"b": tensor(index, (side,), "int64", salt), "a": tensor(index, (side, 2), "int32", salt + 7)}
-        for salt in range(2)
-    ]
-    loaders: list[Any] = [lambda views, _: [tud.default_collate(views)], tud.DataLoader, fastload.DataLoader]
-    both = next(iter(loaders[index % 3](views, 2)))
-    return {"a": both["a"], "b": both["b"]}
-
-
-def record(index: int, group: int) -> Any:
-    return Record(tensor(index, (side_of(group), 2)), index)
-
-
 def plain_colour(index: int, group: int) -> Any:
     """An image of one colour: all crops of one size are equal."""
     side = 8 + side_of(group) % 10
-    colour = array(index, (3,))
-    return {"image": np.broadcast_to(colour, (side, side + 1, 3)).copy(), "label": index}
+    return {"image": np.broadcast_to(array(index, (3,)), (side, side + 1, 3)).copy(), "label": index}
 
 
 def known_draws(index: int, group: int) -> Any:
@@ -160,25 +116,19 @@ class Kind(NamedTuple):
 
     make: Callable[[int, int], Any]
     has_shapes: bool = True  # the group determines the shapes
-    is_cacheable: bool = True
     is_big: bool = False
     transforms: tuple[str, ...] = ("none", "alias")
 
 
-_OF_IMAGES = ("none", "plus one", "in place", "in place by torch", "rarely in place", "part", "as tensor")
+_OF_IMAGES = ("none", "in place", "rarely in place", "part", "as tensor")
 
 KINDS = {
-    "image": Kind(image),
     "labelled": Kind(labelled, transforms=_OF_IMAGES),
     "planes": Kind(planes),
     "big": Kind(big, is_big=True, transforms=_OF_IMAGES),
     "dtypes": Kind(dtypes),
-    "scalars": Kind(scalars, has_shapes=False),
-    "texts": Kind(texts, has_shapes=False),
     "nest": Kind(nest),
     "strided": Kind(strided),
-    "looped": Kind(looped),
-    "record": Kind(record, is_cacheable=False),
-    "plain colour": Kind(plain_colour, transforms=("none", "crop", "crop to tensor")),
+    "plain colour": Kind(plain_colour, transforms=("none", "crop to tensor")),
     "draws": Kind(known_draws, has_shapes=False, transforms=("draws",)),
 }

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.utils.data as tud
+from torch.utils._pytree import tree_leaves
 
 import fastload
 from fastload.cache.build.build import build_lmdb
 from tests.soak import datasets, order
-from tests.soak.compare import SoakError, difference, leaves, with_channels_last, wrong_strides
+from tests.soak.compare import SoakError, difference, with_channels_last, wrong_strides
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -25,33 +25,23 @@ if TYPE_CHECKING:
 
 
 class Subject:
-    """The dataset of a case, its loaders and their epochs; files are in an empty folder.
-
-    Attributes:
-        key: The key of a cache that other processes share.
-        noise: The random numbers of `rng="sample"` by epoch, index and occurrence of the index in the epoch.
-    """
+    """The dataset of a case, its loaders and their epochs; files are in an empty folder."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
-        self.key = f"soak-{case.seed}"
         self._folder = folder
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
+        # The random numbers of rng="sample", by epoch, index and occurrence of the index in the epoch.
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
-
-    def open_again(self) -> None:
-        """Before the first loader: remake the dataset, which attaches to another process's cache."""
-        self.dataset = None
-        self.dataset = self._make_dataset()
 
     def _make_dataset(self) -> Any:
         case = self.case
         if case.is_stream:
-            return (datasets.StatefulStream if case.source == "stateful stream" else datasets.Stream)(case)
+            return datasets.Stream(case)
         kind = datasets.BulkSamples if case.source == "bulk" else datasets.Samples
-        margin = datasets.SUBSET_MARGIN if "subset" in case.source else 0
+        margin = datasets.SUBSET_MARGIN if case.source == "subset of ram" else 0
         samples = kind(case, case.num_samples + margin, with_transform=not case.is_cached)
         dataset: Any = self._cached(samples) if case.is_cached else samples
         if case.is_cached and case.is_filled:
@@ -63,11 +53,11 @@ class Subject:
         transform = datasets.TRANSFORMS[case.transform].make(case)
         max_memory: Any = case.max_memory
         if max_memory == "half":
-            sizes = [leaf.nbytes for leaf in leaves(samples[0]) if hasattr(leaf, "nbytes")]
+            sizes = [leaf.nbytes for leaf in tree_leaves(samples[0]) if hasattr(leaf, "nbytes")]
             max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
         options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
         if case.source in ("ram", "keyed ram", "subset of ram"):
-            key = {"cache_key": self.key} if case.source == "keyed ram" else {}
+            key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
         path = self._folder / "samples.lmdb"
         codec, shards = "png" if case.source == "png lmdb" else None, 3 if case.source == "shards" else 1
@@ -78,8 +68,6 @@ class Subject:
             return fastload.CachedDataset.from_cache(path, transform, ram=in_ram, max_memory=max_memory)
         cache: Any = ["ram", f"lmdb:{path}"] if case.source == "tiers" else f"lmdb:{path}"
         return fastload.CachedDataset(samples, transform, cache=cache, **options)
-
-    # --- loaders ------------------------------------------------------------------------------------------
 
     def loader(self, **changes: Any) -> fastload.DataLoader:
         """A new loader with the settings of the case and with these changes; `close` closes it."""
@@ -101,9 +89,6 @@ class Subject:
             prefetch_memory=case.prefetch_memory,
             rng=case.rng,  # type: ignore[arg-type]
             worker_type="thread" if is_thread else "process",
-            device=case.device,
-            batch_transform=datasets.passed_on if case.is_transformed else None,
-            device_transform=datasets.on_device if case.device else None,
             **order.sampling(case, generator),
         )
         loader.case = case  # type: ignore[attr-defined]
@@ -125,9 +110,7 @@ class Subject:
         """Close all loaders."""
         for loader in self._loaders:
             loader.close()
-        datasets.forget_kept_batches()
-
-    # --- expected batches ---------------------------------------------------------------------------------
+        datasets.kept.__dict__.clear()
 
     def expected(self, due: order.Due, *, channels_last: bool) -> Any:
         """The expected batch, made from the formulas, without random numbers."""
@@ -144,14 +127,20 @@ class Subject:
         fresh = datasets.known_sample(self.case, order.source_index(self.case, index))
         return datasets.TRANSFORMS[self.case.transform].known(fresh)
 
+    def samples(self, number: int, rng: random.Random) -> Iterator[Received]:
+        """Some samples of the dataset, read here."""
+        for index in (rng.randrange(self.case.num_samples) for _ in range(number)):
+            if not (self.case.raises and datasets.raises_at(index)):
+                yield Received(self.dataset[index], self.expected_sample(index), f"sample {index}")
 
+
+@dataclasses.dataclass
 class Received:
     """One batch from a loader, the expected one in its own memory, and its number and indices in words."""
 
-    def __init__(self, batch: Any, expected: Any, place: str) -> None:
-        self.batch = batch
-        self.expected = expected
-        self.place = place
+    batch: Any
+    expected: Any
+    place: str
 
     def check(self, when: str = "when it came") -> None:
         """Compare the two; raise SoakError if they differ."""
@@ -161,14 +150,7 @@ class Received:
 
 
 class Reader:
-    """An iterator over one epoch of a loader; it compares each batch with the one that is due.
-
-    Attributes:
-        iterator: The iterator of the loader.
-        has_ended: Whether the iterator has raised StopIteration.
-        cycle: The reader itself, if only the garbage collector shall free it.
-        raises_timeouts: Whether a time-out of the loader is raised as TimeoutError; else the reader goes on.
-    """
+    """An iterator over one epoch of a loader; it compares each batch with the one that is due."""
 
     def __init__(
         self, subject: Subject, loader: fastload.DataLoader, epoch: int, due: list[order.Due] | None = None
@@ -186,8 +168,8 @@ class Reader:
         self.iterator = iter(loader)
         self.num_received = 0
         self.has_ended = False
-        self.cycle: Reader | None = None
-        self.raises_timeouts = False
+        self.cycle: Reader | None = None  # itself, if only the garbage collector shall free it
+        self.raises_timeouts = False  # as TimeoutError; else the reader goes on
 
     @property
     def due(self) -> list[order.Due]:
@@ -229,16 +211,13 @@ class Reader:
         self.num_received += 1
         if not self.due:
             raise SoakError(f"{place} came after the end")
-        shared = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
+        shared = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
         if shared and self.case.in_order:  # torch's iterator brings them in another order
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")
-        candidates = self.due[:1]
-        if not self.case.in_order:
-            candidates = [due for due in self.due if due.error is None]
         found = None
-        for due in candidates:
+        for due in self.due[:1] if self.case.in_order else self.due:
             received = Received(batch, self._expected(due, batch), f"{place}, indices {due.indices},")
             try:
                 received.check()
@@ -246,22 +225,22 @@ class Reader:
                 found = found or error
                 continue
             if due.error is not None:
-                break
+                found = SoakError(f"{place} came where the error of sample {due.error} was expected")
+                continue
             self.due.remove(due)
             self._compare_noise(due, batch)
             return received
-        raise found or SoakError(f"{place} came where the error of sample {due.error} was expected")
+        raise found or SoakError(f"{place} came in the place of another one")
 
     def _expected(self, due: order.Due, batch: Any) -> Any:
         expected = self.subject.expected(due, channels_last=self.case.channels_last)
-        if self.case.kind == "draws":  # _compare_noise looks at the random numbers
-            expected = _with_noise_of(expected, batch["on device"] if self.case.device else batch)
-        return {"on device": expected} if self.case.device else expected
+        # _compare_noise looks at the random numbers.
+        return _with_noise_of(expected, batch) if self.case.kind == "draws" else expected
 
     def _compare_noise(self, due: order.Due, batch: Any) -> None:
         if self.case.kind != "draws":
             return
-        rows = _noise_rows(batch["on device"] if self.case.device else batch, due)
+        rows = _noise_rows(batch, due)
         for row, index, occurrence in zip(rows, due.indices, due.occurrences, strict=True):
             place = (self.epoch, index, occurrence)
             before = self.subject.noise.setdefault(place, row.copy())
@@ -270,8 +249,7 @@ class Reader:
 
     def take_error(self, error: ValueError) -> None:
         """Note that an error came in place of a batch; raise it if it is not due."""
-        expected = self.due[:1] if self.case.in_order else self.due
-        for due in expected:
+        for due in self.due[:1] if self.case.in_order else self.due:
             if due.error is not None and str(error).rstrip().endswith(f"sample {due.error}"):
                 self.due.remove(due)
                 return
@@ -293,21 +271,3 @@ def _noise_rows(batch: Any, due: order.Due) -> list[np.ndarray[Any, Any]]:
     if isinstance(batch, list):
         return [np.asarray(sample["noise"]) for sample in batch]
     return list(batch["noise"].numpy())
-
-
-@contextlib.contextmanager
-def pretended_accelerator(case: Case) -> Iterator[None]:
-    """Let a loader with pin_memory=True pin its batches as if there were an accelerator, by a plain copy."""
-    base = tud.dataloader._BaseDataLoaderIter
-    begin = base.__init__
-
-    def init(self: Any, loader: Any) -> None:
-        begin(self, loader)
-        self._pin_memory = loader.pin_memory
-
-    if not case.is_pinned:
-        yield
-        return
-    copied = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
-    with mock.patch.object(base, "__init__", init), copied:
-        yield

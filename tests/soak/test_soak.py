@@ -22,8 +22,6 @@ from tests.soak.run import consume
 if TYPE_CHECKING:
     from pathlib import Path
 
-# --- cases -----------------------------------------------------------------------------------------------
-
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**62))
@@ -35,9 +33,6 @@ def test_a_case_follows_from_its_seed_and_its_settings_go_together(seed: int) ->
     assert case == settled(case)
     # What is printed of a case can be given to --with in a shell.
     assert Case(seed).changed(shlex.split(case.settings())) == case
-
-
-# --- planted faults --------------------------------------------------------------------------------------
 
 
 def _one_value_wrong(samples: list[Any]) -> Any:
@@ -92,36 +87,29 @@ def test_a_planted_fault_is_found(name: str, tmp_path: Path, monkeypatch: pytest
         due = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
         monkeypatch.setattr(order, "sampling", lambda case, generator: {"batch_size": 4, "sampler": planted})
         monkeypatch.setattr(order, "_drawn", lambda case, given, epoch: due)
-        monkeypatch.setattr(
-            datasets.Samples, "__getitem__", lambda self, index: datasets.known_sample(self.case, index)
-        )
+        read = lambda self, index: datasets.known_sample(self.case, index)  # noqa: E731
+        monkeypatch.setattr(datasets.Samples, "__getitem__", read)
 
     with pytest.raises(SoakError, match=message):
         consume(Case(3, raises=planted is None), tmp_path)
     _last.clear()
 
 
-# --- the command -----------------------------------------------------------------------------------------
-
-
 def test_a_failure_prints_the_case_and_how_to_run_it_again(capsys: pytest.CaptureFixture[str]) -> None:
     """The output has the settings, the difference and the command, and the exit code is 1."""
-    options = Namespace(minutes=0.001, seed=12)
     soak: Any = Namespace(run=lambda case: "SoakError: it was wrong" if case.seed == 12 else None)
 
-    assert command.Round(soak, options).run() == 1
+    assert command.run_cases(soak, map(draw, range(12, 20)), 0.01) == 1
     out = capsys.readouterr().out
     assert f"FAILED {draw(12)}" in out
     assert "SoakError: it was wrong\nreplay: " in out
     assert "-m tests.soak --case 12\n" in out
-    soak.run = lambda case: None
-    assert command.Round(soak, options).run() == 0
+    assert command.run_cases(soak, [draw(13)]) == 0
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
 @pytest.mark.slow
