@@ -52,6 +52,7 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
     """Answers a GET with the server's next fault, or `ask`s for the answer."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms for the client to acknowledge its headers
 
     def log_message(self, *_: Any) -> None:
         pass
