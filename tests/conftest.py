@@ -141,17 +141,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("matrix")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imports_out_of_collections() -> None:
-    """Keep what was imported by now out of the guard's collections, which then take no time.
-
-    Once for each module, because tests import more: an optimizer brings the whole of torch's compiler.
-    """
-    gc.collect()
-    if "t" not in sys.abiflags:  # see fastload/workers/preload.py
-        gc.freeze()
-
-
 @pytest.fixture(autouse=True)
 def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches store each sample at its first access, however long that takes: no timing decides a test."""
@@ -168,9 +157,17 @@ def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_LIGHTNING", ())
 
 
+_frozen_modules = [0]
+
+
 @pytest.fixture(autouse=True)
 def leak_guard() -> Iterator[None]:
     """No test leaves a process, a thread, a descriptor or a file in /dev/shm behind."""
+    if len(sys.modules) > _frozen_modules[0]:  # what tests import takes no time of the collections below
+        _frozen_modules[0] = len(sys.modules)
+        gc.collect()
+        if "t" not in sys.abiflags:  # see fastload/workers/preload.py
+            gc.freeze()
     before = leaks.snapshot()
     yield
     gc.collect()
