@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastload import DataLoader
-from fastload.rng.batch_draws import BatchStreams, draw_uniforms, drawing_from
+from fastload.rng.batch_draws import BatchId, BatchStreams, draw_uniforms, drawing_from
 from fastload.rng.sample_streams import StreamOrigin
 from tests.device.fake import FakeBackend
 from tests.kit.batches import read_epoch
@@ -63,6 +63,16 @@ def test_each_call_for_a_batch_draws_from_another_stream() -> None:
 
     assert np.array_equal([again.uniforms(1000, 2) for _ in range(2)], [first, second])
     assert abs(np.corrcoef(first[0], second[0])[0, 1]) < 0.15
+
+
+def test_a_draw_for_a_batch_depends_on_its_number_epoch_rank_and_base_seed() -> None:
+    """On each of these four facts, and not on the seed of the run."""
+    batch = BatchId(1, 0, 0, 0, 0)
+    facts = ({}, {"epoch": 1}, {"number": 1}, {"base_seed": 1}, {"rank": 1})
+    draws = [BatchStreams.of_batch(batch._replace(**fact)).uniforms(1, 1)[0, 0] for fact in facts]
+
+    assert len(set(draws)) == 5
+    assert draws[0] == BatchStreams.of_batch(batch._replace(seed=2)).uniforms(1, 1)[0, 0]
 
 
 @pytest.mark.parametrize("index", [7, -7, 2**70, "photo", (1, "a")])
