@@ -114,19 +114,22 @@ def test_the_log_says_once_why_a_cache_is_not_full(caplog: Any) -> None:
     assert "CachedDataset.fill()" in line
 
 
-@pytest.mark.parametrize("fills", [False, True])
-def test_samples_that_are_put_off_are_right_and_stored_later(fills: bool, monkeypatch: Any) -> None:
-    """Each access gives the sample, stored or not, until all are; fill() stores all at once."""
+@pytest.mark.parametrize("way", ["one by one", "in batches", "filled"])
+def test_samples_that_are_put_off_are_right_and_stored_later(way: str, monkeypatch: Any) -> None:
+    """Each access gives the sample, stored or not, until hits have paid for all; fill() stores all at once."""
     photos = Made(slowly, NUM_SAMPLES)
     dataset = CachedDataset(photos, cache="ram")
     put = dataset.cache.put
     monkeypatch.setattr(dataset.cache, "put", lambda index, sample: put(index, slowly(sample)))
     reads, stored = sum(photos.reads), [dataset.cache_info().num_cached]
     while stored[-1] < NUM_SAMPLES:
-        if fills:
+        if way == "filled":
             dataset.fill(num_workers=0, progress=False)
         else:
-            assert [dataset[index] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
+            cached = [index for index in range(NUM_SAMPLES) if way == "in batches" and index in dataset.cache]
+            assert not cached or dataset._gather(cached, np.empty).tolist() == cached
+            left = sorted({*range(NUM_SAMPLES)} - {*cached})
+            assert [dataset[index] for index in left] == left
         stored.append(dataset.cache_info().num_cached)
-    assert (len(stored) == 2) == fills
-    assert (sum(photos.reads) - reads == NUM_SAMPLES - stored[0]) == fills
+    assert len(stored) == (2 if way == "filled" else 3)
+    assert (sum(photos.reads) - reads == NUM_SAMPLES - stored[0]) == (way == "filled")
