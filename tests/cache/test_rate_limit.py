@@ -116,7 +116,7 @@ def test_the_log_says_once_why_a_cache_is_not_full(caplog: Any) -> None:
 
 @pytest.mark.parametrize("way", ["one by one", "in batches", "filled"])
 def test_samples_that_are_put_off_are_right_and_stored_later(way: str, monkeypatch: Any) -> None:
-    """Each access gives the sample, stored or not, until hits have paid for all; fill() stores all at once."""
+    """Each access gives the sample, stored or not, until hits have paid for all; fill() needs one pass."""
     photos = Made(slowly, NUM_SAMPLES)
     dataset = CachedDataset(photos, cache="ram")
     put = dataset.cache.put

@@ -147,6 +147,7 @@ def run(
             state = send(loader.state_dict())
             assert loader.state_dict() == state  # asking changes nothing
             assert state["_iterator_finished"] == (len(batches) < num_asked)
+            assert state["_num_yielded"] == len(found[-1])
             loader.close()
             default = torch.get_rng_state()
             torch.manual_seed(99)  # as in another process

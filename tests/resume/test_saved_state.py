@@ -33,7 +33,7 @@ from tests.resume.loaders import (
     through_json,
     through_torch_save,
 )
-from tests.resume.zoo import Foreign, Keeps, Mute, Numbers
+from tests.resume.zoo import Fixed, Foreign, Keeps, Mute, Numbers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,6 +78,24 @@ def test_what_a_stream_or_a_sampler_returned_is_a_snapshot(num_workers: int) -> 
 
         assert state == before
         assert state["samplers"] or state["dataset_states"][0]["state"]["position"] == 4
+
+
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"drop_last": True}])
+def test_a_stream_that_was_read_to_its_end_has_no_position(options: dict[str, Any]) -> None:
+    """Also where the last batch does not show that nothing follows."""
+    loader = make("Mute", **options)
+    list(loader)
+
+    assert loader.state_dict()["dataset_states"] == [{"progress": "ended"}]
+
+
+def test_a_stream_s_state_that_never_changes_is_taken_after_iter() -> None:
+    """If the stream refuses it before; that it then equals the stream's own does not make that an error."""
+    state = state_after(DataLoader(Fixed(LENGTH), 4), 2)
+    resumed = DataLoader(Fixed(LENGTH), 4)
+    resumed.load_state_dict(state)
+
+    assert len(list(resumed)) == 13  # all: this state has no position
 
 
 def test_the_caller_may_change_a_state() -> None:
