@@ -116,7 +116,10 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
     """A cache of rows has no `__getitems__`, so that rng="sample" works."""
-    draw = lambda sample: torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])  # noqa: E731
+
+    def draw(sample: Any) -> torch.Tensor:
+        return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
+
     dataset = fastload.CachedDataset(rows, prepare=to_arrays, transform=draw)
     found = []
     for num_workers in (0, 1):

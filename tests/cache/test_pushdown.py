@@ -371,7 +371,10 @@ def test_a_reduced_crop_lies_where_the_exact_one_lies(orientation: int) -> None:
     file = io.BytesIO()
     Image.fromarray(ramps).save(file, "jpeg", quality=98, subsampling="4:4:4", exif=exif)
     image = EncodedImage(file.getvalue())
-    crop = lambda: A.Compose([A.RandomResizedCrop((40, 40), scale=(0.7, 1.0))], seed=5)  # noqa: E731
+
+    def crop() -> Any:
+        return A.Compose([A.RandomResizedCrop((40, 40), scale=(0.7, 1.0))], seed=5)
+
     fast, exact = (Pushdown(crop(), reduces=reduces) for reduces in (True, False))
     images = [(fast(image=image)["image"], exact(image=image)["image"]) for _ in range(10)]
     differences = [np.abs(ours.astype(int) - theirs.astype(int)) for ours, theirs in images]

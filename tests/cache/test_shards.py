@@ -292,7 +292,11 @@ def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_pat
 def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> None:
     """A worker of a cluster runs other tasks later; the dataset keeps its directory while it is read."""
     before, during = os.getcwd(), []
-    opened = lambda: os.chdir(tmp_path) or Calling(8, 3, lambda: during.append(os.getcwd()))  # noqa: E731
+
+    def opened() -> Any:
+        os.chdir(tmp_path)
+        return Calling(8, 3, lambda: during.append(os.getcwd()))
+
     settings = {"codec": None, "quality": None, "on_error": "raise"}
     assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), 1, settings)(0), str)
     assert (during, os.getcwd()) == ([os.fspath(tmp_path)], before)

@@ -229,7 +229,10 @@ def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
 def test_writes_that_the_system_cuts_short_go_on_where_they_ended(most: int, monkeypatch: Any) -> None:
     """Also in the middle of an array, and for a sample of more arrays than one call takes."""
     real = os.pwrite  # an entry, of 8 bytes, is never cut
-    cut = lambda fd, data, offset: real(fd, data if len(data) == 8 else data[:most], offset)  # noqa: E731
+
+    def cut(fd: int, data: Any, offset: int) -> int:
+        return real(fd, data if len(data) == 8 else data[:most], offset)
+
     monkeypatch.setattr(os, "pwrite", cut)
     samples = [[np.full(1 + n % 5, n % 251, np.uint8) for n in range(count)] for count in (3, 1100)]
     cache = SharedMemoryCache(2, samples, max_memory=10 * MB)

@@ -238,7 +238,10 @@ def test_nests_are_split_along_the_first_dimension() -> None:
 def test_a_split_of_ones_own() -> None:
     """Batches of any kind can be retried by a function that divides them."""
     step = OutOfMemoryAbove(2)
-    split: Any = lambda batch, n: [(batch[part::n], len(batch) // n) for part in range(n)]  # noqa: E731
+
+    def split(batch: Any, n: int) -> list[Any]:
+        return [(batch[part::n], len(batch) // n) for part in range(n)]
+
     results = retry_on_oom(step, numbered(8), model=None, split=split)
     assert results == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert step.weights == [0.25] * 4

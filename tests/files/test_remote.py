@@ -370,7 +370,12 @@ def test_an_announced_file_is_read_once(opened: Any) -> None:
 def test_a_file_that_no_thread_has_begun_is_read_by_the_caller(opened: Any) -> None:
     """The only thread is stuck in another file."""
     begun, may_end = threading.Event(), threading.Event()
-    gate = lambda number: number or (begun.set(), until_set(may_end))  # noqa: E731
+
+    def gate(number: int) -> None:
+        if number == 0:
+            begun.set()
+            until_set(may_end)
+
     reader, _ = opened(gate, num_threads=1)
     reader.announce([0, 1])
     until_set(begun)
