@@ -101,6 +101,7 @@ OTHER_CLAIMS = {
         test_seeding.py::test_threads_draw_what_processes_draw
         test_seeding.py::test_two_iterators_at_once
         test_seeding.py::test_two_workers_draw_different_numbers
+        test_seeding.py::test_workers_of_the_fork_server
     """,
     "they state what albumentations 2.0.8 does in torch's loader, or where it keeps its generators": """
         test_seeding.py::test_all_parts_of_a_pipeline_share_one_pair
