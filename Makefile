@@ -25,7 +25,7 @@ demo: $(PHOTOS)/.ready
 	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
 
 test: $(BIN)/.ready
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(if $(RECORD),--record $(RECORD))
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(if $(RECORD),--record=$(RECORD))
 
 # What to run at each edit: less than a minute on two cores.
 test-fast: $(BIN)/.ready
