@@ -247,8 +247,9 @@ class Fetcher:
             index: The index that `fetch` got.
             error: The error that `fetch` raised; the text includes its ``path`` or ``filename``.
         """
-        if self._indices:
-            index = self._indices[-1 - operator.length_hint(self._left)]
+        num_left = operator.length_hint(self._left)
+        if num_left < len(self._indices):  # else a signal handler raised before the first sample was read
+            index = self._indices[-1 - num_left]
         place = f"dataset index {short_repr(index)}"
         path = path_of(error)
         return place if path is None else f"{place}, {path}"

@@ -517,7 +517,9 @@ def test_a_download_or_a_build_that_was_killed_continues(
     assert kept == (max(0, calls - 1) if is_download else 0)  # one call reads the manifest
 
     build(url=store, shards=None)
-    assert num_read(tmp_path / "log", store) == (6 - kept if is_download else 3)
+    # The first file that is written is the plan: without it, the next build has a plan of its own.
+    num_shards = 1 if (method, calls) == ("pipe_file", 0) else 3
+    assert num_read(tmp_path / "log", store) == (6 - kept if is_download else num_shards)
     copy_of(store)
     assert [name for name in copied() if "." in name] == []
     assert os.listdir(cache_dir / f"builds-{os.getuid()}") == []
