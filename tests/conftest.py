@@ -157,7 +157,7 @@ def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_LIGHTNING", ())
 
 
-_frozen_modules = [0]
+_frozen_modules = [0]  # how many modules were imported at the last gc.freeze()
 
 
 @pytest.fixture(autouse=True)
