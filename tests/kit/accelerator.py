@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def pretend_accelerator(set_attribute: Callable[[Any, str, Any], None], *, always: bool = True) -> None:
-    """Let all loaders pin, or only those with pin_memory=True; with `setattr` for good, or a monkeypatch's."""
+    """Let all loaders pin, or those with pin_memory=True; with `setattr` for good, or a monkeypatch's."""
     base = tud.dataloader._BaseDataLoaderIter
     base_init = base.__init__
 
