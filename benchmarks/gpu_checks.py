@@ -1,32 +1,40 @@
-"""Everything that only a real GPU can tell, in one call of a few minutes.
+"""Everything that only a real GPU can tell, in one call of less than ten minutes.
 
 Questions: does registered shared memory count as pinned, what does registering cost, how does it fail; what
 do loaders bring whose slots are registered; how fast are copies from pageable, pinned and registered memory,
-and do they overlap with compute; is every batch of the prefetcher what was sent, with flat memory; what do
-Normalize, retry_on_oom and tune_backends do there; what does it cost to train from a cache.
+and do they overlap with compute; is every batch what was sent, with flat memory; do the loader's own figures
+agree with the device's; what happens in forks, captures, under a default device, after kill -9; what do
+transforms cost there; what does it cost to train from a cache.
 
-Each check stands alone: what it raises is written down and the next one runs. Results are written after every
-check to benchmarks/results/gpu.json, or to $OUT/gpu.json. Exit status: 0, or 1 if no check succeeded, or 2
-("no CUDA device").
+Each group of checks is a process of its own with its own limit, so that a crash, a hang or a broken device
+costs one group; each check stands alone: what it raises is written down and the next one runs. Results are
+written after every group to benchmarks/results/gpu.json, or to $OUT/gpu.json. Needs a GPU, torch and NumPy;
+nothing need be installed. Exit status: 0, or 1 if no check succeeded, or 2 ("no CUDA device").
 
-Command: python benchmarks/gpu_checks.py [--only NAME ...] [--limit-s 230]
+Command: python benchmarks/gpu_checks.py [--only NAME ...] [--groups NAME ...] [--limit-s 500]
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gpu_loader
 import gpu_slots
+import gpu_tools  # the first: it makes fastload importable
 import gpu_training
+import gpu_transforms
 import torch
 from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
-from harness import RESULTS
+from harness import RESULTS, machine
 
 from fastload.device.prefetch import DevicePrefetcher
 from fastload.training.backends import tune_backends
@@ -37,7 +45,50 @@ from fastload.transforms.normalize import Normalize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["gpu_slots", "gpu_training"]  # whose checks are the first
+__all__ = ["gpu_loader", "gpu_slots", "gpu_tools", "gpu_training", "gpu_transforms"]  # whose checks are run
+
+# Most valuable first. Seconds: after so many the group is ended.
+GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "memory": (
+        60,
+        (
+            "import_makes_no_context",
+            "torch_pinned_memory",
+            "memory_written_by_a_child",
+            "cost_of_registering",
+            "registering_shared_memory",
+            "ways_in_which_registering_fails",
+        ),
+    ),
+    "loaders": (
+        70,
+        (
+            "every_batch_is_what_was_sent",
+            "loaders_to_the_device",
+            "waits_against_the_devices_idle_time",
+            "memory_is_flat_and_nothing_synchronizes",
+        ),
+    ),
+    "transforms": (60, ("transforms_on_the_device", "ways_to_crop_and_resize", "dataset_on_the_device")),
+    "situations": (
+        80,
+        (
+            "forks_with_recorded_tensors",
+            "two_loaders_and_a_killed_worker",
+            "default_device",
+            "cost_of_leaves",
+            "an_array_in_the_batch",
+            "threads_and_no_workers",
+            "memory_of_2000_batches",
+        ),
+    ),
+    "copies": (60, ("copy_bandwidth", "copies_overlap_with_compute", "prefetcher_against_plain_loops")),
+    "capture": (45, ("capture_of_a_step_between_batches",)),
+    "compiled": (60, ("compiled_transform_with_cuda_graphs",)),
+    "normalize": (45, ("normalize", "kernels_of_normalize", "out_of_memory", "tf32", "report_and_nvml")),
+    "decode": (30, ("decode_on_the_device",)),
+    "training": (120, ("resnet_50_from_a_cache",)),
+}
 
 
 # --- copies -----------------------------------------------------------------------------------------------
@@ -151,7 +202,7 @@ def every_batch_is_what_was_sent() -> dict[str, Any]:
 
 
 @check
-def memory_is_flat_and_the_host_never_waits() -> dict[str, Any]:
+def memory_is_flat_and_nothing_synchronizes() -> dict[str, Any]:
     batches = [torch.ones(64, 224, 224, 3, dtype=torch.uint8).pin_memory() for _ in range(4)]
     prefetcher = DevicePrefetcher([batches[n % 4] for n in range(50)])
     reserved = []
@@ -266,16 +317,53 @@ def report_and_nvml() -> dict[str, Any]:
     return found
 
 
+def run_group(name: str, limit_s: float, only: list[str]) -> dict[str, Any]:
+    """The results of one group's checks, run in a process of its own that ends after ``limit_s``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "group.json"
+        command = [sys.executable, __file__, "--in-process", str(path), "--only", *only]
+        start_s = time.perf_counter()
+        try:
+            ended = f"exit code {subprocess.run(command, timeout=limit_s, check=False).returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"ended after {limit_s:g} s"
+        results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    print(f"--- {name}: {ended} after {time.perf_counter() - start_s:.0f} s", flush=True)
+    missing = {
+        each: {"is_ok": False, "error": f"did not end: {ended}"} for each in only if each not in results
+    }
+    return results | missing
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), metavar="NAME")
-    parser.add_argument("--limit-s", type=float, default=230.0, help="start no check after so many seconds")
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="NAME")
+    parser.add_argument("--limit-s", type=float, default=500.0, help="start no group after so many seconds")
+    parser.add_argument("--in-process", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.in_process is not None:
+        return run_all({name: CHECKS[name] for name in args.only}, args.in_process)
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 2
     folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
-    return run_all({name: CHECKS[name] for name in args.only}, folder / "gpu.json", args.limit_s)
+    end_s = time.perf_counter() + args.limit_s
+    results: dict[str, Any] = {}
+    for name in args.groups:
+        limit_s, checks = GROUPS[name]
+        limit_s = min(limit_s, end_s - time.perf_counter())
+        only = [each for each in checks if each in args.only]
+        if only and limit_s > 5:
+            results |= run_group(name, limit_s, only)
+        content = {"command": "python benchmarks/gpu_checks.py", "machine": machine(), "checks": results}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")
+    for name, result in results.items():
+        print(
+            f"{name:45} {'ok' if result['is_ok'] else 'FAILED: ' + result['error'].strip().splitlines()[-1]}"
+        )
+    return 0 if any(result["is_ok"] for result in results.values()) else 1
 
 
 if __name__ == "__main__":

@@ -123,8 +123,9 @@ def ways_in_which_registering_fails() -> dict[str, Any]:
 class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Pictures as a cache gives them: different in their first pixels, and free of charge."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, reuses: bool = True) -> None:
         self.size = size
+        self.reuses = reuses  # one array for all samples: a worker process writes each into its batch at once
         self.pixels = np.zeros((224, 224, 3), np.uint8)
 
     def __len__(self) -> int:
@@ -132,8 +133,9 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
     def __getitem__(self, index: int) -> tuple[np.ndarray[Any, Any], int]:
         """``(224, 224, 3) uint8`` and its index."""
-        self.pixels[0, :2, 0] = divmod(index, 256)
-        return self.pixels, index
+        pixels = self.pixels if self.reuses else self.pixels.copy()
+        pixels[0, :2, 0] = divmod(index, 256)
+        return pixels, index
 
 
 @check

@@ -11,13 +11,16 @@ import gc
 import json
 import re
 import statistics
+import sys
 import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from harness import machine
+
+# On a machine with a GPU and torch, nothing else need be installed, this library neither.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fastload.memory.segment import Segment, populate
 
@@ -56,19 +59,13 @@ def run(name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return outcome
 
 
-def run_all(checks: dict[str, Callable[[], dict[str, Any]]], path: Path, limit_s: float) -> int:
+def run_all(checks: dict[str, Callable[[], dict[str, Any]]], path: Path) -> int:
     """Run checks in turn, write all results after each, give the exit status."""
-    end_s = time.perf_counter() + limit_s
     results: dict[str, Any] = {}
+    path.parent.mkdir(parents=True, exist_ok=True)
     for name, function in checks.items():
-        if time.perf_counter() < end_s:
-            results[name] = run(name, function)
-        else:
-            results[name] = {"is_ok": False, "error": f"left out: the {limit_s:g} s were used up"}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"command": "python benchmarks/gpu_checks.py", "machine": machine(), "checks": results}
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    print(f"written to {path}")
+        results[name] = run(name, function)
+        path.write_text(json.dumps(results, default=str))
     return 0 if any(result["is_ok"] for result in results.values()) else 1
 
 

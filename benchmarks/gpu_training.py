@@ -229,5 +229,5 @@ def resnet_50_from_a_cache() -> dict[str, Any]:
     """On the current device, eight workers."""
     torch.backends.cudnn.benchmark = True
     return compare(
-        "cuda", resnet, num_images=6144, side=224, batch_size=256, num_steps=64, num_workers=8, runs=3
+        "cuda", resnet, num_images=6144, side=224, batch_size=256, num_steps=40, num_workers=8, runs=2
     )

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from fastload.batch.failed_sample import FailedSample
+    from fastload.device.cuda import Backend
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -278,14 +279,14 @@ class DataLoader(LoaderSettings):
         if self.device is None:
             return self._host_iterator()
         device = choose_device(self)  # before any worker is started
-        source = self._host_iterator()
+        source = self._host_iterator(device[0] if isinstance(device, tuple) else None)
         if device is None and self.device_transform is None:
             return source
         iterator = DeviceIterator(self, source, device)
         _live[iterator] = None
         return iterator
 
-    def _host_iterator(self) -> Any:
+    def _host_iterator(self, backend: Backend | None = None) -> Any:
         if self._looks_for_generators:
             self._looks_for_generators = False
             in_threads = self.worker_type == "thread" and self.num_workers > 0
@@ -300,12 +301,14 @@ class DataLoader(LoaderSettings):
                     "fastload's. in_order=True uses fastload's, and batches come in the sampler's order"
                 )
             log.debug("this loader uses torch's own iterator: %s", reason)
-            iterator = torch_iterator(self, reason)
+            iterator = torch_iterator(
+                self, reason, pins=backend is not None and backend.device.type == "cuda"
+            )
         elif self.num_workers == 0:
             iterator = LocalIterator(self)
         else:
             self.check_worker_number_rationality()
-            iterator = WorkerIterator(self)
+            iterator = WorkerIterator(self, backend)
         _live[iterator] = None
         return iterator
 

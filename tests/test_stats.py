@@ -443,7 +443,7 @@ def test_figures_as_text() -> None:
         "3 batches, 12 samples, 2.0 kB in 2 s (6 samples/s)\n"
         "first batches: 500 ms on average\n"
         "waits: 246 ms (p50), 246 ms (p95), 250 ms (max); 33.3% of the time after the first batch\n"
-        "workers 25% busy; cache: 1,000 hits, 2 misses; 3 batches copied because slots were scarce; "
+        "workers 25% busy; cache: 1,000 hits, 2 misses; 3 batches copied instead of lent; "
         "4 workers restarted"
     )
     assert str(stats_of(Counts())) == "0 batches, 0 samples, 0 B in 0 us"

@@ -6,9 +6,11 @@ worker calls this code. NOTE [ Copies ahead ]:
 1. Each prefetcher or loader has one side stream for life. Copies and transforms run on it in order.
 2. A copy reads only pinned memory. The host keeps that memory until the copy's event is done, even if the
    iteration is abandoned. At most ``depth + 1`` batches of pinned memory wait for their copies.
-3. A batch's device tensors come from torch's allocator under the side stream. Before the caller gets them,
-   the caller's current stream waits for the batch's event, and `record_stream` tells the allocator that this
-   stream uses them. So a batch that the caller keeps, or an alias of it, stays valid.
+3. Before the caller gets a batch, the caller's current stream waits for the batch's event. Without a
+   transform, the batch's tensors come from torch's allocator under the stream that was current when the batch
+   was fetched, so no other stream is recorded for them, and a forked child can drop them. With a transform,
+   they come from the allocator under the side stream, and `record_stream` tells it that the caller's stream
+   uses them. So a batch that the caller keeps, or an alias of it, stays valid.
 4. Leaves other than dense CPU tensors (subclasses, sparse tensors, tensors that need gradients, objects with
    a ``to``) move on the caller's current stream when the batch is handed over, because their move can
    allocate memory that cannot be recorded. Such a batch is transformed on that stream, too.
@@ -20,6 +22,11 @@ worker calls this code. NOTE [ Copies ahead ]:
    gradients.
 7. If a signal handler raises while a batch is fetched, copied or handed over, the iterator closes: it never
    continues with a batch missing. A loader's error is raised after the batches before it.
+8. The caller gets a batch that is there without waiting for the next one, if the loader can say which are.
+9. A batch for which the device had no memory is tried again when its turn comes, and again at each later
+   call: it is never lost.
+10. The host waits for the device in one place, `_HostMemory`, which adds up the time: this is the device's
+    pace, not a wait for data.
 
 All device work goes through `Backend`.
 """
@@ -29,7 +36,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +54,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# So many leaves of at most so many bytes each are copied as one. Whoever keeps one of them keeps them all, so
+# they must be small.
+_MANY_LEAVES, _SMALL_BYTES = 16, 64 << 10
+
 
 @dataclass
 class _Ahead:
@@ -52,16 +65,27 @@ class _Ahead:
 
     batch: Any
     event: Any = None  # None: no work was started
-    made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors made on the side stream
+    stream: Any = None  # under which the tensors in `made` were allocated
+    made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors on the device
     late: dict[int, Any] = field(default_factory=dict)  # leaves to move at hand-over, by id
     transform: Callable[[Any], Any] | None = None  # for this batch
+
+
+@dataclass
+class _LacksMemory:
+    """A batch on the host for which the device had no memory."""
+
+    batch: Any
+    transform: Callable[[Any], Any] | None
+    error: torch.OutOfMemoryError
 
 
 class CopiesAhead(Iterator[T]):
     """One pass over a loader. See NOTE [ Copies ahead ].
 
     Args:
-        source: Returns the batches. If it has `register_slots`, the device can read its slots in place.
+        source: Returns the batches. If it has `register_slots`, the device can read its slots in place. If it
+            has `poll`, that returns the next batch in a tuple, or None if it would have to wait for one.
         backend: The device.
         stream: The side stream.
         depth: How many batches are in flight after the one handed out.
@@ -89,10 +113,16 @@ class CopiesAhead(Iterator[T]):
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
-        self._ahead: collections.deque[_Ahead | Exception] = collections.deque()
+        self._poll: Callable[[], tuple[T] | None] | None = getattr(source, "poll", None)
+        self._ahead: collections.deque[_Ahead | _LacksMemory | Exception] = collections.deque()
         self._reading = _HostMemory(backend)
         # Not at exit: the memory is freed with the process.
         weakref.finalize(self, self._reading.release_all).atexit = False
+
+    @property
+    def device_wait_ns(self) -> int:
+        """How long the host has waited for the device so far."""
+        return self._reading.waited_ns
 
     def __next__(self) -> T:
         if self._was_interrupted:
@@ -100,12 +130,15 @@ class CopiesAhead(Iterator[T]):
                 "an exception interrupted this iterator while it copied batches ahead, and closed it; "
                 "start a new one with iter(loader)"
             )
+        self._backend.expect_no_capture()
         self._was_interrupted = True  # until the state is consistent again
         self._fill()
         first = self._ahead.popleft() if self._ahead else None
-        if first is not None and self._taken is not None:
-            self._taken()
         try:
+            if isinstance(first, _LacksMemory):
+                first = self._start_again(first)
+            if first is not None and self._taken is not None:
+                self._taken()
             if first is None:
                 self._reading.release_all()
                 raise StopIteration
@@ -121,74 +154,115 @@ class CopiesAhead(Iterator[T]):
         return batch
 
     def _fill(self) -> None:
-        """Fetch batches until ``depth`` are in flight after the next one to hand over."""
+        """Fetch batches until ``depth`` are in flight after the next one to hand over; see rule 8."""
+        self._reading.release_done(max_left=math.inf)
         while self._source is not None and len(self._ahead) <= self._depth:
-            if self._ahead and isinstance(self._ahead[-1], Exception):
+            if self._ahead and not isinstance(self._ahead[-1], _Ahead):
                 return  # the caller decides whether to continue after an error
             self._reading.release_done(max_left=self._depth)
             with outside_modes(self._backend.device):
-                self._pull(self._source)
+                if not self._pull(self._source, must_wait=not self._ahead):
+                    return
 
-    def _pull(self, source: Iterator[T]) -> None:
+    def _pull(self, source: Iterator[T], *, must_wait: bool) -> bool:
+        """Fetch a batch and start its copies; whether there was one, an error, or the end."""
         # A separate function, so no local variable keeps the last batch or error alive.
         try:
-            batch = next(source)
+            if must_wait or self._poll is None:
+                batch = next(source)
+            elif (found := self._poll()) is not None:
+                (batch,) = found
+            else:
+                return False
         except StopIteration:
             self._source = None
-            return
+            return True
         except Exception as error:  # noqa: BLE001  # raised in order
             self._ahead.append(error)
-            return
-        launched = self._backend.record_event(self._backend.current_stream())
-        self._backend.wait_event(self._stream, launched)
-        self._ahead.append(self._start(batch))
+            return True
+        self._ahead.append(
+            self._start(batch, None if self._next_transform is None else self._next_transform())
+        )
+        return True
 
-    def _start(self, batch: T) -> _Ahead | Exception:
-        ahead = _Ahead(batch)
-        if self._next_transform is not None:
-            ahead.transform = self._next_transform()
-        reading: list[Any] = []
-        started: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # leaf and copy, by the leaf's id
+    def _start_again(self, lacking: _LacksMemory) -> _Ahead | Exception:
+        """Copy a batch when its turn has come: no other batch is in flight then."""
+        self._reading.release_all()
+        with outside_modes(self._backend.device):
+            started = self._start(lacking.batch, lacking.transform)
+        if isinstance(started, _LacksMemory):
+            self._ahead.appendleft(started)
+            raise started.error
+        return started
 
-        def start(leaf: Any) -> Any:
-            if not _is_plain(leaf):
-                ahead.late[id(leaf)] = leaf
-                return leaf
-            if id(leaf) not in started:  # a tensor that occurs twice is copied once
-                pinned = self._backend.pin(leaf)
-                # Keep it before the copy starts. Already pinned memory can be freed with the batch, not with
-                # the tensor: then the whole batch is kept.
-                reading.append((pinned, batch if pinned is leaf else None))
-                started[id(leaf)] = leaf, self._backend.copy(pinned, self._stream)
-            return started[id(leaf)][1]
+    def _start(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | _LacksMemory | Exception:
+        backend = self._backend
+        ahead = _Ahead(batch, transform=transform)
+        ahead.stream = backend.current_stream() if transform is None else self._stream
+        plain: dict[int, torch.Tensor] = {}  # by id: a tensor that occurs twice is copied once
+
+        def sort(leaf: Any) -> Any:
+            (plain if _is_plain(leaf) else ahead.late)[id(leaf)] = leaf
+            return leaf
 
         try:
-            ahead.batch = map_movable(batch, start)
+            map_movable(batch, sort)
+            copied = self._copied(batch, plain, ahead)
+            if plain:
+                ahead.batch = map_movable(batch, lambda leaf: copied.get(id(leaf), leaf))
+            if ahead.transform is not None and not ahead.late:
+                del copied, plain
+                self._transform_ahead(ahead, ahead.transform)
         except torch.OutOfMemoryError as error:
             add_note(
                 error,
-                f"raised while a batch was copied ahead; the device holds {self._depth + 1} batches in "
-                "addition to yours",
+                "raised while a batch was copied to the device; the next call of next() tries the same batch "
+                "again",
             )
-            return error
+            return _LacksMemory(batch, transform, error)
         except Exception as error:  # noqa: BLE001  # as above
             return error
-        finally:
-            if reading:  # also after an error: copies of the first leaves have been started
-                ahead.event = self._backend.record_event(self._stream)
-                self._reading.keep(ahead.event, reading)
-        ahead.made = [copied for _, copied in started.values()]
-        if ahead.transform is not None and not ahead.late:
-            del started
-            return self._transform_ahead(ahead, ahead.transform)
         return ahead
 
-    def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> _Ahead | Exception:
+    def _copied(self, batch: T, plain: dict[int, torch.Tensor], ahead: _Ahead) -> dict[int, torch.Tensor]:
+        """Start the copies of a batch's plain leaves; returns the device's tensors by the leaves' ids."""
+        backend, found = self._backend, dict[int, torch.Tensor]()
+        small = [leaf for leaf in plain.values() if leaf.nbytes <= _SMALL_BYTES and _is_bytes(leaf)]
+        if len(small) < _MANY_LEAVES:
+            small = []
+        joined = _Joined(small)
+        ids = {id(leaf) for leaf in small}
+        leaves = [
+            *([joined.bytes] if small else []),
+            *(leaf for leaf in plain.values() if id(leaf) not in ids),
+        ]
+        pinned = [backend.pin(leaf) for leaf in leaves]
+        targets = [backend.allocate(leaf, ahead.stream) for leaf in pinned]
+        # Behind the allocations, because their memory may be what work that the caller has queued still uses.
+        backend.wait_event(self._stream, backend.record_event(backend.current_stream()))
+        reading: list[Any] = []
         try:
-            with self._backend.on(self._stream):
-                ahead.batch = apply_transform(transform, ahead.batch, self._backend.device)
-        except Exception as error:  # noqa: BLE001  # as above
-            return error
+            for leaf, source, target in zip(leaves, pinned, targets, strict=True):
+                # Pinned memory can be freed with the batch, not with the tensor: keep the whole batch. Keep
+                # the target, too, unless its stream orders its death: the copy writes it even if nobody takes
+                # the batch.
+                is_ordered = ahead.stream is self._stream
+                reading.append((source, batch if source is leaf else None, None if is_ordered else target))
+                backend.copy(source, target, self._stream)
+        finally:
+            if reading:  # also after an error: copies of the first leaves have been started
+                ahead.event = backend.record_event(self._stream)
+                self._reading.keep(ahead.event, reading)
+        ahead.made = list(targets)
+        if small:
+            found.update(zip(map(id, joined.leaves), joined.split(targets.pop(0)), strict=True))
+            leaves.pop(0)
+        found.update(zip(map(id, leaves), targets, strict=True))
+        return found
+
+    def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> None:
+        with self._backend.on(self._stream):
+            ahead.batch = apply_transform(transform, ahead.batch, self._backend.device)
         ahead.event = self._backend.record_event(self._stream)
         ahead.made.clear()
 
@@ -202,15 +276,15 @@ class CopiesAhead(Iterator[T]):
             return leaf
 
         map_movable(ahead.batch, note)
-        return ahead
 
     def _hand_over(self, ahead: _Ahead) -> T:
         backend = self._backend
         consumer = backend.current_stream()
         if ahead.event is not None:
             backend.wait_event(consumer, ahead.event)
-            for tensor in ahead.made:
-                backend.record_stream(tensor, consumer)
+            if ahead.stream != consumer:
+                for tensor in ahead.made:
+                    backend.record_stream(tensor, consumer)
         batch: T = ahead.batch
         if ahead.late:
             try:
@@ -255,6 +329,11 @@ def outside_modes(device: torch.device) -> Iterator[None]:
         yield
 
 
+def pin_plain(backend: Backend, batch: Any) -> Any:
+    """``batch`` with the leaves that can be copied by their bytes in pinned memory; for any thread."""
+    return map_movable(batch, lambda leaf: backend.pin(leaf) if _is_plain(leaf) else leaf)
+
+
 def _is_plain(leaf: Any) -> bool:
     """Whether the leaf can be copied by its bytes: no subclass, no gradient, no sparse layout."""
     return (
@@ -267,22 +346,60 @@ def _is_plain(leaf: Any) -> bool:
     )
 
 
+def _is_bytes(leaf: torch.Tensor) -> bool:
+    """Whether a plain leaf is the bytes of its elements in order."""
+    return leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
+
+
+class _Joined:
+    """Small tensors as one: each copy of its own would cost the host some 40 us.
+
+    Args:
+        leaves: Plain tensors of any dtypes and shapes.
+
+    Attributes:
+        leaves: In the order of their bytes: the largest items first, so that all are aligned.
+        bytes: ``(N,) uint8``, on the host.
+    """
+
+    def __init__(self, leaves: list[torch.Tensor]) -> None:
+        self.leaves = sorted(leaves, key=lambda leaf: leaf.itemsize, reverse=True)
+        flat = [leaf.reshape(-1).view(torch.uint8) for leaf in self.leaves]
+        self.bytes = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def split(self, there: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors, as views of a copy of `bytes`."""
+        parts = there.split([leaf.nbytes for leaf in self.leaves])
+        return [part.view(leaf.dtype).view(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)]
+
+
 class _HostMemory:
-    """Host memory that the device might still read, in the order of its recorded events."""
+    """Host memory that the device might still read, in the order of its recorded events.
+
+    Attributes:
+        waited_ns: How long the host has waited here for the device.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._pid = os.getpid()
+        self.waited_ns = 0
         self._kept: collections.deque[tuple[Any, list[Any]]] = collections.deque()
 
     def keep(self, event: Any, sources: list[Any]) -> None:
         """Keep the memory that the device reads until the device has reached this event."""
         self._kept.append((event, sources))
 
-    def release_done(self, max_left: int) -> None:
+    def release_done(self, max_left: float) -> None:
         """Release memory that the device has read; wait for the oldest if more than ``max_left`` remain."""
-        while self._kept and (len(self._kept) > max_left or self._backend.is_done(self._kept[0][0])):
-            self._backend.synchronize(self._kept[0][0])
+        while self._kept:
+            event = self._kept[0][0]
+            if not self._backend.is_done(event):
+                if len(self._kept) <= max_left:
+                    return
+                start_ns = time.perf_counter_ns()
+                self._backend.synchronize(event)
+                self.waited_ns += time.perf_counter_ns() - start_ns
             self._kept.popleft()
 
     def release_all(self) -> None:

@@ -6,6 +6,7 @@ Runs in the consumer's process and threads. Tests replace the CUDA device with a
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import weakref
@@ -17,6 +18,7 @@ from fastload.device.streamless import STREAMLESS_TYPES, StreamlessDevice, why_n
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
 from fastload.system.logs import say_once
+from fastload.system.worker_memory import freeze_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +38,9 @@ class Backend(Protocol):
 
     device: torch.device
 
+    def expect_no_capture(self) -> None:
+        """Raise a RuntimeError if the caller's current stream is capturing a CUDA graph."""
+
     def make_stream(self) -> Any:
         """An exclusive stream on this device; called once per prefetcher."""
 
@@ -45,8 +50,11 @@ class Backend(Protocol):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself if a copy can read it directly, else a finished, pinned copy of it."""
 
-    def copy(self, pinned: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Allocate a device tensor under ``stream`` and start the copy into it; the host does not wait."""
+    def allocate(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+        """A new device tensor with the shape, strides and dtype of ``like``, allocated under ``stream``."""
+
+    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
+        """Start the copy on ``stream``; the host does not wait."""
 
     def move(self, value: Any) -> Any:
         """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
@@ -159,6 +167,17 @@ def copy_parameters(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_like(host, pin_memory=True).copy_(host).to(device, non_blocking=True)
 
 
+@functools.cache
+def _freeze_in_children() -> None:
+    """Let no collection of garbage in a forked child destroy tensors of this process's device.
+
+    The allocator asks the device about tensors that several streams used when they die. A forked child has no
+    device, and the error ends it: "terminate called ... CUDA error: initialization error".
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=freeze_inherited)
+
+
 class _CUDABackend:
     """torch.cuda, on one device. Makes no CUDA context before `make_stream`.
 
@@ -170,7 +189,16 @@ class _CUDABackend:
     def __init__(self, index: int | None) -> None:
         self.device = torch.device("cuda") if index is None else torch.device("cuda", index)
 
+    def expect_no_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "next() of a loader that copies to a CUDA device was called while a CUDA graph was captured: "
+                "a graph can hold neither the wait for a batch nor its copy. Capture the step alone, with an "
+                "input of its own that each batch is copied into"
+            )
+
     def make_stream(self) -> torch.cuda.Stream:
+        _freeze_in_children()
         torch.cuda.init()
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         self.device = torch.device("cuda", index)
@@ -193,9 +221,13 @@ class _CUDABackend:
             # Not pin_memory(): it keeps gaps between rows, and a copy across gaps is not asynchronous.
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
-    def copy(self, pinned: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    def allocate(self, like: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            return pinned.to(self.device, non_blocking=True)
+            return torch.empty_like(like, device=self.device)
+
+    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            target.copy_(pinned, non_blocking=True)
 
     def move(self, value: Any) -> Any:
         return move_leaf(value, self.device)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fastload.batch.packing import is_plain
@@ -55,12 +56,15 @@ class RegisteredSlots:
             memory: The memory about to be lent.
             in_use: The memory of all slots.
         """
-        if memory in self._addresses or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
         wanted = set(in_use)
-        for other in [known for known in self._addresses if known not in wanted and not known.is_leased]:
-            self._remove(other)
-        if self._has_failed:
+        if (
+            not self._addresses.keys() <= wanted
+        ):  # the driver waits for the device, but slots drop memory seldom
+            for other in [known for known in self._addresses if known not in wanted and not known.is_leased]:
+                self._remove(other)
+        if self._has_failed or memory in self._addresses:
             return
         reason = self._backend.register(memory.address, memory.nbytes)
         if reason:
@@ -90,23 +94,23 @@ class RegisteredSlots:
             say_once(f"a slot could not be unregistered: {reason}")
 
 
-def has_host_leaves(packed: Packed, batch: Any) -> bool:
-    """Whether some leaves of the unpacked batch stay on the host when a prefetcher copies it to the device.
+def hides_tensors(packed: Packed, batch: Any) -> bool:
+    """Whether some tensors of the unpacked batch are in objects that a prefetcher does not look into.
 
-    Arrays stay on the host, and so do tensors in objects that the prefetcher does not look into. An object
-    that has a ``to`` is assumed to move all its tensors.
+    These stay on the host when it copies the batch to the device. An object that has a ``to`` is assumed to
+    move all its tensors.
     """
-    if packed.has_arrays:
-        return True
-    num_moved, moves_itself = 0, False
+    num_found, moves_itself = 0, False
 
     def note(leaf: Any) -> Any:
-        nonlocal num_moved, moves_itself
+        nonlocal num_found, moves_itself
         if isinstance(leaf, torch.Tensor):
-            num_moved += is_plain(leaf)
+            num_found += is_plain(leaf)
+        elif isinstance(leaf, np.ndarray):
+            num_found += 1
         else:
             moves_itself = True
         return leaf
 
-    map_movable(batch, note)
-    return num_moved < packed.num_places and not moves_itself
+    map_movable(batch, note, lambda part: type(part) is np.ndarray and not part.dtype.hasobject)
+    return num_found < packed.num_places and not moves_itself

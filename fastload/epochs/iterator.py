@@ -10,6 +10,8 @@ from torch.autograd import profiler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastload.epochs.stats import Clock, Size
     from fastload.workers.settings import LoaderSettings
 
@@ -27,27 +29,45 @@ class EpochIterator:
     clock: Clock | None = None
     num_measured_workers: int | None = None
 
+    @property
+    def device_wait_ns(self) -> int:
+        """How long `next` has waited for the device to catch up, not for data, so far."""
+        return 0
+
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
         raise NotImplementedError
 
+    def poll_sized(self) -> tuple[Any, Size] | None:
+        """As `next_sized`; None if the batch would have to be waited for, where the iterator can tell."""
+        return self.next_sized()
+
     def __next__(self) -> Any:
+        return self._counted(self.next_sized)[0]
+
+    def poll(self) -> tuple[Any] | None:
+        """The next batch in a tuple, for a prefetcher; None if it would have to be waited for."""
+        found = self._counted(self.poll_sized)
+        return None if found is None else found[:1]
+
+    def _counted(self, fetch: Callable[[], Any]) -> Any:
         clock = self.clock
         if clock is None:
-            return self.next_sized()[0]
+            return fetch()
         if clock.recorder.reports:
             clock.recorder.report_if_due()
-        called_ns = time.perf_counter_ns()
+        called_ns, before_ns = time.perf_counter_ns(), self.device_wait_ns
         try:
-            batch, size = self.next_sized()
+            found = fetch()
         except StopIteration:
-            clock.end(called_ns)
+            clock.end(called_ns, self.device_wait_ns - before_ns)
             raise
         except BaseException:
-            clock.count(called_ns, None)
+            clock.count(called_ns, None, self.device_wait_ns - before_ns)
             raise
-        clock.count(called_ns, size)
-        return batch
+        if found is not None:
+            clock.count(called_ns, found[1], self.device_wait_ns - before_ns)
+        return found
 
     def close(self) -> None:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""
@@ -69,10 +89,13 @@ class HostIterator(EpochIterator, _BaseDataLoaderIter):
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
-        if profiler._is_profiler_enabled or self._IterableDataset_len_called is not None:
-            # torch's method labels the profile, and warns about wrong lengths.
+        if self._needs_torch():
             found: tuple[Any, Size] = super(EpochIterator, self).__next__()
             return found
         found = self._next_data()
         self._num_yielded += 1
         return found
+
+    def _needs_torch(self) -> bool:
+        """Whether torch's own method is called: it labels the profile, and warns about wrong lengths."""
+        return profiler._is_profiler_enabled or self._IterableDataset_len_called is not None

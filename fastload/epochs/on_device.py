@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,6 +88,11 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
             hand_over = self._fetched.hand_over
             self._copies = CopiesAhead(self._fetched, *self._device, DEPTH, next_transform, hand_over)
 
+    @property
+    def device_wait_ns(self) -> int:
+        """How long `next` has waited for the device to catch up, not for data, so far."""
+        return 0 if self._copies is None else self._copies.device_wait_ns
+
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
         if self._is_closed:
@@ -145,14 +150,24 @@ class _Fetched(Iterator[Any]):
         epoch.ahead = collections.deque()
 
     def __next__(self) -> Any:
+        return self._marked(self._source.next_sized)[0]
+
+    def poll(self) -> tuple[Any] | None:
+        """The next batch in a tuple; None if it would have to be waited for."""
+        found: tuple[Any] | None = self._marked(self._source.poll_sized)
+        return found
+
+    def _marked(self, fetch: Callable[[], Any]) -> Any:
         try:
-            batch, size = self._source.next_sized()
+            found = fetch()
         except Exception as error:
             if not isinstance(error, StopIteration):
                 self._marks.append((self._epoch.num_fetched, (0, 0)))
             raise
-        self._marks.append((self._epoch.num_fetched, size))
-        return batch
+        if found is None:
+            return None
+        self._marks.append((self._epoch.num_fetched, found[1]))
+        return found[:1]
 
     def hand_over(self) -> None:
         """Count the next fetched batch or error, which the caller takes now."""

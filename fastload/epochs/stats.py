@@ -59,7 +59,9 @@ class LoaderStats:
         wait_p95_s: 95th percentile of these waits.
         wait_max_s: The longest of these waits. Exact since the loader was made, otherwise within 2.2%.
         wait_total_s: The sum of these waits.
-        step_total_s: Seconds between a batch and the next call: the consumer's own work.
+        step_total_s: Seconds between a batch and the next call, and `device_wait_s`: the consumer's own work.
+        device_wait_s: Seconds of `step_total_s` in which a loader with `device=` waited, within `next`, for
+            the device to do the work that the consumer had queued: the device's pace, not a wait for data.
         wait_share: Waits as a share of waits and steps: 0 if data was always ready, close to 1 if the
             consumer only waits. None if there was no wait.
         worker_utilisation: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
@@ -67,8 +69,8 @@ class LoaderStats:
         cache_hits: Samples of `CachedDataset`s found in the cache, including those of prefetched batches that
             no caller received. None if no sample of one was read, and with torch's own iterators.
         cache_misses: Samples of `CachedDataset`s read from their source, as above.
-        num_copies: Batches copied because slots were scarce: the caller holds many batches, or
-            `prefetch_memory` is small.
+        num_copies: Batches copied because slots were scarce (the caller holds many batches, or
+            `prefetch_memory` is small), or because objects in them hide tensors from the device.
         num_restarts: Dead workers that were replaced.
     """
 
@@ -83,6 +85,7 @@ class LoaderStats:
     wait_max_s: float | None
     wait_total_s: float
     step_total_s: float
+    device_wait_s: float
     wait_share: float | None
     worker_utilisation: float | None
     cache_hits: int | None
@@ -112,6 +115,7 @@ class Counts:
     wait_ns: int = 0
     wait_max_ns: int = 0
     step_ns: int = 0
+    device_wait_ns: int = 0  # of `step_ns`
     other_ns: int = 0  # in calls that returned no batch
     workers_ns: int = 0  # time of each epoch, for each of its workers
     busy_us: int = 0
@@ -257,15 +261,23 @@ class Clock:
         self._num_steps = self._step_ns = self._wait_ns = 0  # of this epoch, without its first batch
         self._began_ns = began_ns
 
-    def count(self, called_ns: int, size: Size | None) -> None:
-        """Count a call that ends now; an error, and the end, have None instead of the size of a batch."""
+    def count(self, called_ns: int, size: Size | None, device_wait_ns: int = 0) -> None:
+        """Count a call that ends now; an error, and the end, have None instead of the size of a batch.
+
+        Args:
+            called_ns: When it began, in the time of `perf_counter_ns`.
+            size: Of the batch.
+            device_wait_ns: How long it waited for the device; this counts as the consumer's own work.
+        """
         counts = self.recorder.counts
         with self.recorder.lock:
             now_ns = time.perf_counter_ns()
             # Threads that share an iterator wait at the same time.
-            step_ns, wait_ns = max(0, called_ns - self._returned_ns), now_ns - called_ns
+            step_ns = max(0, called_ns - self._returned_ns) + device_wait_ns
+            wait_ns = now_ns - called_ns - device_wait_ns
             self._returned_ns = now_ns
             counts.step_ns += step_ns
+            counts.device_wait_ns += device_wait_ns
             counts.workers_ns += self._num_workers * (step_ns + wait_ns)
             if size is None:
                 counts.other_ns += wait_ns
@@ -286,12 +298,12 @@ class Clock:
                 counts.first_wait_ns += wait_ns + self._iter_ns
                 counts.workers_ns += self._num_workers * self._iter_ns
 
-    def end(self, called_ns: int) -> None:
+    def end(self, called_ns: int, device_wait_ns: int = 0) -> None:
         """The caller receives the end of the epoch, possibly several times."""
         if self._has_ended:
             return
         self._has_ended = True
-        self.count(called_ns, None)
+        self.count(called_ns, None, device_wait_ns)
         if self._auto_workers is not None and self._num_steps:
             per_step_s = _NS_PER_S * self._num_steps
             means_s = self._step_ns / per_step_s, self._wait_ns / per_step_s
@@ -321,6 +333,7 @@ def stats_of(counts: Counts) -> LoaderStats:
         wait_max_s=longest_s if has_waits else None,
         wait_total_s=wait_s,
         step_total_s=step_s,
+        device_wait_s=counts.device_wait_ns / _NS_PER_S,
         wait_share=wait_s / (wait_s + step_s) if has_waits and wait_s + step_s else None,
         worker_utilisation=min(1.0, counts.busy_us / _US_PER_S / workers_s) if workers_s else None,
         cache_hits=counts.cache_hits if has_cache else None,
@@ -360,7 +373,7 @@ def _lines(stats: LoaderStats) -> list[str]:
     if stats.cache_hits is not None:
         rest.append(f"cache: {stats.cache_hits:,} hits, {stats.cache_misses:,} misses")
     if stats.num_copies:
-        rest.append(f"{stats.num_copies:,} batches copied because slots were scarce")
+        rest.append(f"{stats.num_copies:,} batches copied instead of lent")
     if stats.num_restarts:
         rest.append(f"{stats.num_restarts:,} workers restarted")
     return [*lines, "; ".join(rest)] if rest else lines

@@ -37,12 +37,13 @@ if TYPE_CHECKING:
     from fastload.workers.settings import LoaderSettings
 
 
-def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
+def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -> TorchIterator:
     """Torch's iterator over the loader's batches, with fastload's seeds and memory format.
 
     Args:
         loader: The loader to iterate over.
         reason: Why it must use torch's iterator.
+        pins: Whether batches come in pinned memory even without `pin_memory`; torch's thread copies them.
     """
     epoch = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
@@ -59,6 +60,8 @@ def torch_iterator(loader: LoaderSettings, reason: str) -> TorchIterator:
     vars(twin).update(
         rng="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
     )
+    if pins:
+        vars(twin)["pin_memory"] = True
     channels_last = loader.memory_format is torch.channels_last
     own = own_collate(loader.collate_fn)
     twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from fastload.nested.device_tree import map_movable
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
 from fastload.transforms.chain import chained
 
@@ -25,7 +28,9 @@ class EpochTransform:
     """
 
     def __init__(self, loader: LoaderSettings, epoch: Epoch, name: str) -> None:
-        self._function = chained(getattr(loader, name))
+        function = getattr(loader, name)
+        self._function = chained(function)
+        self._clones = any(map(_is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._epoch = epoch
         self._auto_collation = loader._auto_collation
         # With in_order=False, the batches of torch's workers do not come in the order of their indices.
@@ -48,4 +53,21 @@ class EpochTransform:
 
     def _call(self, streams: BatchStreams, batch: Any) -> Any:
         with drawing_from(streams):
-            return self._function(batch)
+            found = self._function(batch)
+        # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
+        return map_movable(found, _cloned) if self._clones else found
+
+
+def _is_compiled(function: Any) -> bool:
+    """Whether torch.compile made it, or a part of it: of a function, or of a module."""
+    parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
+    return any(
+        hasattr(part, "_torchdynamo_orig_callable")
+        or hasattr(part, "_orig_mod")
+        or getattr(part, "_compiled_call_impl", None) is not None
+        for part in parts
+    )
+
+
+def _cloned(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_cuda else leaf

@@ -24,6 +24,7 @@ import torch
 
 from fastload.batch.failures import FailureCount
 from fastload.batch.iterable_state import NOT_BEGUN
+from fastload.device.copies import pin_plain
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
@@ -60,9 +61,14 @@ _searched: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
 
 
 class WorkerIterator(HostIterator):
-    """Iterates over epochs with workers: one epoch, or several with persistent workers."""
+    """Iterates over epochs with workers: one epoch, or several with persistent workers.
 
-    def __init__(self, loader: LoaderSettings) -> None:
+    Args:
+        loader: The loader whose batches it returns.
+        backend: The device that batches are copied to; worker threads pin them for it.
+    """
+
+    def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
         self._epoch = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
@@ -91,7 +97,11 @@ class WorkerIterator(HostIterator):
                 "other machines: persistent_workers=True keeps both"
             )
         if loader.worker_type == "thread":
-            finish = _pinning(self._pin_memory_device) if self._pin_memory else None
+            finish: Callable[[Any], Any] | None = None
+            if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
+                finish = functools.partial(pin_plain, backend)
+            elif self._pin_memory:
+                finish = _pinning(self._pin_memory_device)
             self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
         else:
             restarts = loader.max_worker_restarts
@@ -207,16 +217,25 @@ class WorkerIterator(HostIterator):
         self._broken = StopIteration if isinstance(error, WorkerDiedError) else LoaderClosedError
         self.close()
 
-    def _next_data(self) -> Any:
+    def poll_sized(self) -> tuple[Any, Size] | None:
+        """The next batch and its size; None if it would have to be waited for."""
+        if self._needs_torch():
+            return self.next_sized()
+        found: tuple[Any, Size] | None = self._next_data(must_wait=False)
+        if found is not None:
+            self._num_yielded += 1
+        return found
+
+    def _next_data(self, *, must_wait: bool = True) -> Any:
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "this DataLoader iterator belongs to the parent of this forked process; start a new one "
                 "here with iter(loader)"
             )
         with self._turn:
-            return self._next_batch()
+            return self._next_batch(must_wait=must_wait)
 
-    def _next_batch(self) -> tuple[Any, Size]:
+    def _next_batch(self, *, must_wait: bool) -> tuple[Any, Size] | None:
         if self._broken is not None:
             raise self._broken
         if not self._is_prefetched and not isinstance(self._pool, ThreadPool):
@@ -232,6 +251,8 @@ class WorkerIterator(HostIterator):
                 self._close_after(error)
                 raise
             if task is None or task.answer is None:
+                if not must_wait:
+                    return None
                 self._wait(worker, deadline)
                 continue
             deadline = self._deadline()

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
+import torch
 from torch.utils.data import dataloader as torch_loader
 
 from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
@@ -228,7 +229,10 @@ class _Watched:
         watched, replay = self._watched, self.watch.replay
         place = self._num_steps % (self._num_new + replay) if replay else 0
         is_replayed = place >= self._num_new > 0
+        if replay and self._num_steps and place in (0, self._num_new):
+            _finish_device_work()
         start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
+        before_ns = getattr(iterator, "device_wait_ns", 0)
         try:
             if self._num_steps >= self._num_total:
                 raise StopIteration
@@ -244,6 +248,7 @@ class _Watched:
             watched.epochs[self._epoch].asked_ns = start_ns
             raise
         end_ns, cpu_ns = time.perf_counter_ns(), time.thread_time_ns() - start_cpu_ns
+        start_ns += getattr(iterator, "device_wait_ns", 0) - before_ns  # the device's pace is the step's
         is_ahead = bool(replay) and self._num_steps > self._num_new and place < self._num_ahead
         kind = REPLAYED if is_replayed else AHEAD if is_ahead else NEW
         watched.steps.append(Step(self._epoch, start_ns, end_ns, cpu_ns, time.process_time_ns(), kind))
@@ -258,6 +263,12 @@ class _Watched:
                 own_bytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
                 watched.facts["own_bytes"] = max(watched.facts["own_bytes"], own_bytes)
         return batch
+
+
+def _finish_device_work() -> None:
+    """Let the device do what the loop has queued, or the next stretch would pay for it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -96,7 +96,7 @@ class BatchStreams:
     @classmethod
     def of_call(cls) -> BatchStreams:
         """Streams for one call outside a loader, seeded by a draw from torch's default generator."""
-        return cls((int(torch.empty((), dtype=torch.int64).random_().item()),))
+        return cls((int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()),))
 
     def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
         """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.

@@ -139,7 +139,7 @@ def examine_gpu(index: int) -> dict[str, Any]:
     """One GPU, and how it gets data from the host; takes some tens of milliseconds."""
     found: dict[str, Any] = {
         "index": index,
-        "name": torch.cuda.get_device_name(index),
+        "name": "unknown",
         "capability": None,
         "total_bytes": None,
         "free_bytes": None,
@@ -149,6 +149,7 @@ def examine_gpu(index: int) -> dict[str, Any]:
         "problem": "",
     }
     try:
+        found["name"] = torch.cuda.get_device_name(index)
         with torch.cuda.device(index):
             found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
             found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())

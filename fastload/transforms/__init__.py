@@ -15,6 +15,15 @@ from fastload.transforms.crop_and_flip import (
 )
 from fastload.transforms.erase import Cutout as Cutout
 from fastload.transforms.erase import RandomErasing as RandomErasing
+from fastload.transforms.gather import Gather as Gather
 from fastload.transforms.normalize import Normalize as Normalize
 
-__all__ = ["Cutout", "Normalize", "RandomCrop", "RandomErasing", "RandomHorizontalFlip", "RandomResizedCrop"]
+__all__ = [
+    "Cutout",
+    "Gather",
+    "Normalize",
+    "RandomCrop",
+    "RandomErasing",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+]

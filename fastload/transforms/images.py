@@ -170,7 +170,7 @@ def fill_values(fill: float | Sequence[float], pixels: torch.Tensor) -> torch.Te
         ValueError: The pixels cannot have this value, or the number of channels differs.
     """
     num_channels = pixels.shape[3]
-    exact = torch.as_tensor(fill, dtype=torch.float64)
+    exact = torch.as_tensor(fill, dtype=torch.float64, device="cpu")
     values = exact.to(pixels.dtype)
     is_exact = pixels.is_floating_point() or torch.equal(values.to(torch.float64), exact)
     if exact.shape not in ((), (num_channels,)) or not is_exact:

@@ -156,8 +156,8 @@ class Normalize(nn.Module):
 
     def _make_constants(self, device: torch.device) -> None:
         dtype = torch.promote_types(self.dtype, torch.float32)
-        mean = torch.tensor(self.mean, dtype=torch.float64).view(1, -1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float64).view(1, -1, 1, 1)
+        mean = torch.tensor(self.mean, dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
         # Not in the state_dict: they are arguments, and loading older weights must not require them.
         # Two steps for each constant: a copy that also converts would make the host wait for the device.
         scale, bias = (1 / (self.max_pixel_value * std)).to(dtype), (-mean / std).to(dtype)

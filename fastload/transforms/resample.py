@@ -4,22 +4,31 @@
    pixels of the box, with half-pixel centres and without antialiasing. Pixels outside the box are ignored.
 2. On the CPU, torch resizes one image after another: its kernel for one uint8 image is several times faster
    than any formulation for the whole batch. benchmarks/NOTES.md has the figures.
-3. On an accelerator, one image at a time would be hundreds of kernels. There the four pixels are gathered for
-   the whole batch, and no shape depends on a box, so the host never waits for the device. The memory in use
-   depends on the size of the result, not on that of the images.
+3. On a CUDA device with Triton, which torch's Linux builds bring, one kernel does it (triton_crop.py).
+4. On any other accelerator, one image at a time would be hundreds of kernels. There the four pixels are
+   gathered for the whole batch, and no shape depends on a box, so the host never waits for the device. The
+   memory in use depends on the size of the result, not on that of the images.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from fastload.device.cuda import copy_parameters
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
+
+# Of images, in the kernel's arithmetic.
+_FLOAT32 = (torch.uint8, torch.float16, torch.bfloat16, torch.float32)
 
 
 @torch.no_grad()
@@ -38,12 +47,31 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
     # On CPUs without AVX2, torch's kernel gives wrong values for uint8 images of one channel and one column.
     if images.device.type == "cpu" and min(size) > 1:
         return _one_by_one(images, boxes, size)
-    parameters = torch.from_numpy(boxes.astype(np.float32))
-    return _all_at_once(images, copy_parameters(parameters, images.device), size)
+    parameters = copy_parameters(torch.from_numpy(boxes.astype(np.float32)), images.device)
+    if images.device.type == "cuda" and images.dtype in _FLOAT32 and images.numel():
+        by_one_kernel = _triton()
+        if by_one_kernel is not None:
+            return by_one_kernel(images, parameters, size)
+    return _all_at_once(images, parameters, size)
+
+
+@functools.cache
+def _triton() -> Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor] | None:
+    """The one kernel, compiled for the first time; None where it cannot be."""
+    try:
+        crop: Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor]
+        crop = importlib.import_module("fastload.transforms.triton_crop").crop_and_resize
+        image = torch.zeros((1, 2, 2, 1), dtype=torch.uint8, device="cuda")
+        crop(image, torch.tensor([[0.0], [0.0], [2.0], [2.0], [0.0]], device="cuda"), (1, 1))
+    except Exception as error:  # noqa: BLE001  # no Triton, no C compiler for its launcher, an old device, ...
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        say_once(f"batches are cropped by many small kernels, not by one of Triton's: {reason}")
+        return None
+    return crop
 
 
 def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, int]) -> torch.Tensor:
-    result = torch.empty((len(images), *size, images.shape[3]), dtype=images.dtype)
+    result = torch.empty((len(images), *size, images.shape[3]), dtype=images.dtype, device="cpu")
     # Both channels-last, because torch's kernels for uint8 give wrong values for some images that are not.
     sources, targets = images.contiguous().permute(0, 3, 1, 2), result.permute(0, 3, 1, 2)
     for number, (top, left, height, width, is_flipped) in enumerate(boxes.T.astype(int).tolist()):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.packing import unpack
-from fastload.device.registered import RegisteredSlots, has_host_leaves
+from fastload.device.registered import RegisteredSlots, hides_tensors
 from fastload.memory.ring import SlotState
 from fastload.system.sent_error import SentError
 from fastload.workers.messages import Kind, Work
@@ -53,15 +53,14 @@ class Lender:
         if not packed.used_bytes or slot.memory is None:
             return unpack(packed, b"")
         lease = slot.memory.lease()
-        batch = unpack(packed, lease)
-        # A prefetcher passes host leaves on to its caller, who must never see pinned slots.
-        is_private = self.registered is not None and has_host_leaves(packed, batch)
-        if self.registered is not None and not is_private:
+        # A prefetcher passes arrays on to its caller, who must never see pinned slots.
+        batch = unpack(packed, lease, copies_arrays=self.registered is not None)
+        is_private = self.registered is not None and hides_tensors(packed, batch)
+        if self.registered is not None and not is_private and packed.has_tensors:
             self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
-        if not is_private:
-            if self.ring.lend(slot):
-                return batch
-            self._note_work(Work(num_copies=1))
+        if not is_private and self.ring.lend(slot):
+            return batch
+        self._note_work(Work(num_copies=1))
         del batch
         return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
 

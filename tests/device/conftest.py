@@ -24,6 +24,16 @@ CUDA = pytest.param(
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cuda_is_awake(request: pytest.FixtureRequest) -> None:
+    """What CUDA opens at its first use, and keeps, is there before the leak guard first looks."""
+    if torch.cuda.is_available() and any(item.get_closest_marker("gpu") for item in request.session.items):
+        torch.ones(8, device="cuda").add_(1)
+        torch.ones(8).pin_memory()
+        torch.cuda.Stream()
+        torch.cuda.synchronize()
+
+
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBackend]:
     """The device of every loader with device="cuda"; at the end nothing was used without order."""

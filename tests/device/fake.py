@@ -51,7 +51,8 @@ class Memory:
 
     def __init__(self, num_bytes: int, address: int | None = None) -> None:
         self.address = address
-        self.recorded: set[str] = set()  # streams, while a tensor has this memory
+        self.stream = ""  # under which it was allocated
+        self.recorded: set[str] = set()  # other streams, while a tensor has this memory
         mapped = None if address is None else (ctypes.c_ubyte * num_bytes).from_address(address)
         self.bytes: Any = bytearray(num_bytes) if mapped is None else mapped
 
@@ -90,7 +91,16 @@ class FakeBackend:
         self.num_pinned_copies += 1
         return self.pinned(tensor)
 
-    def copy(self, pinned: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+    def expect_no_capture(self) -> None:
+        pass
+
+    def allocate(self, like: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+        memory = self._allocate(like.nbytes, stream)
+        tensor = _tensor_over(memory, like, lambda: self._free_block(memory))
+        self._blocks[_address(tensor)] = memory
+        return tensor
+
+    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
         source = self._pinned.get(_address(pinned))
         if source is None and self._is_registered(pinned):
             self.num_read_in_place += 1
@@ -99,13 +109,9 @@ class FakeBackend:
             self.violations.append("copy from memory that is not pinned")
             source = Memory(pinned.nbytes)
         self.num_copies += 1
-        memory = self._allocate(len(source.bytes))
-        tensor = _tensor_over(memory, pinned, lambda: self._free_block(memory))
-        self._blocks[_address(tensor)] = memory
-        memory.bytes[:] = bytes([DEVICE_POISON]) * len(memory.bytes)
+        memory = self._blocks[_address(target)]
         stream.queue.append(("copy", source, memory))
         self.log.append(f"copy on {stream.name}")
-        return tensor
 
     def move(self, value: Any) -> Any:
         self.log.append(f"move on {self.current.name}")
@@ -202,6 +208,8 @@ class FakeBackend:
             rest[0].is_done = True
         elif kind == "copy":
             rest[1].bytes[:] = rest[0].bytes
+        elif kind == "poison":
+            rest[0].bytes[:] = bytes([DEVICE_POISON]) * len(rest[0].bytes)
         elif kind == "read":
             block, start, content = rest
             if bytes(block.bytes[start : start + len(content)]) != content:
@@ -230,23 +238,34 @@ class FakeBackend:
 
     # --- memory ---
 
-    def _allocate(self, num_bytes: int) -> Memory:
+    def _allocate(self, num_bytes: int, stream: FakeStream) -> Memory:
+        found = None
         for number, (memory, events) in enumerate(self._free):
-            if len(memory.bytes) == num_bytes and all(event.is_done for event in events):
+            is_fitting = len(memory.bytes) == num_bytes and memory.stream == stream.name
+            if is_fitting and all(event.is_done for event in events):
                 del self._free[number]
                 memory.recorded.clear()
-                return memory
-        self.num_reserved += 1
-        return Memory(num_bytes)
+                found = memory
+                break
+        if found is None:
+            self.num_reserved += 1
+            found = Memory(num_bytes)
+            found.stream = stream.name
+        # In order with what the stream still has to do, a read by the tensor's last user, say.
+        stream.queue.append(("poison", found))
+        return found
 
     def _free_block(self, block: Memory) -> None:
         self._blocks = {address: other for address, other in self._blocks.items() if other is not block}
         for stream in self.streams:
-            reads = any(work[0] == "read" and work[1] is block for work in stream.queue)
-            if reads and stream.name not in block.recorded:
+            if stream.name in (block.stream, *block.recorded):
+                continue
+            if any(work[0] == "read" and work[1] is block for work in stream.queue):
                 self.violations.append(f"a tensor died that {stream.name} has to read, unrecorded")
+            if any(work[0] == "copy" and work[2] is block for work in stream.queue):
+                self.violations.append(f"a tensor died that {stream.name} has to write, unrecorded")
         # As torch does it: an event on each recorded stream at the time of death. Work of the stream that it
-        # was allocated under is in order with the next copy there.
+        # was allocated under is in order with the next use there.
         recorded = [stream for stream in self.streams if stream.name in block.recorded]
         events = [self.record_event(stream) for stream in recorded]
         self._free.append((block, events))

@@ -277,16 +277,32 @@ def test_batches_come_pinned_in_order_from_a_thread(pinned_in: list[str], persis
 @quietly
 @pytest.mark.parametrize(
     ("options", "thread"),
-    [
-        ({}, "MainThread"),
-        ({"num_workers": 1, "worker_type": "thread", "device": "cuda"}, "fastload-worker-0"),
-    ],
+    [({}, "MainThread"), ({"num_workers": 1, "worker_type": "thread"}, "fastload-worker-0")],
 )
-def test_where_batches_are_pinned(fake: FakeBackend, pinned_in: list[str], options: Any, thread: str) -> None:
+def test_where_batches_are_pinned(pinned_in: list[str], options: Any, thread: str) -> None:
     """Without worker processes there is no thread for it, as in torch; worker threads do it themselves."""
     with DataLoader(datasets.Made(datasets.image, 4), 2, pin_memory=True, **options) as loader:
         assert len(list(loader)) == 2
     assert pinned_in == [thread] * 2
+
+
+@quietly
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_worker_threads_pin_for_the_device(
+    fake: FakeBackend, monkeypatch: pytest.MonkeyPatch, pin_memory: bool
+) -> None:
+    """With or without pin_memory=True, the consumer's thread copies none of their batches on the host."""
+    threads, pinned = [], fake.pinned
+
+    def noted(like: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return pinned(like)
+
+    monkeypatch.setattr(fake, "pinned", noted)
+    options: dict[str, Any] = {"num_workers": 1, "worker_type": "thread", "pin_memory": pin_memory}
+    with DataLoader(datasets.Made(datasets.image, 4), 2, device="cuda", **options) as loader:
+        assert len(list(loader)) == 2
+    assert threads == ["fastload-worker-0"] * 4  # images and labels
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader
+from fastload.device.copies import CopiesAhead
 from fastload.device.cuda import choose_backend
 from fastload.device.prefetch import DevicePrefetcher
 from fastload.errors import LoaderClosedError
@@ -95,12 +96,15 @@ def test_nests_arrive_whole(place: Place) -> None:
 
 
 def test_depth_batches_are_under_way_behind_the_one_handed_out(fake: FakeBackend) -> None:
-    """After each next(), ``depth`` more batches were pulled and their copies begun, no more and no fewer."""
+    """After each next(), ``depth`` more batches were pulled and their copies begun, no more and no fewer.
+
+    A batch that is dropped before its copy has run keeps its memory until then, here the last one but one.
+    """
     loader = Loader(6)
     iterator = iter(on(fake, loader, depth=2))
     assert loader.num_pulled == 0
     found = [(loader.num_pulled, fake.num_copies, fake.num_alive[1]) for _ in iterator]
-    assert found == [(3, 3, 3), (4, 4, 3), (5, 5, 3), (6, 6, 3), (6, 6, 2), (6, 6, 1)]
+    assert found == [(3, 3, 3), (4, 4, 3), (5, 5, 3), (6, 6, 3), (6, 6, 2), (6, 6, 2)]
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -213,27 +217,101 @@ def test_an_interrupt_while_a_batch_is_handed_over_closes_the_iterator(error: Ba
             next(iterator)
 
 
-def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
-    """When the device refuses a batch's second tensor, the first one's source lives until its copy ran."""
+class Full(FakeBackend):
+    """A device that has no memory for some allocations, by their number."""
 
-    class Full(FakeBackend):
-        def copy(self, pinned: torch.Tensor, stream: Any) -> torch.Tensor:
+    def __init__(self, *lacking: int) -> None:
+        super().__init__()
+        self.lacking = lacking
+        self.num_allocations = 0
+
+    def allocate(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+        self.num_allocations += 1
+        if self.num_allocations - 1 in self.lacking:
+            raise torch.OutOfMemoryError("no room")
+        return super().allocate(like, stream)
+
+
+def pair(number: int) -> list[torch.Tensor]:
+    return [batch(number), batch(number + 10)]
+
+
+def test_a_batch_that_found_no_memory_ahead_is_copied_in_its_turn() -> None:
+    """Nothing is raised if there is memory once those before it are gone; nothing is pulled past it."""
+    fake, loader = Full(3), Loader(5, pair)
+    iterator = iter(on(fake, loader))
+    kept = [next(iterator)]
+    assert loader.num_pulled == 2
+    kept += list(iterator)
+    fake.drain()
+    assert [int(b[1][0, 0]) for b in kept] == [10, 11, 12, 13, 14]
+    fake.check()
+
+
+@pytest.mark.parametrize("transform", [None, list])
+def test_a_batch_that_finds_no_memory_is_not_lost(transform: Any) -> None:
+    """The error is raised in its turn, and each later call tries the same batch again."""
+    fake, taken = Full(3, 4, 5), []
+    source = iter(Loader(4, pair))
+    then = None if transform is None else lambda: transform
+    copies = CopiesAhead(source, fake, fake.make_stream(), 2, then, lambda: taken.append(1))
+    kept = [next(copies)]
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+            next(copies)
+        assert "tries the same batch again" in caught.value.__notes__[0]
+        assert len(taken) == 1
+    kept += list(copies)
+    fake.drain()
+    assert [int(b[1][0, 0]) for b in kept] == [10, 11, 12, 13]
+    assert len(taken) == 4
+    del kept, copies
+    fake.check()
+
+
+def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
+    """When the copy of a batch's second tensor fails, the first one's source lives until its copy ran."""
+
+    class Broken(FakeBackend):
+        def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
             if self.num_copies == 3:
                 self.num_copies += 1
-                raise torch.OutOfMemoryError("no room")
-            return super().copy(pinned, stream)
+                raise RuntimeError("device-side assert")
+            super().copy(pinned, target, stream)
 
-    fake = Full()
-    iterator = iter(on(fake, Loader(4, lambda n: [batch(n), batch(n + 10)])))
+    fake = Broken()
+    iterator = iter(on(fake, Loader(4, pair)))
     kept = [next(iterator)]
-    with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
+    with pytest.raises(RuntimeError, match="device-side assert"):
         next(iterator)
     kept += list(iterator)
     fake.drain()
-    note = "raised while a batch was copied ahead; the device holds 3 batches in addition to yours"
-    assert caught.value.__notes__ == [note]
     assert [int(b[1][0, 0]) for b in kept] == [10, 12, 13]
     fake.check()
+
+
+def test_small_leaves_are_copied_as_one(fake: FakeBackend) -> None:
+    """From 16 of them on: any dtypes and shapes, with their values, in one copy beside the large ones."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = [torch.uint8, torch.float64, torch.bool, torch.int16, torch.complex64, torch.float32]
+
+    def some(number: int, *shape: int) -> torch.Tensor:
+        drawn = torch.randint(0, 2, shape, generator=generator)
+        return drawn.to(dtypes[number % len(dtypes)])
+
+    small = [some(n, *(n % 3 + 1,) * (n % 4)) for n in range(40)]
+    rest = [some(0, 300, 300), some(1, 6, 4).T, torch.tensor([1j]).conj()]
+    source = {"boxes": small, "rest": rest, "again": small[7]}
+    (found,) = on(fake, [source])
+    fake.drain()
+    assert fake.num_copies == 1 + len(rest)
+    for leaf, copied in zip([*small, *rest], [*found["boxes"], *found["rest"]], strict=True):
+        assert copied.dtype == leaf.dtype
+        assert torch.equal(copied.resolve_conj(), leaf.resolve_conj())
+    assert found["again"] is found["boxes"][7]
+    before = fake.num_copies
+    list(on(fake, [small[:15]]))
+    assert fake.num_copies == before + 15
 
 
 def test_special_leaves_move_on_the_callers_stream() -> None:
@@ -297,7 +375,6 @@ def test_no_consumer_and_no_order_of_work_finds_unordered_use(choices: random.Ra
     ("names", "replacement", "found"),
     [
         (["wait_event"], lambda stream, event: None, "did not read what the batch held"),
-        (["record_stream"], lambda tensor, stream: None, "died that main has to read"),
         (["is_done", "synchronize"], lambda event: True, "pinned memory died"),
         (["pin"], lambda tensor: tensor, "not pinned"),
     ],
@@ -313,6 +390,21 @@ def test_each_rule_taken_away_is_noticed(names: list[str], replacement: Any, fou
         fake.drain()
         noticed += any(found in violation for violation in fake.violations)
     assert noticed > 10
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+def test_a_caller_who_changes_streams_keeps_the_batch(is_recorded: bool) -> None:
+    """What was fetched under one stream and is used on another is recorded for it; else it is noticed."""
+    fake: Any = FakeBackend()
+    iterator = iter(on(fake, Loader(4)))
+    next(iterator)
+    fake.use_stream("another")
+    if not is_recorded:
+        fake.record_stream = lambda tensor, stream: None
+    for number in range(1, 4):
+        fake.read(next(iterator), batch(number))
+    fake.drain()
+    assert any("a tensor died that another has to read" in line for line in fake.violations) != is_recorded
 
 
 # --- what only a real device shows ------------------------------------------------------------------------

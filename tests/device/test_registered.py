@@ -108,6 +108,34 @@ def test_what_passes_through_is_the_callers_own(fake: FakeBackend, collate: Any,
             assert [int(batch.data[0]) for batch in batches] == list(range(0, 64, 4))
 
 
+def with_ids(samples: list[Any]) -> Any:
+    """Images and labels, and an array."""
+    images, labels = torch.utils.data.default_collate(samples)
+    return images, labels, {"ids": np.arange(len(samples)) + 10 * int(labels[0])}
+
+
+def test_an_array_beside_tensors_costs_its_own_copy(fake: FakeBackend) -> None:
+    """The tensors are read in place as ever; each array is the caller's, and stays what it was."""
+    with DataLoader(IMAGES, 4, collate_fn=with_ids, **PERSISTENT) as loader:
+        batches = list(on(fake, loader))
+        fake.drain()
+        num_copies = loader.stats().num_copies
+    check_values([batch[:2] for batch in batches])
+    assert [batch[2]["ids"].tolist() for batch in batches] == [
+        [40 * number + place for place in range(4)] for number in range(16)
+    ]
+    assert all(batch[2]["ids"].flags.writeable for batch in batches)
+    assert fake.num_read_in_place > fake.num_pinned_copies
+    assert num_copies < 16
+
+
+def test_what_hides_tensors_is_copied_and_counted(fake: FakeBackend) -> None:
+    """Tensors in objects that nobody looks into must not be views of registered slots."""
+    with DataLoader(IMAGES, 4, collate_fn=datasets.in_a_box, **PERSISTENT) as loader:
+        assert len(list(on(fake, loader))) == 16
+        assert loader.stats().num_copies == 16
+
+
 def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
     """Batches that grow bring new memory, and the registrations follow what slots hold."""
     with DataLoader(datasets.Made(datasets.growing, 40), 4, **PERSISTENT) as loader:
@@ -117,6 +145,16 @@ def test_memory_that_a_slot_gave_up_is_unregistered(fake: FakeBackend) -> None:
         assert [int(batch.flatten()[0]) for batch in got] == list(range(0, 40, 4))
         assert fake.log.count("unregister") > 0
         assert set(fake.registered) <= {slot.memory.address for slot in slots if slot.memory is not None}
+
+
+def test_dropped_memory_is_unregistered_at_the_next_batch(fake: FakeBackend) -> None:
+    """No new memory has to come first."""
+    slots, (kept, dropped) = RegisteredSlots(fake, fake.make_stream()), (shared_memory(), shared_memory())
+    for memory in (kept, dropped):
+        slots.add(memory, [kept, dropped])
+    slots.add(kept, [kept])
+    assert list(fake.registered) == [kept.address]
+    slots.close()
 
 
 # --- refused ----------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from typing import Any
 
-import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -154,6 +153,7 @@ streams = st.integers(0, 1 << 62).map(lambda seed: BatchStreams.of_batch(BatchId
 
 def reference(image: Any, box: Any, size: tuple[int, int]) -> Any:
     """The crop, resize and flip of albumentations itself, for one `(H, W, C)` array."""
+    A = pytest.importorskip("albumentations")
     top, left, height, width, is_flipped = (int(number) for number in box)
     crop = A.RandomResizedCrop(size, p=1.0).apply(image, crop_coords=(left, top, left + width, top + height))
     crop = crop.reshape(*size, image.shape[2])
@@ -282,6 +282,7 @@ ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25
 )
 def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchStreams) -> None:
     """The same uniform draws give the same boxes, in the image; after ten failures the central one."""
+    A = pytest.importorskip("albumentations")
     uniforms = streams.uniforms(20, NUM_DRAWS)
     boxes = draw_boxes(uniforms, image_size, scale, ratio)
     top, left, height, width = boxes

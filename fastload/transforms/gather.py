@@ -1,0 +1,104 @@
+"""Gather: a dataset that lies on the device; the loader sends row numbers, and batches are gathered there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.data
+from torch import nn
+
+from fastload.nested.device_tree import map_movable
+from fastload.system.sizes import readable_size
+
+if TYPE_CHECKING:
+    from typing import Self
+
+_CHUNK = 4096  # samples that `from_dataset` reads at a time
+
+
+class Gather(nn.Module):
+    """Replaces a batch of row numbers, ``(B,) int64``, with these rows of columns that lie on the device.
+
+    For datasets that fit into the device's memory beside the model, CIFAR for example: no sample is read or
+    copied again after the start, and no worker is needed. Order, resuming, ranks and the random numbers of
+    the transforms behind it are those of the same loader over the dataset itself::
+
+        gather = Gather.from_dataset(dataset)
+        augment = [gather, RandomCrop(32, 4), RandomHorizontalFlip()]
+        loader = DataLoader(gather.rows, 512, shuffle=True, device="cuda", device_transform=augment)
+
+    Args:
+        columns: A nested batch of all samples: each tensor has the samples along its first dimension. The
+            module keeps these tensors, and moves them to the device of the first batch, once. Other values
+            are passed on to each batch.
+
+    Attributes:
+        columns: The samples, on the device of the last batch.
+        rows: ``range(number of samples)``, the dataset for the loader.
+
+    Raises:
+        ValueError: There is no tensor, or their first dimensions differ.
+        TypeError: When called: the batch is not an int64 tensor of one dimension.
+        torch.OutOfMemoryError: When called: the columns do not fit into the device's free memory.
+    """
+
+    def __init__(self, columns: Any) -> None:
+        super().__init__()
+        self.columns = columns
+        tensors = self._tensors()
+        lengths = {len(tensor) if tensor.ndim else None for tensor in tensors}
+        if len(lengths) != 1 or None in lengths:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors) or "no tensor"
+            raise ValueError(f"columns should have all samples along their first dimension, but got {shapes}")
+        self.rows = range(len(tensors[0]))
+
+    @classmethod
+    def from_dataset(cls, dataset: Any) -> Self:
+        """The samples of a map-style dataset, collated once; they need equal shapes.
+
+        Read a `CachedDataset` without its random transform: what it draws would be the same in all epochs.
+        """
+        generator = torch.Generator()  # torch's loader draws a seed: not from the user's stream
+        chunks = list(torch.utils.data.DataLoader(dataset, _CHUNK, generator=generator))
+        tensors: list[list[torch.Tensor]] = [[] for _ in chunks]
+        for found, chunk in zip(tensors, chunks, strict=True):
+            map_movable(chunk, found.append)
+        columns = (torch.cat(parts) for parts in zip(*tensors, strict=True))
+        return cls(map_movable(chunks[0], lambda _: next(columns)))
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        """The samples of these rows, as a batch of the structure of `columns`."""
+        if not isinstance(rows, torch.Tensor) or rows.dtype != torch.int64 or rows.ndim != 1:
+            got = (
+                f"{rows.dtype} of shape {tuple(rows.shape)}" if isinstance(rows, torch.Tensor) else type(rows)
+            )
+            raise TypeError(
+                f"Gather expects row numbers, (B,) int64, but got {got}; give the loader gather.rows"
+            )
+        self._move(rows.device)
+        return map_movable(self.columns, lambda column: column.index_select(0, rows))
+
+    def _move(self, device: torch.device) -> None:
+        here = [tensor for tensor in self._tensors() if tensor.device != device]
+        if not here:
+            return
+        if device.type == "cuda":
+            nbytes, (free_bytes, _) = sum(tensor.nbytes for tensor in here), torch.cuda.mem_get_info(device)
+            if nbytes > free_bytes:
+                raise torch.OutOfMemoryError(
+                    f"the columns of Gather take {readable_size(nbytes)}, but {device} has only "
+                    f"{readable_size(free_bytes)} free: give the loader the dataset itself, with workers"
+                )
+        self.columns = map_movable(self.columns, lambda column: column.to(device))
+
+    def _tensors(self) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            return leaf
+
+        map_movable(self.columns, note)
+        return found

@@ -1,0 +1,145 @@
+"""Whom the host waits for, the data or the device, on the virtual clock of a device that only takes time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import fastload
+from fastload import DataLoader
+from fastload.device import copies
+from fastload.device.copies import CopiesAhead
+from fastload.epochs import iterator, on_device, stats
+from fastload.profiling import watching
+from tests.device.timed import MS, Clock, TimedBackend, TimedLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (copies, iterator, stats, watching):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def timed(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> TimedBackend:
+    """The device of every loader with device="cuda"."""
+    backend = TimedBackend(clock)
+    monkeypatch.setattr(on_device, "choose_backend", lambda device, _: backend)
+    return backend
+
+
+class Takes(torch.utils.data.Dataset[int]):
+    """Samples that take milliseconds of the host."""
+
+    def __init__(self, clock: Clock, sample_ms: Callable[[int], float], length: int = 60) -> None:
+        self.clock, self.sample_ms, self.length = clock, sample_ms, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        self.clock.now_ns += round(self.sample_ms(index) * MS)
+        return index
+
+
+def steps(batches: Any, backend: TimedBackend, step_ms: float, host_ms: float) -> int:
+    """An epoch: the host works, and launches one kernel, for each batch; returns how many there were."""
+    number = 0
+    for _ in batches:
+        backend.clock.now_ns += round(host_ms * MS)
+        backend.kernel(step_ms)
+        number += 1
+    return number
+
+
+def test_a_device_that_is_never_idle_waits_for_no_data(timed: TimedBackend) -> None:
+    """What the host is held up by the device in next() is a figure of its own; wait_share stays at 0."""
+    with DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader:
+        steps(loader, timed, step_ms=50, host_ms=5)
+        found = loader.stats()
+    assert timed.idle_ns == 0
+    assert found.wait_share is not None
+    assert found.wait_share < 0.02
+    assert found.device_wait_s > 0.8 * found.step_total_s > 0
+
+
+def test_a_device_that_waits_for_data_is_said_to(timed: TimedBackend) -> None:
+    """The reverse: slow samples are waits, and none of them is counted as the device's."""
+    with DataLoader(Takes(timed.clock, lambda _: 20), 1, device="cuda") as loader:
+        steps(loader, timed, step_ms=5, host_ms=1)
+        found = loader.stats()
+    assert found.device_wait_s == 0
+    assert found.wait_share == pytest.approx(20 / 21, abs=0.05)
+
+
+def test_the_profile_blames_no_loader_for_a_busy_device(timed: TimedBackend) -> None:
+    """The waits that it sums up are those for data."""
+    with (
+        fastload.profile() as profile,
+        DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader,
+    ):
+        assert profile._watch is not None
+        steps(loader, timed, step_ms=50, host_ms=5)
+        (watched,) = profile._watch.loaders
+    waited_ns = sum(step.end_ns - step.start_ns for step in list(watched.steps)[3:])
+    assert waited_ns < 0.02 * timed.clock.now_ns
+
+
+def test_replayed_stretches_begin_and_end_with_an_idle_device(
+    timed: TimedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host runs ahead: without that, a stretch of held batches would seem to take no time."""
+    at_ns: list[int] = []
+
+    def synchronize() -> None:
+        timed.synchronize(timed.main.end_ns)
+        at_ns.append(timed.clock.now_ns)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    with (
+        fastload.profile(replay=4) as profile,
+        DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader,
+    ):
+        assert profile._watch is not None
+        steps(loader, timed, step_ms=50, host_ms=5)
+        (watched,) = profile._watch.loaders
+    found = list(watched.steps)
+    replayed = [number for number, step in enumerate(found) if step.kind == watching.REPLAYED]
+    assert len(replayed) >= 16
+    assert len(at_ns) == 2 * len(replayed) // 4
+    # A stretch takes what its kernels take.
+    first = replayed[0]
+    assert found[first + 4].start_ns - found[first].start_ns == pytest.approx(4 * 50 * MS, rel=0.1)
+
+
+def idle_ms(clock: Clock, *, can_poll: bool) -> float:
+    """How long the device was idle, with one slow batch in twenty and a host that waits for each step."""
+    costs_ms = [150.0 if number % 20 == 19 else 10.0 for number in range(60)]
+    clock.now_ns = 0
+    backend, source = TimedBackend(clock), TimedLoader(clock, costs_ms)
+    batches = source if can_poll else iter(lambda: next(source), None)
+    found = []
+    for batch in CopiesAhead(iter(batches), backend, backend.make_stream(), 2):
+        found.append(int(batch))
+        backend.kernel(20)
+        backend.synchronize(backend.main.end_ns)
+    assert found == list(range(60))
+    return backend.idle_ns / MS
+
+
+def test_ready_batches_are_handed_over_without_waiting_for_the_next(clock: Clock) -> None:
+    """The batches that lie on the device cover a slow one; the first batch waits for no other."""
+    assert idle_ms(clock, can_poll=True) < 0.75 * idle_ms(clock, can_poll=False)
+    clock.now_ns = 0
+    backend = TimedBackend(clock)
+    copies_ahead = CopiesAhead(TimedLoader(clock, [0.0, 100.0, 100.0]), backend, backend.make_stream(), 2)
+    assert int(next(copies_ahead)) == 0
+    assert clock.now_ns == 0

@@ -1,0 +1,145 @@
+"""A device that only takes time, on a virtual clock: each stream is the moment at which its work ends.
+
+Copies and kernels take the seconds that the test says, the host's work advances the clock, and a host that
+waits for an event jumps to its moment. So waits and idle times are exact figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MS = 1_000_000
+
+
+class Clock:
+    """Stands in for the module `time`; its moments are in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def perf_counter_ns(self) -> int:
+        return self.now_ns
+
+    def perf_counter(self) -> float:
+        return self.now_ns / 1e9
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+
+class TimedStream:
+    def __init__(self) -> None:
+        self.end_ns = 0
+
+
+class TimedBackend:
+    """A backend whose copies take `copy_ms` each."""
+
+    def __init__(self, clock: Clock, copy_ms: float = 2.0) -> None:
+        self.device = torch.device("cpu")
+        self.clock = clock
+        self.copy_ns = round(copy_ms * MS)
+        self.main = TimedStream()
+        self.idle_ns = 0  # of the main stream, between kernels
+        self._last_ns: int | None = None
+
+    def kernel(self, ms: float) -> None:
+        """Launch a kernel on the consumer's stream."""
+        start_ns = max(self.clock.now_ns, self.main.end_ns)
+        if self._last_ns is not None:
+            self.idle_ns += start_ns - self._last_ns
+        self.main.end_ns = self._last_ns = start_ns + round(ms * MS)
+
+    # --- what the prefetcher asks for ---
+
+    def expect_no_capture(self) -> None:
+        pass
+
+    def make_stream(self) -> TimedStream:
+        return TimedStream()
+
+    def current_stream(self) -> TimedStream:
+        return self.main
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def allocate(self, like: torch.Tensor, stream: TimedStream) -> torch.Tensor:
+        return torch.empty_like(like)
+
+    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: TimedStream) -> None:
+        stream.end_ns = max(self.clock.now_ns, stream.end_ns) + self.copy_ns
+        target.copy_(pinned)
+
+    def move(self, value: Any) -> Any:
+        return value
+
+    def record_event(self, stream: TimedStream) -> int:
+        return max(stream.end_ns, self.clock.now_ns)
+
+    def wait_event(self, stream: TimedStream, event: int) -> None:
+        stream.end_ns = max(stream.end_ns, event)
+
+    def record_stream(self, tensor: torch.Tensor, stream: TimedStream) -> None:
+        pass
+
+    def is_done(self, event: int) -> bool:
+        return self.clock.now_ns >= event
+
+    def synchronize(self, event: int) -> None:
+        self.clock.now_ns = max(self.clock.now_ns, event)
+
+    @contextlib.contextmanager
+    def on(self, stream: TimedStream) -> Iterator[None]:
+        before, self.main = self.main, stream
+        try:
+            yield
+        finally:
+            self.main = before
+
+    def register(self, address: int, nbytes: int) -> str:
+        return ""
+
+    def unregister(self, address: int) -> str:
+        return ""
+
+
+class TimedLoader:
+    """Batches of a worker that is at most `ahead` batches ahead, and can be asked for without waiting."""
+
+    def __init__(self, clock: Clock, costs_ms: list[float], ahead: int = 2) -> None:
+        self._clock = clock
+        self._costs_ns = [round(cost * MS) for cost in costs_ms]
+        self._taken_ns = [0] * ahead  # when each batch was taken; the worker starts with `ahead` of them
+        self._ready_ns = 0  # when the next one is there
+        self._number = 0
+        self._make()
+
+    def _make(self) -> None:
+        if self._number < len(self._costs_ns):
+            begin_ns = max(self._ready_ns, self._taken_ns[self._number])
+            self._ready_ns = begin_ns + self._costs_ns[self._number]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self._number == len(self._costs_ns):
+            raise StopIteration
+        self._clock.now_ns = max(self._clock.now_ns, self._ready_ns)
+        self._taken_ns.append(self._clock.now_ns)
+        self._number += 1
+        self._make()
+        return torch.tensor([self._number - 1])
+
+    def poll(self) -> tuple[torch.Tensor] | None:
+        if self._number < len(self._costs_ns) and self._clock.now_ns < self._ready_ns:
+            return None
+        return (next(self),)
