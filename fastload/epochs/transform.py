@@ -44,15 +44,16 @@ class EpochTransform:
         epoch = self._epoch
         if self._is_of_samples and epoch.fetched_origin is not None:
             index, origin = epoch.fetched_origin
+            streams: Callable[..., BatchStreams]
             indices = index if self._auto_collation else (index,)
-            streams = BatchStreams.of_samples(origin, indices, first_call=self._first_call)
+            streams = functools.partial(BatchStreams.of_samples, origin, indices)
         else:
-            batch_id = epoch.batch_id(epoch.num_fetched - 1)
-            streams = BatchStreams.of_batch(batch_id, first_call=self._first_call)
+            streams = functools.partial(BatchStreams.of_batch, epoch.batch_id(epoch.num_fetched - 1))
         return functools.partial(self._call, streams)
 
-    def _call(self, streams: BatchStreams, batch: Any) -> Any:
-        with drawing_from(streams):
+    def _call(self, streams: Callable[..., BatchStreams], batch: Any) -> Any:
+        # New streams for each call: a batch that found no memory on the device is transformed again.
+        with drawing_from(streams(first_call=self._first_call)):
             found = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
         return map_movable(found, _cloned) if self._clones else found

@@ -12,14 +12,15 @@ import torch
 import torch.utils.data as tud
 
 from fastload import DataLoader
-from fastload.epochs import with_workers, without_workers
+from fastload.epochs import on_device, with_workers, without_workers
 from fastload.errors import LoaderClosedError
+from fastload.transforms import RandomHorizontalFlip
+from tests.device.fake import FakeBackend
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.device.fake import FakeBackend
     from tests.device.loaders import Place
 
 
@@ -317,3 +318,31 @@ def test_without_an_accelerator_torch_says_that_nothing_is_pinned(num_workers: i
         said.append([str(warning.message) for warning in caught if warning.category is UserWarning])
     assert said[0] == said[1]
     assert all("no accelerator is found" in message for message in said[1])
+
+
+def test_a_batch_that_is_tried_again_has_the_same_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transform that found no memory the first time draws what it would have drawn then."""
+
+    class Fails(RandomHorizontalFlip):
+        failures = 0
+
+        def forward(self, batch: Any) -> Any:
+            found = super().forward(batch)
+            if int(batch[1][0]) == 8 and self.failures < 2:
+                self.failures += 1
+                raise torch.OutOfMemoryError("no room")
+            return found
+
+    def run(transform: Any) -> list[Any]:
+        backend = FakeBackend()
+        monkeypatch.setattr(on_device, "choose_backend", lambda device, _: backend)
+        loader = DataLoader(IMAGES, 4, rng="sample", device="cuda", device_transform=transform)
+        found, iterator = [], iter(loader)
+        while len(found) < 6:
+            with contextlib.suppress(torch.OutOfMemoryError):
+                found.append(next(iterator)[0].clone())
+        return found
+
+    failing = Fails()
+    assert all(map(torch.equal, run(failing), run(RandomHorizontalFlip())))
+    assert failing.failures == 2
