@@ -342,7 +342,7 @@ def forks_with_recorded_tensors() -> dict[str, Any]:
                 Cycle(batch)
         else:
             Cycle(torch.ones(64, 64).to("cuda"))
-            pid = os.fork()
+        pid = os.fork()
         if not pid:
             if freeze:
                 gc.freeze()

@@ -37,6 +37,7 @@ import collections
 import contextlib
 import ctypes
 import math
+import operator
 import os
 import time
 import weakref
@@ -54,8 +55,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# So many leaves of at most so many bytes each are copied as one. Whoever keeps one of them keeps them all, so
-# they must be small.
+# From so many leaves of at most so many bytes on, those of each dtype are copied as one. Whoever keeps one of
+# them keeps them all, so they must be small.
 _MANY_LEAVES, _SMALL_BYTES = 16, 64 << 10
 
 
@@ -226,39 +227,28 @@ class CopiesAhead(Iterator[T]):
 
     def _copied(self, batch: T, plain: dict[int, torch.Tensor], ahead: _Ahead) -> dict[int, torch.Tensor]:
         """Start the copies of a batch's plain leaves; returns the device's tensors by the leaves' ids."""
-        backend, found = self._backend, dict[int, torch.Tensor]()
-        small = [leaf for leaf in plain.values() if leaf.nbytes <= _SMALL_BYTES and _is_bytes(leaf)]
-        if len(small) < _MANY_LEAVES:
-            small = []
-        joined = _Joined(small)
-        ids = {id(leaf) for leaf in small}
-        leaves = [
-            *([joined.bytes] if small else []),
-            *(leaf for leaf in plain.values() if id(leaf) not in ids),
-        ]
-        pinned = [backend.pin(leaf) for leaf in leaves]
-        targets = [backend.allocate(leaf, ahead.stream) for leaf in pinned]
+        backend = self._backend
+        joined = _joined(plain)
+        leaves = list(plain.values()) if joined is None else joined.leaves
+        pinned = list(map(backend.pin, leaves))
+        targets = backend.allocate(pinned, ahead.stream)
         # Behind the allocations, because their memory may be what work that the caller has queued still uses.
         backend.wait_event(self._stream, backend.record_event(backend.current_stream()))
-        reading: list[Any] = []
+        reading: list[Any] = list(pinned)
+        if any(map(operator.is_, pinned, leaves)):
+            reading.append(batch)  # pinned memory can be freed with the batch, not with the tensor
+        if ahead.stream is not self._stream:
+            reading += targets  # the copies write them even if nobody takes the batch
         try:
-            for leaf, source, target in zip(leaves, pinned, targets, strict=True):
-                # Pinned memory can be freed with the batch, not with the tensor: keep the whole batch. Keep
-                # the target, too, unless its stream orders its death: the copy writes it even if nobody takes
-                # the batch.
-                is_ordered = ahead.stream is self._stream
-                reading.append((source, batch if source is leaf else None, None if is_ordered else target))
-                backend.copy(source, target, self._stream)
-        finally:
-            if reading:  # also after an error: copies of the first leaves have been started
+            backend.copy(pinned, targets, self._stream)
+        finally:  # also after an error: copies of the first leaves have been started
+            if leaves:
                 ahead.event = backend.record_event(self._stream)
                 self._reading.keep(ahead.event, reading)
-        ahead.made = list(targets)
-        if small:
-            found.update(zip(map(id, joined.leaves), joined.split(targets.pop(0)), strict=True))
-            leaves.pop(0)
-        found.update(zip(map(id, leaves), targets, strict=True))
-        return found
+        ahead.made = targets
+        if joined is not None:
+            return joined.split(targets)
+        return dict(zip(plain, targets, strict=True))
 
     def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> None:
         with self._backend.on(self._stream):
@@ -346,31 +336,46 @@ def _is_plain(leaf: Any) -> bool:
     )
 
 
-def _is_bytes(leaf: torch.Tensor) -> bool:
-    """Whether a plain leaf is the bytes of its elements in order."""
-    return leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
-
-
 class _Joined:
-    """Small tensors as one: each copy of its own would cost the host some 40 us.
+    """The leaves of a batch with the small ones of each dtype as one: each copy would cost the host 40 us.
 
     Args:
-        leaves: Plain tensors of any dtypes and shapes.
+        large: The leaves that stay as they are.
+        small: The others by dtype, contiguous.
 
     Attributes:
-        leaves: In the order of their bytes: the largest items first, so that all are aligned.
-        bytes: ``(N,) uint8``, on the host.
+        leaves: Those to copy.
     """
 
-    def __init__(self, leaves: list[torch.Tensor]) -> None:
-        self.leaves = sorted(leaves, key=lambda leaf: leaf.itemsize, reverse=True)
-        flat = [leaf.reshape(-1).view(torch.uint8) for leaf in self.leaves]
-        self.bytes = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, large: list[torch.Tensor], small: dict[torch.dtype, list[torch.Tensor]]) -> None:
+        self._large = large
+        self._small = list(small.values())
+        flat = [torch.cat([leaf.reshape(-1) for leaf in group]) for group in self._small]
+        self.leaves = [*large, *flat]
 
-    def split(self, there: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, as views of a copy of `bytes`."""
-        parts = there.split([leaf.nbytes for leaf in self.leaves])
-        return [part.view(leaf.dtype).view(leaf.shape) for part, leaf in zip(parts, self.leaves, strict=True)]
+    def split(self, targets: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """From copies of `leaves`: the copies of all leaves of the batch, by their ids."""
+        found = dict(zip(map(id, self._large), targets, strict=False))
+        for group, target in zip(self._small, targets[len(self._large) :], strict=True):
+            parts = target.split_with_sizes([leaf.numel() for leaf in group])
+            for leaf, part in zip(group, parts, strict=True):
+                found[id(leaf)] = part if leaf.ndim == 1 else part.view(leaf.shape)
+        return found
+
+
+def _joined(plain: dict[int, torch.Tensor]) -> _Joined | None:
+    """The leaves with the small ones joined; None if there are few."""
+    if len(plain) < _MANY_LEAVES:
+        return None
+    small: dict[torch.dtype, list[torch.Tensor]] = {}
+    large = []
+    for leaf in plain.values():
+        is_small = leaf.nbytes <= _SMALL_BYTES and leaf.is_contiguous()
+        if is_small and not leaf.is_conj() and not leaf.is_neg():
+            small.setdefault(leaf.dtype, []).append(leaf)
+        else:
+            large.append(leaf)
+    return _Joined(large, small) if sum(map(len, small.values())) >= _MANY_LEAVES else None
 
 
 class _HostMemory:

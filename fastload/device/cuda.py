@@ -50,11 +50,11 @@ class Backend(Protocol):
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` itself if a copy can read it directly, else a finished, pinned copy of it."""
 
-    def allocate(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
-        """A new device tensor with the shape, strides and dtype of ``like``, allocated under ``stream``."""
+    def allocate(self, likes: list[torch.Tensor], stream: Any) -> list[torch.Tensor]:
+        """New device tensors with the shapes, strides and dtypes of ``likes``, allocated under ``stream``."""
 
-    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
-        """Start the copy on ``stream``; the host does not wait."""
+    def copy(self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: Any) -> None:
+        """Start the copies on ``stream``, in order; the host does not wait."""
 
     def move(self, value: Any) -> Any:
         """``value.to(device)`` on the caller's current stream; see `move_leaf`."""
@@ -221,13 +221,16 @@ class _CUDABackend:
             # Not pin_memory(): it keeps gaps between rows, and a copy across gaps is not asynchronous.
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
-    def allocate(self, like: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            return torch.empty_like(like, device=self.device)
+    def allocate(self, likes: list[torch.Tensor], stream: torch.cuda.Stream) -> list[torch.Tensor]:
+        with self.on(stream):
+            return [torch.empty_like(like, device=self.device) for like in likes]
 
-    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            target.copy_(pinned, non_blocking=True)
+    def copy(
+        self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: torch.cuda.Stream
+    ) -> None:
+        with self.on(stream):
+            for source, target in zip(pinned, targets, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def move(self, value: Any) -> Any:
         return move_leaf(value, self.device)

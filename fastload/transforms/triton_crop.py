@@ -7,8 +7,6 @@ intermediate to memory (benchmarks/results/gpu.json).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,21 +15,21 @@ _PIXELS_PER_PROGRAM = 256
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
-def _kernel(
-    source: Any,
-    target: Any,
-    boxes: Any,  # (5, B): top, left, height, width, and 1 for a mirrored image
-    num_images: Any,
-    per_image: Any,  # strides of the source, in elements
-    per_row: Any,
-    per_column: Any,
-    per_channel: Any,
-    target_height: Any,
-    target_width: Any,
+def _kernel(  # type: ignore[no-untyped-def]
+    source,
+    target,
+    boxes,  # (5, B): top, left, height, width, and 1 for a mirrored image
+    num_images,
+    per_image,  # strides of the source, in elements
+    per_row,
+    per_column,
+    per_channel,
+    target_height,
+    target_width,
     num_channels: tl.constexpr,
     rounds: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     image = tl.program_id(1)
     pixel = tl.program_id(0) * block + tl.arange(0, block)
     is_inside = pixel < target_height * target_width

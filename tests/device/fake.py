@@ -94,13 +94,20 @@ class FakeBackend:
     def expect_no_capture(self) -> None:
         pass
 
-    def allocate(self, like: torch.Tensor, stream: FakeStream) -> torch.Tensor:
+    def allocate(self, likes: list[torch.Tensor], stream: FakeStream) -> list[torch.Tensor]:
+        return [self.allocate_one(like, stream) for like in likes]
+
+    def allocate_one(self, like: torch.Tensor, stream: FakeStream) -> torch.Tensor:
         memory = self._allocate(like.nbytes, stream)
         tensor = _tensor_over(memory, like, lambda: self._free_block(memory))
         self._blocks[_address(tensor)] = memory
         return tensor
 
-    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
+    def copy(self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: FakeStream) -> None:
+        for source, target in zip(pinned, targets, strict=True):
+            self.copy_one(source, target, stream)
+
+    def copy_one(self, pinned: torch.Tensor, target: torch.Tensor, stream: FakeStream) -> None:
         source = self._pinned.get(_address(pinned))
         if source is None and self._is_registered(pinned):
             self.num_read_in_place += 1

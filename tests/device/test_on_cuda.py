@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -79,15 +81,22 @@ def test_next_within_a_capture_is_refused(place: Any) -> None:
 
 
 def test_compiled_transforms_may_use_cuda_graphs(place: Any) -> None:
-    """Their outputs, which the next call overwrites, are cloned for each batch."""
+    """Their outputs, which the next call overwrites, are cloned for each batch; in a process of its own."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("torch.compile needs triton")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(lambda batch: batch[0].float() + 1, mode="reduce-overhead")
-        held = list(DataLoader(IMAGES, 4, device="cuda", device_transform=compiled))
-    expected = [images.float() + 1 for images, _ in DataLoader(IMAGES, 4)]
-    assert all(torch.equal(one.cpu(), two) for one, two in zip(held, expected, strict=True))
+    code = """
+import torch
+from fastload import DataLoader
+compiled = torch.compile(lambda batch: batch.float() + 1, mode="reduce-overhead")
+pixels = torch.arange(40 * 64, dtype=torch.uint8).reshape(40, 64)
+held = torch.cat(list(DataLoader(pixels, 4, device="cuda", device_transform=compiled))).cpu()
+print(torch.equal(held, pixels.float() + 1))
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -110,7 +119,7 @@ def test_crops_on_the_device_are_those_of_the_cpu(
         found = resample.resample(images.cuda(), boxes, size)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert found.is_contiguous()
-        tolerance = 1.0 if dtype == torch.uint8 else max(256 * torch.finfo(dtype).eps, 1e-3)
+        tolerance = 1.0 if dtype == torch.uint8 else max(256 * torch.finfo(dtype).eps, 2e-2)
         assert not shape[0] or (found.cpu().double() - expected.double()).abs().max() <= tolerance
 
 

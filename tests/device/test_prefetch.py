@@ -225,11 +225,11 @@ class Full(FakeBackend):
         self.lacking = lacking
         self.num_allocations = 0
 
-    def allocate(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+    def allocate_one(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
         self.num_allocations += 1
         if self.num_allocations - 1 in self.lacking:
             raise torch.OutOfMemoryError("no room")
-        return super().allocate(like, stream)
+        return super().allocate_one(like, stream)
 
 
 def pair(number: int) -> list[torch.Tensor]:
@@ -273,11 +273,11 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
     """When the copy of a batch's second tensor fails, the first one's source lives until its copy ran."""
 
     class Broken(FakeBackend):
-        def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
+        def copy_one(self, pinned: torch.Tensor, target: torch.Tensor, stream: Any) -> None:
             if self.num_copies == 3:
                 self.num_copies += 1
                 raise RuntimeError("device-side assert")
-            super().copy(pinned, target, stream)
+            super().copy_one(pinned, target, stream)
 
     fake = Broken()
     iterator = iter(on(fake, Loader(4, pair)))
@@ -291,7 +291,7 @@ def test_a_copy_that_fails_is_raised_in_its_turn() -> None:
 
 
 def test_small_leaves_are_copied_as_one(fake: FakeBackend) -> None:
-    """From 16 of them on: any dtypes and shapes, with their values, in one copy beside the large ones."""
+    """From 16 of them on: any dtypes and shapes, with their values, in one copy for each dtype."""
     generator = torch.Generator().manual_seed(0)
     dtypes = [torch.uint8, torch.float64, torch.bool, torch.int16, torch.complex64, torch.float32]
 
@@ -304,7 +304,7 @@ def test_small_leaves_are_copied_as_one(fake: FakeBackend) -> None:
     source = {"boxes": small, "rest": rest, "again": small[7]}
     (found,) = on(fake, [source])
     fake.drain()
-    assert fake.num_copies == 1 + len(rest)
+    assert fake.num_copies == len(dtypes) + len(rest)
     for leaf, copied in zip([*small, *rest], [*found["boxes"], *found["rest"]], strict=True):
         assert copied.dtype == leaf.dtype
         assert torch.equal(copied.resolve_conj(), leaf.resolve_conj())
@@ -484,9 +484,12 @@ def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Plac
     assert not tensor.is_pinned()
     assert backend.register(memory.address, memory.nbytes) == ""
     assert tensor[4097:].is_pinned()
+    # Leaves are not views of a whole: their storages begin inside the registered memory.
+    assert torch.frombuffer(memory.lease(), dtype=torch.uint8, offset=4160, count=999).is_pinned()
     assert backend.pin(tensor[4097:]).data_ptr() == tensor[4097:].data_ptr()
     assert "cudaHostRegister gave error" in backend.register(memory.address, memory.nbytes)
-    copied = backend.copy(tensor[4097:], stream)
+    (copied,) = backend.allocate([tensor[4097:]], stream)
+    backend.copy([tensor[4097:]], [copied], stream)
     backend.synchronize(backend.record_event(stream))
     assert torch.equal(copied.cpu(), tensor[4097:])
     assert backend.unregister(memory.address) == ""

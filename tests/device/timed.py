@@ -71,12 +71,13 @@ class TimedBackend:
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def allocate(self, like: torch.Tensor, stream: TimedStream) -> torch.Tensor:
-        return torch.empty_like(like)
+    def allocate(self, likes: list[torch.Tensor], stream: TimedStream) -> list[torch.Tensor]:
+        return list(map(torch.empty_like, likes))
 
-    def copy(self, pinned: torch.Tensor, target: torch.Tensor, stream: TimedStream) -> None:
-        stream.end_ns = max(self.clock.now_ns, stream.end_ns) + self.copy_ns
-        target.copy_(pinned)
+    def copy(self, pinned: list[torch.Tensor], targets: list[torch.Tensor], stream: TimedStream) -> None:
+        for source, target in zip(pinned, targets, strict=True):
+            stream.end_ns = max(self.clock.now_ns, stream.end_ns) + self.copy_ns
+            target.copy_(source)
 
     def move(self, value: Any) -> Any:
         return value
