@@ -98,7 +98,6 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python docs/prose.py
 
 # The pages of docs/ as a site in build/site. The build checks links, anchors and the names of the API page.
 build/docs/.ready: pyproject.toml

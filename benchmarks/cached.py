@@ -2,7 +2,6 @@
 
 Question: how many images a second come out of a filled cache of decoded images through
 RandomResizedCrop(224) and a flip, if the images are as small as 256 x 256 or as large as 2048 x 1536?
-`benchmarks/scale.py` takes these rates.
 
 Held out: decoding and the first epoch; the cache is filled before the first run. The images are made as
 those of `benchmarks/decode.py`. There are fewer large files than images, but the cache stores each image by

@@ -2,12 +2,11 @@
 
     python benchmarks/demo.py build/photos --chart build/demo.png
 
-Five contenders run the same epochs over the same pictures, in turn, in several rounds:
+Four contenders run the same epochs over the same pictures, in turn, in several rounds:
 
 * torch.utils.data.DataLoader over a dataset that decodes a JPEG and crops it at random,
 * fastload.DataLoader over that very dataset: only the import changed,
 * fastload.DataLoader over fastload.CachedDataset with cache=None: of each JPEG, only the crop is decoded,
-* the same over a copy of the folder that `fastload images tile` has made,
 * fastload.DataLoader over fastload.CachedDataset: each JPEG is decoded once, in the first epoch.
 
 The workers of all of them persist. An epoch lasts from ``iter(loader)`` to its last batch, and the first one
@@ -41,7 +40,6 @@ from rich.table import Table
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import fastload
-from fastload.images.tiled_folder import files_to_tile, tile_files
 
 mpl.use("Agg")  # a file, no window
 
@@ -73,7 +71,6 @@ class Setting:
     rounds: int
     workers: int
     start_method: str  # of the workers: the platform's default
-    tiled: Path = Path()  # the same pictures, with restart markers
 
 
 @dataclass
@@ -123,8 +120,8 @@ class CroppedPhotos(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         return self.transform(image=image)["image"], label
 
 
-def make_photos_dataset(setting: Setting, *, tiled: bool = False) -> Dataset[Any]:
-    folder = fastload.ImageFolder(setting.tiled if tiled else setting.photos)
+def make_photos_dataset(setting: Setting) -> Dataset[Any]:
+    folder = fastload.ImageFolder(setting.photos)
     if setting.count is None or setting.count >= len(folder):
         return folder
     step = len(folder) / setting.count  # some of every class
@@ -149,13 +146,6 @@ def fastload_crops(setting: Setting) -> Iterable[Any]:
     return _over(fastload.DataLoader, dataset, setting)
 
 
-def fastload_tiles(setting: Setting) -> Iterable[Any]:
-    photos = make_photos_dataset(setting, tiled=True)
-    return _over(
-        fastload.DataLoader, fastload.CachedDataset(photos, transform=make_transform(), cache=None), setting
-    )
-
-
 def fastload_cached(setting: Setting) -> Iterable[Any]:
     dataset = fastload.CachedDataset(make_photos_dataset(setting), transform=make_transform(), cache="ram")
     return _over(fastload.DataLoader, dataset, setting)
@@ -172,7 +162,6 @@ CONTENDERS: list[tuple[str, Callable[[Setting], Iterable[Any]]]] = [
     ("torch DataLoader", torch_plain),
     ("fastload,\nonly import changed", fastload_plain),
     ("fastload, only\nthe crop decoded", fastload_crops),
-    ("fastload, only\ncrops of tiled files", fastload_tiles),
     ("fastload,\ncached", fastload_cached),
 ]
 
@@ -304,16 +293,12 @@ def main() -> None:
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
     start_method = multiprocessing.get_start_method()
-    tiled = args.photos.with_name(f"{args.photos.name}-tiled")
-    setting = Setting(args.photos, args.count, args.epochs, args.rounds, args.workers, start_method, tiled)
+    setting = Setting(args.photos, args.count, args.epochs, args.rounds, args.workers, start_method)
 
     machine = machine_note(setting)
     console.print(SOURCE_NOTE, machine, sep="\n", soft_wrap=True)
     results = [Result(label) for label, _ in CONTENDERS]
-    with console.status("rewrites the pictures with restart markers") as status:
-        names = files_to_tile(str(args.photos), str(tiled))
-        for _ in tile_files(str(args.photos), str(tiled), names, args.workers):
-            pass
+    with console.status("starts") as status:
         for round_number in range(setting.rounds):
             # Another contender begins each round, because each leaves memory behind that the next one reuses.
             for place in range(len(results)):

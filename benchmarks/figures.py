@@ -38,14 +38,9 @@ SHOWN = {
         "best rows of each loader; above 1 fastload is faster."
     ),
     "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
-    "peers_jpeg_folder": "The same for a folder of JPEGs, and files with tiles; some of the loaders.",
     "decode": (
         "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
         "and other loaders, all with two workers; above 1 the first one is faster."
-    ),
-    "tiles": (
-        "JPEGs rewritten by `fastload images tile`, whose crops decode only their tiles, against the "
-        "originals; all with two workers. CPU times are those of one process."
     ),
     "import_only": (
         "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
@@ -141,7 +136,6 @@ def tables() -> str:
         ]
         for question in results["questions"]:
             lines += section(question)
-    lines.append(computed())
     return "\n".join(
         [
             *lines,
@@ -177,7 +171,15 @@ def headline() -> str:
         for name in ("demo", "throughput", "small_images", "cached", "training", "remote")
     )
     later = next(q for q in demo["questions"] if "later" in q["title"])["rows"]
-    rates, imported, cropped, tiled, kept = (row["figures"] for row in later.values())
+    rates, imported, cropped, kept = (
+        later[label]["figures"]
+        for label in (
+            "torch DataLoader",
+            "fastload, only import changed",
+            "fastload, only the crop decoded",
+            "fastload, cached",
+        )
+    )
     in_memory = next(q for q in memory["questions"] if q["title"].startswith("224"))["rows"]
     bare, ours = (sorted(best(in_memory, prefix)) for prefix in ("torch, ", "fastload, import only"))
     one_by_one, *_, together = (row["figures"] for row in small["questions"][0]["rows"].values())
@@ -188,7 +190,6 @@ def headline() -> str:
         "only the import, where each epoch decodes small JPEGs": ratio(imported, rates),
         "only the import, where 224 x 224 images are in memory already": ratio(ours, bare),
         "decode only the crop of small JPEGs (`cache=None`)": ratio(cropped, rates),
-        "decode only the crop of small JPEGs that `fastload images tile` rewrote": ratio(tiled, rates),
         "cache small JPEGs, from the second epoch on": ratio(kept, rates),
         "cache photographs of 2048 x 1536 pixels": next(iter(large))["value"],
         "cache small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
@@ -284,143 +285,6 @@ def tested() -> tuple[str, str]:
     return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 
 
-def nbytes(value: float) -> str:
-    """A number of bytes for people: three digits."""
-    if value == 0:
-        return "0"
-    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    unit, divisor = next((u for u in units if value >= 0.9995 * u[1]), ("bytes", 1))
-    return f"{float(f'{value / divisor:.3g}'):g} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """A time for people: two or three digits."""
-    units = (("d", 2 * 86400, 86400), ("h", 2 * 3600, 3600), ("min", 120, 60))
-    unit, _, divisor = next((u for u in units if seconds >= u[1]), ("s", 0, 1))
-    return f"{digits(seconds / divisor)} {unit}"
-
-
-def scale() -> dict[str, Any]:
-    """What benchmarks/scale.py has computed."""
-    found: dict[str, Any] = json.loads((RESULTS / "scale.json").read_text())
-    return found
-
-
-def computed() -> str:
-    """The cells of the model of several nodes: a table for each kind of images and number of nodes."""
-    results = scale()
-    note = (
-        "computed, not measured; [Sizing](../docs/sizing.md) has the assumptions. The head of a column "
-        "is the size of all JPEGs. A cell has the time of the first epoch (with the work that must be done "
-        "before it) and of a mean later epoch, each with the resource that limits it. Below are the bytes "
-        "that the network brings to each node / to all nodes, in the first and in a mean later epoch."
-    )
-    lines = ["## scale\n", f"`{results['command']}`: {note}\n"]
-    for question in results["questions"]:
-        for num_nodes in question["best"]:
-            cells = [cell for cell in question["cells"] if cell["num_nodes"] == int(num_nodes)]
-            sizes = sorted({cell["data_bytes"] for cell in cells})
-            lines += [
-                f"**{question['title']}, {nodes(num_nodes)}**\n",
-                "| | " + " | ".join(nbytes(size) for size in sizes) + " |",
-                "|---" * (len(sizes) + 1) + "|",
-            ]
-            for design in dict.fromkeys(cell["design"] for cell in cells):
-                found = {cell["data_bytes"]: cell for cell in cells if cell["design"] == design}
-                lines.append(f"| {design} | " + " | ".join(cell_text(found[size]) for size in sizes) + " |")
-            lines.append("")
-    return "\n".join(lines)
-
-
-def cell_text(cell: dict[str, Any]) -> str:
-    """Times, limits and bytes of one design for one size."""
-    if cell["later_s"] is None:
-        return str(cell["later_limit"])
-    first, later = cell["first_network_bytes"], cell["later_network_bytes"]
-    return (
-        f"{duration(cell['first_s'])} ({cell['first_limit']}), {duration(cell['later_s'])} "
-        f"({cell['later_limit']})<br>{nbytes(first)} / {nbytes(first * cell['num_nodes'])}, "
-        f"{nbytes(later)} / {nbytes(later * cell['num_nodes'])}"
-    )
-
-
-def nodes(count: str) -> str:
-    """So many nodes, in words."""
-    return "1 node" if count == "1" else f"{count} nodes"
-
-
-def best_designs() -> str:
-    """The fastest design by the size of the data, a row for each kind of images and number of nodes."""
-    lines = ["| images | nodes | the fastest design, by the size of all JPEGs |", "|---|---|---|"]
-    for question in scale()["questions"]:
-        for num_nodes, ranges in question["best"].items():
-            *limited, last = ranges
-            parts = [f"up to {nbytes(part['up_to_bytes'])}: {part['design']}" for part in limited]
-            parts.append(f"above: {last['design']}" if limited else last["design"])
-            lines.append(f"| {question['title']} | {num_nodes} | {'<br>'.join(parts)} |")
-    return "\n".join(lines)
-
-
-def largest_sets() -> str:
-    """The largest set of JPEGs that fits, for each design and number of nodes."""
-    questions = scale()["questions"]
-    heads = [f"{q['title']}, {nodes(count)}" for q in questions for count in q["largest_bytes"]]
-    columns = [column for q in questions for column in q["largest_bytes"].values()]
-    designs = dict.fromkeys(design for column in reversed(columns) for design in column)
-    whole: dict[str, str] = {}  # on one node, a part is the whole set
-    for design in designs:
-        whole.setdefault(design.removesuffix(", a part per node"), design)
-    lines = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
-    for short, design in whole.items():
-        values = [column.get(design, column.get(short, "")) for column in columns]
-        texts = ["any" if value is None else nbytes(value) if value else "" for value in values]
-        lines.append(f"| {design} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def resource_rates() -> str:
-    """Images a second that each resource of a node allows by itself."""
-    questions = scale()["questions"]
-    lines = ["| images/s of a node | " + " | ".join(q["title"] for q in questions) + " |"]
-    lines.append("|---" * (len(questions) + 1) + "|")
-    for name in questions[0]["rates"]:
-        rates = [q["rates"][name] for q in questions]
-        texts = ["no limit" if rate is None else digits(rate) for rate in rates]
-        lines.append(f"| {name} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
-
-
-def assumptions() -> str:
-    """The parameters of the cluster, each with its source."""
-    lines = ["| parameter | value | unit | source |", "|---|---|---|---|"]
-    for name, row in scale()["parameters"].items():
-        lines.append(f"| `{name}` | {amount(row['value'])} | {row['unit']} | {row['source']} |")
-    return "\n".join(lines)
-
-
-def measured_constants() -> str:
-    """The measured constants, each with the results file that it comes from."""
-    results = scale()["measured"]
-    kinds = list(results)
-    lines = ["| constant | " + " | ".join(kinds) + " | unit | file |"]
-    lines.append("|---" * (len(kinds) + 3) + "|")
-    for name, row in results[kinds[0]].items():
-        values = [constant(results[kind][name]["value"]) for kind in kinds]
-        files = dict.fromkeys(re.findall(r"\w+\.json", row["source"]))
-        lines.append(f"| `{name}` | {' | '.join(values)} | {row['unit']} | {', '.join(files)} |")
-    return "\n".join(lines)
-
-
-def constant(value: float) -> str:
-    """Three digits of a measured constant."""
-    return digits(value) if value >= 0.001 else f"{value:.3g}"
-
-
-def amount(value: float) -> str:
-    """A parameter: as it is, or with four digits if it is long."""
-    return f"{value:,g}" if value < 1e6 else f"{value:.4g}".replace("e+", "e")
-
-
 def loader_of(label: str) -> str:
     """Whose row this is: a loader has several, and ours count apart where images are kept."""
     name, *rest = label.split(", ")
@@ -428,7 +292,6 @@ def loader_of(label: str) -> str:
         return name
     for word, name in (
         ("regions", "fastload, decoding only the crop"),
-        ("tiles", "fastload, decoding only the crop's tiles"),
         ("batch_transform", "fastload, batch_transform"),
     ):
         if word in rest:
@@ -460,36 +323,6 @@ def latencies() -> str:
     )
 
 
-def tiles() -> str:
-    """Images a second by the size of JPEGs, with and without tiles, and what the rewrite costs."""
-    results = json.loads((RESULTS / "tiles.json").read_text())
-    questions = {question["name"]: question["rows"] for question in results["questions"]}
-    columns = {
-        "torch, own OpenCV decode": "torch, OpenCV",
-        "import only": "fastload, OpenCV, import only",
-        "regions": "regions, nvImageCodec",
-        "tiles": "tiles",
-        '`decode="fast"`': 'tiles, decode="fast"',
-    }
-    lines = [
-        f"| images/s | {' | '.join(columns)} | tiles / torch | rewrite |",
-        "|---" * (len(columns) + 3) + "|",
-    ]
-    for name in (name for name in questions if name.endswith(" 0.08")):
-        size, rows = name.removesuffix(" 0.08"), questions[name]
-        rates = [digits(rows[row]["median"]) if row in rows else "" for row in columns.values()]
-        gain = ratio(rows["tiles"]["figures"], rows["torch, OpenCV"]["figures"])
-        (rewrite, *_) = questions[f"rewrite {size}"].values()
-        lines.append(f"| {size} | {' | '.join(rates)} | {gain:.2f} | {digits(rewrite['median'])} ms |")
-    machine = results["machine"]
-    where = f"{machine['cores']} cores, {machine['cpu']}"
-    return (
-        "RandomResizedCrop(224) of 0.08 to 1 of the area, and a flip, two workers; the CPU time of a rewrite "
-        f"by Python, with the comparison of all pixels ({where}; "
-        "[details](../../benchmarks/README.md#tiles)):\n\n" + "\n".join(lines)
-    )
-
-
 def small_images() -> str:
     """Images a second of small images, beside FFCV."""
     results = json.loads((RESULTS / "peers_small_images.json").read_text())
@@ -501,29 +334,6 @@ def small_images() -> str:
     return (
         f"Two workers or threads ({machine['cores']} cores, {machine['cpu']}; "
         "[details](../../benchmarks/README.md#peers_small_images)):\n\n" + "\n".join(lines)
-    )
-
-
-def validation() -> str:
-    """CPU time of validation by the size of JPEGs."""
-    results = json.loads((RESULTS / "tiles.json").read_text())
-    columns = {
-        "whole image": "whole image, OpenCV",
-        "region, nvImageCodec": "region, nvImageCodec",
-        "tiles": "tiles, OpenCV",
-        'whole image, `decode="fast"`': 'whole image, decode="fast"',
-        'tiles, `decode="fast"`': 'tiles, decode="fast"',
-    }
-    lines = [f"| us an image | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for question in results["questions"]:
-        kind, _, size = question["name"].partition(" ")
-        if kind == "validation":
-            times = [digits(question["rows"][row]["median"]) for row in columns.values()]
-            lines.append(f"| {size} | {' | '.join(times)} |")
-    where = f"{results['machine']['cores']} cores, {results['machine']['cpu']}"
-    return (
-        f"CPU time of SmallestMaxSize(256) and CenterCrop(224), with decoding by OpenCV ({where}; "
-        "[details](../../benchmarks/README.md#tiles)):\n\n" + "\n".join(lines)
     )
 
 
@@ -584,15 +394,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
         ROOT / "docs" / "howto" / "small-images.md": {"small_images": small_images()},
-        ROOT / "docs" / "howto" / "tiles.md": {"tiles": tiles(), "validation": validation()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
-        ROOT / "docs" / "sizing.md": {
-            "best": best_designs(),
-            "largest": largest_sets(),
-            "rates": resource_rates(),
-            "parameters": assumptions(),
-            "measured": measured_constants(),
-        },
     }
 
 

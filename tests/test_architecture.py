@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import fastload
-from docs import layers, prose
+from docs import layers
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
@@ -116,18 +116,6 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     shown = layers.lines_in_page(layers.PAGE.read_text(encoding="utf-8"))
     assert list(shown) == [layer for layer in LAYERS if not layer.startswith("__")]
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
-
-
-def test_the_prose_of_the_package() -> None:
-    """docs/prose.py has no objection to a docstring, comment, message or name."""
-    assert [str(found) for found in prose.findings(prose.checked_files(PACKAGE))] == []
-
-
-def test_the_prose_check_finds_phrases_across_lines() -> None:
-    """In a paragraph, a comment and a message of two literals."""
-    text = '"""One so\nthat two."""\n# one so\n# that two\nraise E("one so "\n  f"that two")\nsomaybe = 1\n'
-    found = [(one.line, one.text) for one in prose.findings_in(PACKAGE, text)]
-    assert found == [(1, "so that"), (3, "so that"), (5, "so that")]
 
 
 @pytest.mark.parametrize(

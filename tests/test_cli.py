@@ -203,7 +203,8 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --relative", 2, "--relative is for --baseline"),
     ("bench ZOO --baseline nope", 2, "make one with --output"),
     ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
-    ("doctor with_objects:listed", 1, "have no image"),
+    ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
+    ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
     ("--install-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
     ("--show-completion help", 2, "knows the shells bash, .*, but got 'help'$"),
 ]

@@ -15,6 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -201,14 +202,26 @@ def test_the_landing_page_and_the_navigation_have_every_page() -> None:
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
-def test_the_prose_of_the_pages() -> None:
-    """docs/prose.py has no objection to pages and programs; the name on the package index is not ours."""
-    prose = runpy.run_path(str(DOCS / "prose.py"))
-    pages = [*ALL, ROOT / "README.md", *(ROOT / "examples").glob("*.*")]
-    pages += [path for ending in ("md", "py") for path in (ROOT / "benchmarks").rglob(f"*.{ending}")]
-    assert [str(found) for found in prose["findings"](pages)] == []
+def test_pages_install_our_package() -> None:
+    """The name on the package index without the suffix is not ours."""
     strangers = re.compile(r"pip install .?fastload(?!-torch)")
     assert [page for page in (*ALL, ROOT / "README.md") if strangers.search(page.read_text())] == []
+
+
+def test_the_recipe_for_tensorboard_writes_the_known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the number of the epoch, by at most five lines of code."""
+    recipes = [text for note, _, text in _blocks(DOCS / "howto" / "profile.md") if "tensorboard" in note]
+    (recipe,) = recipes
+    assert sum(map(bool, recipe.splitlines())) <= 5
+    writer = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", Mock(SummaryWriter=lambda: writer))
+    loader = fastload.DataLoader(np.arange(24), batch_size=4)
+    assert len(list(loader)) == 6
+    exec(recipe, {"loader": loader, "epoch": 7})
+    written = {call.args[0]: call.args[1:] for call in writer.add_scalar.call_args_list}
+    assert written["loader/num_batches"] == (6, 7)
+    assert "loader/wait_p95_s" in written
+    assert "loader/cache_hits" not in written
 
 
 # --- README and examples ---------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import shlex
 import sys
 import types
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,9 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cache import sizing
+from fastload.cache import source_report
 from fastload.cli import main
 from fastload.errors import SegmentError
-from fastload.images.restarts import add_restarts
 from fastload.training import machine_report
 
 if TYPE_CHECKING:
@@ -214,48 +213,88 @@ def _photos(root: Path, *, num_images: int) -> Path:
     return folder.parent
 
 
-@pytest.mark.slow
-def test_a_source_is_sized_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way has its bytes, by images and files; commands run as printed; the best that fits is marked."""
-    root = _photos(tmp_path, num_images=3)
+@pytest.mark.parametrize(
+    ("ram_bytes", "disk_bytes", "cache"),
+    [
+        (10**7, 10**9, '"ram"'),
+        (800_000, 10**9, '"lmdb:PATH"'),
+        (800_000, 10**4, '"ram-encoded"'),
+        (1000, 10**4, "None"),
+    ],
+)
+def test_a_source_has_its_bytes_and_the_line_to_use(
+    ram_bytes: int, disk_bytes: int, cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of decoded images and of files, from a sample; and the first cache that fits, as code that runs."""
+    root = _photos(tmp_path, num_images=6)
     file_bytes = sum(path.stat().st_size for path in root.rglob("*.jpg"))
+    monkeypatch.setattr(source_report, "_MAX_SAMPLES", 4)
+    monkeypatch.setattr(source_report, "parse_memory", lambda amount: ram_bytes)
+    monkeypatch.setattr(source_report.shutil, "disk_usage", lambda path: Mock(free=disk_bytes))
+    found, text = as_json(str(root)), run(str(root)).stdout
+    assert (found["num_samples"], found["num_read"], found["num_unreadable"]) == (6, 4, 0)
+    assert found["decoded_bytes"] == pytest.approx(6 * 300 * 300 * 3, abs=100)
+    assert found["file_bytes"] == pytest.approx(file_bytes, rel=0.01)
+    assert "6 samples, estimated from the headers of 4" in text
+    assert text.splitlines()[-1] == f"use {found['use']}"
+    assert f"cache={cache})" in found["use"]
+    made = found["use"].replace("PATH", f"{tmp_path}/photos.lmdb")
+    assert len(eval(made, {"fastload": fastload, "transform": None})) == 6
+
+
+@pytest.mark.parametrize("make", ["pipe", "dangling link", "device", "text", "empty file"])
+def test_files_that_cannot_be_read_are_counted(make: str, tmp_path: Path, interpreter: Interpreter) -> None:
+    """Whatever has the name of an image; where no file can be read, this is the error. Nothing hangs."""
+    root = _photos(tmp_path, num_images=3)
+    path = root / "noise" / "other.jpg"
+    if make == "pipe":
+        os.mkfifo(path)
+    elif "link" in make or make == "device":
+        path.symlink_to("/dev/zero" if make == "device" else tmp_path / "nowhere")
+    else:
+        path.write_text("a text" if make == "text" else "")
     found = as_json(str(root))
-    options = {option["name"]: option for option in found["options"]}
-    assert found["num_samples"] == found["num_measured"] == 3
-    assert options["decoded in RAM"]["needed_bytes"] == pytest.approx(3 * 300 * 300 * 3, abs=100)
-    assert options["files in RAM"]["needed_bytes"] == options["files in LMDB"]["needed_bytes"] == file_bytes
-    assert file_bytes < options["files with tiles in LMDB"]["needed_bytes"] < 1.1 * file_bytes
-    assert options["no cache"]["needed_bytes"] == 0
-    assert all(option["fits"] and option["images_per_s"] > 0 for option in options.values())
-    monkeypatch.chdir(tmp_path)
-    for name in ("files in LMDB", "files with tiles in LMDB"):
-        assert CliRunner().invoke(main.app, shlex.split(options[name]["how"])[1:]).exit_code == 0
-
-    monkeypatch.setattr(sizing, "available_bytes", lambda: 600_000)
-    text, remote = run(str(root)).stdout, run(f"local://{root}").stdout
-    for one, is_remote in ((text, False), (remote, True)):  # whose files are in memory when they are measured
-        assert ("requests to it take longer" in one) == is_remote
-    lines = text.splitlines()
-    assert "no" in next(line for line in lines if "decoded in RAM" in line).split()
-    (best,) = [line for line in lines if line.startswith(">")]
-    assert "decoded in RAM" not in best
+    assert (found["num_samples"], found["num_unreadable"]) == (4, 1)
+    assert "other.jpg" in found["first_error"]
+    assert "1 of these 4 cannot be read; the first one: ImageReadError: " in run(str(root)).stdout
+    for image in root.rglob("[0-9].jpg"):
+        image.unlink()
+    done = run(str(root))
+    assert done.exit_code == 1
+    assert "other.jpg" in done.stderr
 
 
-def test_tiles_are_no_way_of_their_own_for_files_that_have_them(tmp_path: Path) -> None:
-    """Nor for files that cannot have them."""
-    root = _photos(tmp_path, num_images=2)
-    for path in root.rglob("*.jpg"):
-        path.write_bytes(add_restarts(path.read_bytes()))
-    Image.new("RGB", (300, 300)).save(root / "noise" / "progressive.jpg", progressive=True)
-    assert not any("tiles" in option["name"] for option in as_json(str(root))["options"])
+def test_what_is_no_source_is_an_error(tmp_path: Path) -> None:
+    """A pipe, a dangling link, a folder without images, and a dataset without samples."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder" / "cat").mkdir(parents=True)
+    for name, text in (
+        ("pipe", "is neither"),
+        ("link", "is neither"),
+        ("folder", "Found no valid file"),
+        ("folder/cat", "Couldn't find any class folder"),
+    ):
+        done = run(str(tmp_path / name))
+        assert done.exit_code in (1, 2)
+        assert text in done.stderr
+
+
+def test_a_remote_source_is_read_like_a_local_one(tmp_path: Path) -> None:
+    """The bytes are the same."""
+    root = _photos(tmp_path, num_images=3)
+    found, remote = as_json(str(root)), as_json(f"local://{root}")
+    assert {**found, "use": 0, "ram_bytes": 0, "disk_bytes": 0} == {
+        **remote, "use": 0, "ram_bytes": 0, "disk_bytes": 0
+    }  # fmt: skip
 
 
 def test_a_source_without_undecoded_images() -> None:
-    """A dataset of arrays has no files to keep; random samples have no cache at all, which refuses them."""
-    names = {option["name"] for option in as_json("tests.cli_zoo:Plain")["options"]}
-    assert {"no cache", "decoded in RAM"} <= names
-    assert not any(name.startswith("files") for name in names)
+    """A dataset of arrays has no files; random samples have no cache, and the reason is there."""
+    found = as_json("tests.cli_zoo:Plain")
+    assert (found["file_bytes"], found["problem"]) == (None, "")
+    assert found["use"] == 'fastload.CachedDataset(dataset, transform, cache="ram")'
     found = as_json("tests.cli_zoo:Random")
-    assert [option["name"] for option in found["options"]] == ["no cache"]
-    assert "Random[0] returns a different sample on every access" in found["notes"][-1]
+    assert found["use"] == "fastload.CachedDataset(dataset, transform, cache=None)"
+    assert "Random[0] returns a different sample on every access" in found["problem"]
     assert "no cache can hold these samples" in run("tests.cli_zoo:Random").stdout

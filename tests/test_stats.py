@@ -15,7 +15,6 @@ import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from fastload import DataLoader
 from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import on_device, stats
 from fastload.epochs.stats import Counts, recorder_of, stats_of
-from fastload.integrations.tensorboard import write_stats
 from fastload.workers.messages import Work
 from tests.device.fake import FakeBackend
 from tests.faults import zoo
@@ -447,44 +445,3 @@ def test_figures_as_text() -> None:
         "4 workers restarted"
     )
     assert str(stats_of(Counts())) == "0 batches, 0 samples, 0 B in 0 us"
-
-
-# --- integrations -----------------------------------------------------------------------------------------
-
-
-def test_tensorboard_gets_the_figures_that_are_known() -> None:
-    """Each under the prefix, with the step."""
-    writer, loader = Mock(), DataLoader(ROWS, 4)
-    list(loader)
-    write_stats(writer, loader.stats(), 7, "train")
-    written = {call.args[0]: call.args[1:] for call in writer.add_scalar.call_args_list}
-    assert written["train/num_batches"] == (6, 7)
-    assert "train/wait_p95_s" in written
-    assert "train/cache_hits" not in written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("every_n_steps", "num_batches"), [(None, [6, 6]), (2, [2, 2, 2, 2, 2, 2])])
-def test_lightning_logs_what_was_done_since_the_last_time(every_n_steps: Any, num_batches: list[int]) -> None:
-    """In each epoch, or every so many steps."""
-    pytest.importorskip("lightning")
-    from fastload.integrations.lightning import StatsCallback
-
-    trainer, module = Mock(train_dataloader=DataLoader(ROWS, 4)), Mock()
-    callback = StatsCallback(every_n_steps)
-    for _ in range(2):
-        for number, batch in enumerate(trainer.train_dataloader):
-            callback.on_train_batch_end(trainer, module, None, batch, number)
-        callback.on_train_epoch_end(trainer, module)
-    logged = [call.args[0] for call in module.log_dict.call_args_list]
-    assert [figures["loader/num_batches"] for figures in logged] == num_batches
-
-
-@pytest.mark.slow
-def test_lightning_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the command that installs it."""
-    for name in ("lightning", "lightning.pytorch", "pytorch_lightning"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "fastload.integrations.lightning", raising=False)
-    with pytest.raises(ImportError, match="pip install lightning"):
-        import fastload.integrations.lightning  # noqa: F401

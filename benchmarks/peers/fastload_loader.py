@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common import FLIP, NUM_WORKERS, PADDING, Job, Photos, dataset, pipeline
 
 import fastload
 from fastload import transforms
-from fastload.images.tiled_folder import tile_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,13 +23,6 @@ class Files(Photos):
         return fastload.EncodedImage(path), label
 
 
-def prepare(job: Job) -> None:
-    """Rewrite the photographs with restart markers, as `fastload images tile` does."""
-    for path, _ in job.photos:
-        photo = Path(path)
-        tile_file(str(photo.parent), str(job.work / photo.parent.name), photo.name)
-
-
 def epochs(job: Job, variant: str) -> Iterable[Any]:
     """Each iteration is an epoch."""
     source = dataset(job)
@@ -42,10 +32,7 @@ def epochs(job: Job, variant: str) -> Iterable[Any]:
             transforms.RandomCrop(job.task.side, PADDING),
             transforms.RandomHorizontalFlip(FLIP),
         ]
-    if variant == "tiles":
-        tiled = [(str(job.work / Path(path).parent.name / Path(path).name), n) for path, n in job.photos]
-        job = dataclasses.replace(job, photos=tiled)
-    if variant in ("regions", "tiles"):
+    if variant == "regions":
         source = fastload.CachedDataset(Files(job), transform=pipeline(), cache=None)
     elif variant == "batches":
         source.transform = None

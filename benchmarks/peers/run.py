@@ -82,7 +82,6 @@ PEERS = [
     Peer(
         "fastload, regions", "fastload, regions", "fastload_loader", variant="regions", tasks=("jpeg_folder",)
     ),
-    Peer("fastload, tiles", "fastload, tiles", "fastload_loader", variant="tiles", tasks=("jpeg_folder",)),
     Peer(
         "fastload, batch_transform",
         "fastload, batch_transform",
@@ -281,7 +280,7 @@ def ratios(task: Task, able: list[Peer]) -> dict[str, tuple[float, float]]:
         if not group.startswith("fastload")
     }
     if task.name not in CACHED:
-        for other in ("fastload, import only", "fastload, tiles", "fastload, cached"):
+        for other in ("fastload, import only", "fastload, cached"):
             if other in best and "torch" in best:
                 found[f"{other} / torch"] = (best[other][0] / best["torch"][0], 1.0)
     return found

@@ -9,7 +9,7 @@ Rules:
 3. Pillow is imported only when it is used: code that inspects a cache without decoding does not need it.
 4. Decoding returns exactly the leaf's shape and dtype, or raises CacheCorruptError; a truncated file is never
    decoded.
-5. jpeg files have restart markers, which change no pixel, so a crop decodes only its tiles.
+5. jpeg files have restart markers, which change no pixel, so a crop decodes only the part around it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from fastload.nested.leaves import Array, Leaf
 
 CODECS = ("raw", "jpeg", "png", "webp")  # a record stores the position in this tuple
-# The codecs of a whole cache whose records hold the dataset's undecoded images: files as they are, or JPEGs
-# with restart markers. Its records are "raw".
-SOURCE, TILES = "source", "tiles"
-UNDECODED = (SOURCE, TILES)
-CACHE_CODECS = (*CODECS, *UNDECODED)
+# The codec of a whole cache whose records hold the dataset's undecoded images. Its records are "raw".
+SOURCE = "source"
+CACHE_CODECS = (*CODECS, SOURCE)
 LOSSY = ("jpeg", "webp")  # these codecs have a quality
 BEST_QUALITY = 100
 
@@ -79,14 +77,14 @@ def encode_image(codec: str, array: Array, quality: int) -> bytes:
     """
     from PIL import Image
 
-    from fastload.images.restarts import restart_interval
+    from fastload.images.restart_markers import choose_interval
 
     image = Image.fromarray(array[:, :, 0] if array.ndim == 3 and array.shape[2] == 1 else array)
     file = io.BytesIO()
     if codec == "png":
         image.save(file, "PNG", compress_level=_PNG_LEVEL)
     elif codec == "jpeg":
-        interval = restart_interval(-(-image.width // _MCU_SIDE))
+        interval = choose_interval(-(-image.width // _MCU_SIDE))
         image.save(file, "JPEG", quality=quality, subsampling="4:2:0", restart_marker_blocks=interval)
     else:
         image.save(file, "WEBP", quality=quality, lossless=quality == BEST_QUALITY)

@@ -115,7 +115,7 @@ class CachedDataset(Dataset[Any]):
         progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
-            "source" or "tiles", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
+            "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
             albumentations pipeline that begins with a crop, or with a resize and a CenterCrop, only the
             crop's region is decoded, to the same pixels (needs the extra `regions`, or restart markers in the
             files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
@@ -196,8 +196,7 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How images are decoded, in a cache built with codec "source", "tiles" or "jpeg" ; as
-                above.
+            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as above.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:

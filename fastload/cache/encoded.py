@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
 from fastload.nested.spec import is_namedtuple
@@ -106,24 +105,6 @@ def check_headers(sample: Any) -> None:
     for leaf in leaves(sample):
         if type(leaf) is EncodedImage:
             _ = leaf.shape
-
-
-def tile_images(sample: Any) -> Any:
-    """The sample with restart markers in its undecoded JPEGs, as far as they can have them.
-
-    Raises:
-        ImageReadError: A file cannot be read.
-    """
-    return map_leaves(sample, lambda leaf: _tiled(leaf.opened()) if type(leaf) is EncodedImage else leaf)
-
-
-def _tiled(image: EncodedImage) -> EncodedImage:
-    from fastload.images.tiled_folder import tile_jpeg
-
-    try:
-        return EncodedImage.of(tile_jpeg(bytes(image.content()), image.path or ""), image.path)
-    except (ValueError, ImageReadError):  # not a JPEG of the right kind, or damaged: it is kept as it is
-        return image
 
 
 def decoded_nbytes(sample: Any) -> int:

@@ -26,7 +26,7 @@ import numpy as np
 from fastload.cache import launch, random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
-from fastload.cache.codecs import UNDECODED
+from fastload.cache.codecs import SOURCE
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
 from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, label_of, without_fingerprint
 from fastload.cache.in_memory import held_bytes
@@ -165,7 +165,7 @@ class Opener:
                     return self._build_lmdb(path)
             cache = LMDBCache(path, progress=self.progress)
         if isinstance(cache, LMDBCache):
-            if cache.codec in UNDECODED:
+            if cache.codec == SOURCE:
                 self._use_encoded_source(url or cache.path)
             if self.fingerprint is None or cache.parts is None:
                 self._examine()
@@ -183,7 +183,7 @@ class Opener:
             hint = f'pass cache="{_LMDB_PREFIX}{cache}" for the cache at this path' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
-            self.holds_images = cache.codec in UNDECODED
+            self.holds_images = cache.codec == SOURCE
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:

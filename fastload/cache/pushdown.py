@@ -88,8 +88,7 @@ class Pushdown:
             crop = name if self._centre is None else "CenterCrop in large images"
             no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
             ways.append(f"{decoder} decodes the region of {crop}" if decoder else no_region)
-            markers = "restart markers ('fastload images tile' sets them)"
-            ways.append(f"of JPEGs with {markers}, only the tiles in the region of {crop} are decoded")
+            ways.append(f"of JPEGs with restart markers, only the part around {crop} is decoded")
         if self._reduces:
             ways.append(f"Pillow decodes JPEGs at a reduced size where {name} shrinks them")
         return "; ".join(ways)

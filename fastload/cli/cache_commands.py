@@ -38,7 +38,7 @@ app = typer.Typer(help="Caches of decoded samples: build them once, train from t
 
 # --- building --------------------------------------------------------------------------------------------
 
-Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE", "TILES"])
+Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE"])
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
 
 CodecOption = Annotated[
@@ -46,8 +46,7 @@ CodecOption = Annotated[
     typer.Option(
         "--codec",
         help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
-        "source stores the files unchanged, and every access decodes them; tiles does the same, and "
-        "rewrites JPEGs losslessly, so crops decode only their part.",
+        "source stores the files unchanged, and every access decodes them.",
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]

@@ -1,4 +1,4 @@
-"""The command line: `fastload run | profile | bench | doctor`, `fastload cache ...`, `fastload images ...`.
+"""The command line: `fastload run | profile | bench | doctor`, `fastload cache ...`.
 
 Rules:
 
@@ -17,19 +17,17 @@ from typing import Annotated, Any
 
 import typer
 
-from fastload.cli import bench_command, cache_commands, images_commands
+from fastload.cli import bench_command, cache_commands
 from fastload.cli.arguments import Output, output_file
-from fastload.cli.source_argument import open_source, users_code
+from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, EXIT_CODES, Answer, CommandGroup, ExitCode, answers
 
 app = typer.Typer(cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=EXIT_CODES, **APP)
 app.add_typer(cache_commands.app, name="cache")
-app.add_typer(images_commands.app, name="images")
 answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
 
 
 @cache_commands.app.callback()
-@images_commands.app.callback()
 def _help_without_command(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
@@ -188,17 +186,18 @@ def doctor(
     """Show what this machine offers a data loader, and how to debug.
 
     Prints versions, CPUs, memory, how fast each GPU gets data, and the processes that hold memory on GPUs.
-    With SOURCE: the bytes and images per second of each way to cache it. Changes nothing.
+    With SOURCE: how many bytes it takes, whether they fit into RAM and on the disk, and the line of code to
+    use; estimated from a few samples. Changes nothing.
     """
     if source is None:
         from fastload.training.machine_report import machine_report
 
         return Answer(*machine_report())
-    from fastload.cache.sizing import size_up
+    from fastload.cache.source_report import source_report
 
+    code = f"fastload.ImageFolder({source!r})" if is_folder(source) else "dataset"
     with users_code(source):
-        report = size_up(open_source(source), source)
-    return Answer(report.as_dict(), str(report).splitlines())
+        return Answer(*source_report(open_source(source), code))
 
 
 def main() -> None:

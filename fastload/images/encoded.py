@@ -202,7 +202,7 @@ class EncodedImage:
             return Reduced(self.decode(box), (0.0, 0.0, width, height))
         from fastload.images.decode import decode
         from fastload.images.regions import name_of_decoder
-        from fastload.images.tiles import cut_jpeg
+        from fastload.images.restart_markers import cut_jpeg
 
         is_swapped, flips_y, flips_x = TURNS[header.orientation]
         stored_box = _stored_box(box, header)

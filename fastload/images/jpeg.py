@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Content = bytes | bytearray | memoryview
 
 START, END = b"\xff\xd8", b"\xff\xd9"
-BLOCK_SIDE = 8  # pixels
+_BLOCK_SIDE = 8  # pixels
 _TAIL_BYTES = 64  # some cameras pad files with zeros
 
 # A JPEG is a sequence of segments: 0xFF, kind, length. A frame's segment continues with precision, height,
@@ -78,15 +78,11 @@ class JpegHeader(NamedTuple):
     scan_at: int
 
     @property
-    def mcu_blocks(self) -> list[tuple[int, int]]:
-        """Horizontal and vertical number of blocks of each component in an MCU."""
-        return [(1, 1)] if len(self.sampling) == 1 else [(one >> 4, one & 15) for one in self.sampling]
-
-    @property
     def mcu_sides(self) -> tuple[int, int]:
         """Width and height of an MCU, in pixels; the first component has the highest resolution."""
-        across, down = self.mcu_blocks[0]
-        return BLOCK_SIDE * across, BLOCK_SIDE * down
+        if len(self.sampling) == 1:
+            return _BLOCK_SIDE, _BLOCK_SIDE
+        return _BLOCK_SIDE * (self.sampling[0] >> 4), _BLOCK_SIDE * (self.sampling[0] & 15)
 
     @property
     def num_mcus(self) -> tuple[int, int]:

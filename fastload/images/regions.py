@@ -1,8 +1,8 @@
 """Decodes a region of a JPEG, without the pixels around it.
 
-Of a file that has restart markers, only the tiles of the region are decoded. nvImageCodec (the extra
-``regions``) decodes regions of these tiles and of other files, on the CPU with libjpeg-turbo, as Pillow does.
-Without it, the tiles are decoded as any other JPEG. Rules:
+A file that has restart markers is first cut at those around the region. nvImageCodec (the extra ``regions``)
+decodes regions of what is left and of other files, on the CPU with libjpeg-turbo, as Pillow does. Without it,
+a cut file is decoded as any other JPEG. Rules:
 
 1. A region has exactly the pixels of Pillow's full decode, for all intact files that `decode_region` accepts
    (benchmarks/NOTES.md: 0 differences in 15,000 crops of 20 kinds of JPEGs). For corrupt data, both decoders
@@ -27,14 +27,14 @@ import numpy as np
 
 from fastload.images.decode import decode
 from fastload.images.jpeg import decode_jpeg, is_whole
-from fastload.images.tiles import cut_jpeg
+from fastload.images.restart_markers import cut_jpeg
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.images.jpeg import Content
-    from fastload.images.tiles import Box, Cut
+    from fastload.images.restart_markers import Box
 
 # At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
 # interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
@@ -73,22 +73,19 @@ def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[
         A new array that the caller owns, or a part of one; None if the whole file has to be decoded.
 
     Raises:
-        ImageReadError: A tile cannot be decoded.
+        ImageReadError: A cut file cannot be decoded.
     """
     cut = cut_jpeg(data, box)
-    return _decode_part(data, box) if cut is None else decode_tiles(cut, cut.moved(box), path)
-
-
-def decode_tiles(cut: Cut, box: Box, path: str) -> npt.NDArray[np.uint8]:
-    """A region of a cut JPEG; see `decode_region`."""
+    if cut is None:
+        return _decode_part(data, box)
+    x_min, y_min, x_max, y_max = box = cut.moved(box)
     part = _decode_part(cut.content, box)
     if part is not None:
         return part
-    x_min, y_min, x_max, y_max = box
-    tiles = decode_jpeg(cut.content, cut.header, is_checked=True)
-    if tiles is None:
-        tiles = decode(memoryview(cut.content), path)
-    return tiles[y_min:y_max, x_min:x_max]
+    pixels = decode_jpeg(cut.content, cut.header, is_checked=True)
+    if pixels is None:
+        pixels = decode(memoryview(cut.content), path)
+    return pixels[y_min:y_max, x_min:x_max]
 
 
 def _decode_part(data: Content, box: Box) -> npt.NDArray[np.uint8] | None:

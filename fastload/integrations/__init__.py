@@ -3,6 +3,5 @@
 Read `patch` first (what happens to torch's class), then `replaced` (the loader that it builds), `ram_cache`
 (the datasets that `--cache ram` wraps), and `children` with `bootstrap/sitecustomize` (how child processes do
 the same). `accelerate` and `ray` prepare a loader for a rank, with `prepared` in common. `ray_build` builds a
-cache on disk with a Ray cluster. `tensorboard` and `lightning` log a loader's statistics. Each of these is
-imported only by name.
+cache on disk with a Ray cluster. Each of these is imported only by name.
 """

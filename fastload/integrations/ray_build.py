@@ -48,8 +48,8 @@ def build(
         address: As in ``ray.init``; not used if Ray is connected already.
         shards: Number of shards; None for the number of an unfinished build at ``path``, or else for four per
             CPU, at most 128.
-        codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"``, ``"source"`` or
-            ``"tiles"``; None for raw.
+        codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"`` or ``"source"``;
+            None for raw.
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.

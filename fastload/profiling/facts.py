@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset
 
-from fastload.nested.small_objects import find_small_objects
 from fastload.nested.tree import leaves
 from fastload.profiling.hot_lines import is_own_code
+from fastload.profiling.small_objects import find_small_objects
 
 if TYPE_CHECKING:
     from types import FrameType

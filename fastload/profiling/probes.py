@@ -46,7 +46,6 @@ _FUNCTIONS = (
     ("simplejpeg", "decode_jpeg", DECODE),
     ("tifffile", "imread", DECODE),
     ("fastload.images.regions", "decode_region", DECODE),
-    ("fastload.images.regions", "decode_tiles", DECODE),
     ("fcntl", "flock", LOCK),
     ("fcntl", "lockf", LOCK),
 )

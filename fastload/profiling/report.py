@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.nested.small_objects import CURE, MIN_BYTES
+from fastload.profiling.small_objects import CURE, MIN_BYTES
 from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_culprit, suggest
 from fastload.profiling.timeline import Timeline, mean, median
 from fastload.system.sizes import readable_size

@@ -36,19 +36,12 @@ _MAX_REMOTE = 64  # workers
 _WORTH_A_CLUSTER = 1.2  # times the gain of more workers on this machine
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
-# Crops that the decoder can take over, and for images of up to so many pixels the shares of a full decode's
-# time that their regions and their tiles take, and of their regions' time that their tiles take:
-# benchmarks/NOTES.md, "Decoding a region of a JPEG", beside OpenCV.
+# Crops that the decoder can take over, and for images of up to so many pixels the share of a full decode's
+# time that their regions take: benchmarks/NOTES.md, "Decoding a region of a JPEG", beside OpenCV.
 _CROPS = frozenset(
     ("RandomResizedCrop", "RandomSizedCrop", "RandomCrop", "CenterCrop", "RandomSizedBBoxSafeCrop")
 )
-_REGION_DECODER, _TILE_DECODER = "decode_region", "decode_tiles"
-_SHARES = (
-    (3e5, 0.86, 0.76, 0.92),
-    (1.5e6, 0.77, 0.59, 0.79),
-    (6e6, 0.67, 0.53, 0.75),
-    (float("inf"), 0.4, 0.5, 0.71),
-)
+_REGION_SHARES = ((3e5, 0.86), (1.5e6, 0.77), (6e6, 0.67), (float("inf"), 0.4))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
 _FAST_COLLATES = frozenset(("default_collate", "RowCollate.add", "Fetcher._stacked"))
 
@@ -239,33 +232,26 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
 
 
 def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
-    """Decode only the region that a crop keeps, or its tiles."""
+    """Decode only the region that a crop keeps."""
     decoders = timeline.parts(probes.DECODE)
     images = [part for part in decoders if part.num_pixels]
     crops = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _CROPS]
     if timeline.facts["is_iterable"] or not images or not crops:
         return
-    if any(part.name.endswith(_TILE_DECODER) for part in images):
+    asked = [part for part in decoders if part.name.endswith("decode_region")]
+    if any(part.num_pixels for part in asked):
         return  # done already
-    largest = max(images, key=lambda part: part.num_pixels)
-    region, tiles, from_region = next(shares for maximum, *shares in _SHARES if largest.num_pixels <= maximum)
-    asked = [part for part in decoders if part.name.endswith(_REGION_DECODER)]
-    if asked:  # the dataset is as it should be, but not its files
-        share = from_region if asked[0].num_pixels else tiles  # 0: a decoder of regions is not installed
-        yield Suggestion(
-            "tiles",
-            f"decode only the tiles that {crops[0].name} touches: rewrite the JPEGs without loss, with "
-            "'fastload images tile SOURCE DEST'",
-            _without(timeline, model, images, 1 - share),
+    if asked:  # the dataset is as it should be, but no decoder of regions is installed
+        how = f"decode only what {crops[0].name} keeps: pip install 'fastload-torch[regions]'"
+    else:
+        how = (
+            f"decode only what {crops[0].name} keeps, if it is the first transform: return "
+            "fastload.EncodedImage(path) from the dataset, without the transform, and use "
+            'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed'
         )
-        return
-    yield Suggestion(
-        "regions",
-        f"decode only what {crops[0].name} keeps, if it is the first transform: return "
-        "fastload.EncodedImage(path) from the dataset, without the transform, and use "
-        'CachedDataset(dataset, transform, cache=None, decode="fast"), with the extra "regions" installed',
-        _without(timeline, model, images, 1 - region),
-    )
+    num_pixels = max(part.num_pixels for part in images)
+    share = next(share for maximum, share in _REGION_SHARES if num_pixels <= maximum)
+    yield Suggestion("regions", how, _without(timeline, model, images, 1 - share))
 
 
 def _workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -18,19 +19,13 @@ import fastload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.encoded import decode_images, encoded_source
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import main
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.images.folder import ImageFolder
-from fastload.images.jpeg import parse_jpeg
-from fastload.images.restarts import has_restarts
 from tests.cache.zoo import Files, Made
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("registry")
 
@@ -269,22 +264,19 @@ def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Pat
 # --- files -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("codec", "num_workers"), [("source", 2), ("tiles", 0)])
-def test_files_of_files(codec: str, num_workers: int, photos: Path, tmp_path: Path) -> None:
-    """`cache build --codec` stores files, or JPEGs with tiles, without loss; the folder knows its cache."""
+def test_files_of_files(photos: Path, tmp_path: Path) -> None:
+    """`cache build --codec source` stores the files without loss; the folder knows its cache."""
     dest, folder = tmp_path / "photos.lmdb", ImageFolder(photos)
-    build = ("build", photos, dest, "--codec", codec, "--workers", num_workers, "--quiet")
+    build = ("build", photos, dest, "--codec", "source", "--workers", 2, "--quiet")
     outputs = [CliRunner().invoke(main.app, ["cache", *map(str, words)]) for words in (build, ("info", dest))]
     ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
     assert [result.exit_code for result in outputs] == [0, 0]
-    assert codec in outputs[1].output
+    assert "source" in outputs[1].output
     assert ds.classes == folder.classes
     assert beside.cache_info().num_cached == NUM_IMAGES
     for index in range(NUM_IMAGES):
         assert_same_samples(ds[index], folder[index])
-        header = parse_jpeg(beside._view(index)[0].content())
-        assert header is not None
-        assert has_restarts(header) == (codec == "tiles")
+        assert beside._view(index)[0].content() == Path(folder.samples[index][0]).read_bytes()
     assert dest.stat().st_size < 3 * sum(path.stat().st_size for path in photos.glob("*/*")) + (1 << 17)
     with pytest.raises(CacheMismatchError, match=r"num_samples|class"):
         CachedDataset(tud.Subset(folder, range(5)), cache=f"lmdb:{dest}")
@@ -292,7 +284,7 @@ def test_files_of_files(codec: str, num_workers: int, photos: Path, tmp_path: Pa
         build_lmdb(encoded_source(folder), dest, codec="jpeg")
 
 
-def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) -> None:
+def test_files_of_any_kind_are_kept(damaged: Path, tmp_path: Path) -> None:
     """PNG, progressive and damaged files are stored as they are; one whose header is damaged is left out."""
     Image.fromarray(noise(40, 50)).save(damaged / "a" / "0.jpg", "png")
     Image.fromarray(noise(40, 50)).save(damaged / "a" / "1.jpg", "jpeg", progressive=True)
@@ -300,17 +292,16 @@ def test_files_that_cannot_have_tiles_are_kept(damaged: Path, tmp_path: Path) ->
     paths[2].write_bytes(b"no image")
     dataset = [(EncodedImage(path), 0) for path in paths]
     options: dict[str, Any] = {"num_workers": 0, "on_error": "skip", "max_errors": 1.0}
-    for codec in ("source", "tiles"):
-        build_lmdb(dataset, tmp_path / codec, codec=codec, **options).close()
-        assert LMDBCache(tmp_path / codec).num_cached == 7
-    ds = CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'tiles'}")
-    files = {index: path.read_bytes() for index, path in enumerate(paths) if index != 2}
-    kept = [index for index, content in files.items() if bytes(ds._view(index)[0].content()) == content]
-    assert kept == [0, 1, 5]
+    build_lmdb(dataset, tmp_path / "cache", codec="source", **options).close()
+    ds = CachedDataset(dataset, cache=f"lmdb:{tmp_path / 'cache'}")
+    assert ds.cache_info().num_cached == len(paths) - 1
+    for index, path in enumerate(paths):
+        if index != 2:
+            assert ds._view(index)[0].content() == path.read_bytes()
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path: Path) -> None:
+def test_crops_of_a_file_of_jpegs_decode_their_part(num_workers: int, tmp_path: Path) -> None:
     """The batches are those of decoded images; a cache in RAM before the file holds decoded ones."""
     path = tmp_path / "jpegs.lmdb"
     # Pictures that are worth decoding in part.
@@ -321,7 +312,7 @@ def test_crops_of_a_file_of_jpegs_decode_their_tiles(num_workers: int, tmp_path:
 
     assert type(ds._view(2)[0]) is type(beside._view(2)[0]) is EncodedImage
     assert type(in_ram._view(2)[0]) is np.ndarray
-    assert "only the tiles in the region of RandomCrop are decoded" in ds.explain()
+    assert "only the part around RandomCrop is decoded" in ds.explain()
     assert_same_samples(CachedDataset.from_cache(path)[2], in_ram._lend(2))
     expected = batches_of(in_ram, num_workers=num_workers)
     assert_same_samples(batches_of(ds, num_workers=num_workers), expected)

@@ -23,9 +23,8 @@ from fastload.cache.pushdown import Pushdown
 from fastload.errors import ImageReadError
 from fastload.images import jpeg, regions
 from fastload.images.encoded import EncodedImage
-from fastload.images.tiled_folder import tile_jpeg
 from tests.images.test_encoded import image_file
-from tests.images.test_tiles import tiled_file, turned_file
+from tests.images.test_restart_markers import marked_file, turned_file
 from tests.kit.batches import assert_same_samples
 
 pytestmark = pytest.mark.skipif(regions.name_of_decoder() is None, reason="needs the extra regions")
@@ -171,12 +170,13 @@ def test_replay_and_the_error_of_a_large_crop() -> None:
     assert str(ours.value) == str(theirs.value)
 
 
-def smooth_file(height: int, width: int) -> bytes:
-    """A JPEG of a picture with soft edges, as photos have."""
+def smooth_file(height: int, width: int, interval: int = 0) -> bytes:
+    """A JPEG of a picture with soft edges, as photos have; with a restart marker every `interval` MCUs."""
     y, x = np.mgrid[:height, :width]
     waves = [np.sin(x / 37) + np.cos(y / 29), np.cos((x - y) / 41), np.sin((x + 2 * y) / 53)]
     file = io.BytesIO()
-    Image.fromarray((127 + 60 * np.stack(waves, -1)).clip(0, 255).astype(np.uint8)).save(file, "jpeg")
+    image = Image.fromarray((127 + 60 * np.stack(waves, -1)).clip(0, 255).astype(np.uint8))
+    image.save(file, "jpeg", restart_marker_blocks=interval)
     return file.getvalue()
 
 
@@ -279,7 +279,7 @@ def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
 ) -> None:
     """All targets and generators are the same, also for a crop that does not fit; whatever is decoded."""
     area = options.pop("area")
-    content = turned_file(tiled_file(*sides, interval), turn)
+    content = turned_file(marked_file(*sides, interval), turn)
     whole = EncodedImage(content).decode()
     height, width = (max(1, round(share * side)) for share in crop)
 
@@ -304,13 +304,12 @@ def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
 @pytest.mark.parametrize("reduces", [False, True])
 @pytest.mark.parametrize("has_codec", [False, True])
 def test_validation_decodes_the_part_that_it_keeps(reduces: bool, has_codec: bool, monkeypatch: Any) -> None:
-    """Not the whole of a large image; of its tiles, or of an ordinary file by nvImageCodec."""
+    """Not the whole of a large image: cut at its restart markers, or an ordinary file by nvImageCodec."""
     height, width = 700, 1500
-    content = smooth_file(height, width)
+    content = smooth_file(height, width, 0 if has_codec else 2)
     validation = A.Compose([A.SmallestMaxSize(128), A.CenterCrop(112, 112)])
     expected = validation(image=EncodedImage(content).decode())["image"]
     if not has_codec:
-        content = tile_jpeg(content, "x")
         monkeypatch.setattr(regions, "_codec", lambda: None)
     decode_jpeg = mock.Mock(side_effect=jpeg.decode_jpeg)
     monkeypatch.setattr(regions, "decode_jpeg", decode_jpeg)
@@ -329,15 +328,17 @@ def test_validation_decodes_the_part_that_it_keeps(reduces: bool, has_codec: boo
 @pytest.mark.usefixtures("of_any_size")
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("sides", [(513, 707), (2048, 640), (300, 400)])
-def test_fast_validation_of_tiles_is_that_of_files(sides: Any, interpolation: int, monkeypatch: Any) -> None:
+def test_fast_validation_of_a_cut_file_is_that_of_the_whole(
+    sides: Any, interpolation: int, monkeypatch: Any
+) -> None:
     """The part has the scale of the whole, and is sampled at the same places, up to what OpenCV rounds."""
     monkeypatch.setattr(regions, "_codec", lambda: None)
     content = smooth_file(*sides)
     resize, crop = A.SmallestMaxSize(128, interpolation=interpolation), A.CenterCrop(112, 100)
     whole = Pushdown(A.Compose([copy.deepcopy(resize)]), reduces=True)(image=EncodedImage(content))
     expected = crop(image=whole["image"])["image"]
-    tiled = EncodedImage(tile_jpeg(content, "x"))
-    found = Pushdown(A.Compose([resize, crop]), reduces=True)(image=tiled)["image"]
+    marked = EncodedImage(smooth_file(*sides, 1))
+    found = Pushdown(A.Compose([resize, crop]), reduces=True)(image=marked)["image"]
     assert psnr_db(found, expected) > (30 if interpolation == cv2.INTER_NEAREST else 48)
 
 

@@ -29,7 +29,7 @@ from fastload.cache.record import ALIGNMENT_BYTES, decode, encode, record_parts
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.images.decode import decode as image_of
 from fastload.images.encoded import EncodedImage
-from fastload.images.tiles import cut_jpeg
+from fastload.images.restart_markers import cut_jpeg
 from fastload.nested.dtypes import TENSOR_STORAGE
 from fastload.nested.leaves import Leaf
 from fastload.nested.spec import Spec, flatten
@@ -255,7 +255,7 @@ def test_lossy_codecs_are_close() -> None:
         assert len(record(image, codec, 30)) < len(text) < image.nbytes / 3
 
 
-def test_jpegs_have_tiles() -> None:
+def test_jpegs_have_restart_markers() -> None:
     """Restart markers change no pixel, take 1% more, and let a crop decode a part of the record."""
     image, plain = np.ascontiguousarray(photographs.astronaut()), io.BytesIO()
     Image.fromarray(image).save(plain, "JPEG", quality=95)

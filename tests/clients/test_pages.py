@@ -27,20 +27,6 @@ record("batches", len([record("batch", batch) for batch in loader]))
 """
 # By heading: what comes before the block; and what comes after it. Each records batches.
 BEFORE = {
-    "Lightning": """
-import lightning as L
-
-
-class Module(L.LightningModule):
-    def training_step(self, batch, batch_idx):
-        record("batch", batch)
-
-    def configure_optimizers(self):
-        return None
-
-
-module = Module()
-""",
     "Accelerate": """
 photos(64, 64, 16)
 model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))

@@ -23,7 +23,7 @@ from fastload.images.decode import _opened, _read, decode, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.images.jpeg import decode_jpeg, parse_jpeg
 from tests.images.test_encoded import KINDS, OTHERS, exif_of, image_file
-from tests.images.test_tiles import GREY, SAMPLINGS, tiled_file
+from tests.images.test_restart_markers import GREY, SAMPLINGS, marked_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,7 +206,7 @@ def outcome(read: Callable[[bytes], np.ndarray], content: bytes) -> tuple[Any, .
 @pytest.mark.parametrize("sampling", [*SAMPLINGS, GREY])
 def test_opencv_gives_pillows_pixels(sampling: int, is_progressive: int, interval: int) -> None:
     """Every sampling, sequential or progressive, with and without restart markers."""
-    content = tiled_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
+    content = marked_file(61, 83, interval, sampling, cv2.IMWRITE_JPEG_PROGRESSIVE, is_progressive)
     header = parse_jpeg(content)
     assert header is not None
     assert (header.height, header.width, header.tags_at) == (61, 83, [])

@@ -1,9 +1,8 @@
-"""What a dataset holds as many small objects is found, with its size, by `profile` and `doctor`."""
+"""What a dataset holds as many small objects is found, with its size, by `profile`."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,13 @@ import numpy as np
 import pytest
 import torch.utils.data
 from torch.utils.data import ConcatDataset, Subset
-from typer.testing import CliRunner
 
 import fastload
-from fastload.cli import main
-from fastload.nested.small_objects import MIN_BYTES, find_small_objects
+from fastload.profiling.small_objects import MIN_BYTES, find_small_objects
 from tests.kit import datasets
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 NUM_ITEMS = 200_000
 LOADERS = {"torch": torch.utils.data.DataLoader, "fastload": fastload.DataLoader}
@@ -131,17 +127,3 @@ class Refusing(list[Any]):
 def test_profile_is_silent_where_nothing_is_copied(make: Any, settings: dict[str, Any]) -> None:
     """Also where that cannot be measured: the loop gets its batches."""
     assert notes("fastload", make(), **settings) == []
-
-
-def test_doctor_notes_what_workers_would_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its size alone: no worker runs."""
-    (tmp_path / "metadata_of_mine.py").write_text(
-        "from tests.kit.datasets import Made, image\n"
-        "dataset = Made(image, 4)\n"
-        "dataset.items = [{'label': i, 'path': f'{i:09}.jpg'} for i in range(200_000)]\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    found = json.loads(CliRunner().invoke(main.app, ["doctor", "metadata_of_mine:dataset", "--json"]).stdout)
-    said = "each worker copies what it reads of dataset.items (200,000 elements"
-    assert found["notes"][-1].startswith(said)
-    assert "fastload.SharedList" in found["notes"][-1]

@@ -171,9 +171,8 @@ class Build:
         probed: Samples that were already read, by index; they are not read again.
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
             `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel can be a
-            mask, and is encoded as png); `"source"` stores the files of undecoded images unchanged, and
-            `"tiles"` with restart markers in JPEGs, so a crop decodes only its part. None accepts a cache or
-            an unfinished build of any codec, and builds a raw cache.
+            mask, and is encoded as png); `"source"` stores the files of undecoded images unchanged. None
+            accepts a cache or an unfinished build of any codec, and builds a raw cache.
         quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a cache or
             an unfinished build of any quality, and builds with 95.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a

@@ -18,7 +18,7 @@ import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.codecs import BEST_QUALITY, LOSSY, UNDECODED
+from fastload.cache.codecs import BEST_QUALITY, LOSSY, SOURCE
 from fastload.cache.encoded import encoded_source, holds_images
 from fastload.cache.fingerprint import fingerprint_of
 from fastload.cache.lmdb.description import Plan, why_different
@@ -43,14 +43,14 @@ _QUALITY = 95  # of jpeg and webp, by default
 
 def source_of_build(dataset: Any, codec: str | None) -> tuple[Any, Fingerprint | None]:
     """A user's dataset as a build of this codec reads it, and its fingerprint."""
-    return dataset if codec in UNDECODED else decoded_source(dataset), fingerprint_of(dataset)
+    return dataset if codec == SOURCE else decoded_source(dataset), fingerprint_of(dataset)
 
 
 def as_stored(
     dataset: Any, fingerprint: Fingerprint | None, codec: str | None
 ) -> tuple[Any, Fingerprint | None]:
     """The dataset whose samples a cache of this codec stores, and their fingerprint."""
-    if codec not in UNDECODED:
+    if codec != SOURCE:
         return dataset, fingerprint
     return encoded_source(dataset), None if fingerprint is None else fingerprint.of_encoded()
 
@@ -77,7 +77,7 @@ def make_plan(
         found: The plan of an earlier build, whose settings replace those that the user did not set.
 
     Raises:
-        ValueError: The codec is "source" or "tiles", and sample 0 has no undecoded image.
+        ValueError: The codec is "source", and sample 0 has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
@@ -85,17 +85,15 @@ def make_plan(
     if found is not None:
         quality, num_shards = quality or found.quality, num_shards or found.num_shards
     quality = (quality or _QUALITY) if codec in LOSSY else None
-    if codec in UNDECODED and first is not None and not holds_images(first):
+    if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(
-            f'codec "{codec}" stores the files of images, but sample 0 is {tree.outline(first)}: return '
+            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.outline(first)}: return '
             "fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder without "
             "size=, or choose a different codec"
         )
     spec, crc32 = (None, None) if first is None else _identity(first)
     if num_shards is None and first is not None:
-        parts, _ = record_parts(
-            *flatten(first), "raw" if codec in UNDECODED else codec, quality or BEST_QUALITY
-        )
+        parts, _ = record_parts(*flatten(first), "raw" if codec == SOURCE else codec, quality or BEST_QUALITY)
         num_shards = min(MAX_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
     classes = getattr(dataset, "classes", None)
     is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)

@@ -10,8 +10,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
-from fastload.cache.codecs import BEST_QUALITY, TILES, UNDECODED
-from fastload.cache.encoded import check_headers, tile_images
+from fastload.cache.codecs import BEST_QUALITY, SOURCE
+from fastload.cache.encoded import check_headers
 from fastload.cache.lmdb.format import value_parts
 from fastload.cache.record import record_parts
 from fastload.errors import UnsupportedSampleError
@@ -70,15 +70,13 @@ class RecordTasks(Dataset[list[bytes | FailedSample | Failed]]):
 
     def __getitem__(self, number: int) -> list[bytes | FailedSample | Failed]:
         values: list[bytes | FailedSample | Failed] = []
-        codec = "raw" if self.codec in UNDECODED else self.codec
+        codec = "raw" if self.codec == SOURCE else self.codec
         read_tasks_ahead(self.dataset, self.ranges, number, known=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
-                if self.codec in UNDECODED:
+                if self.codec == SOURCE:
                     check_headers(sample)
-                if self.codec == TILES:
-                    sample = tile_images(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self.skips:
                     return [*values, Failed.of(index, error)]

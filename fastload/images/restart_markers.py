@@ -1,10 +1,10 @@
-"""Cuts a JPEG that has restart markers: a smaller JPEG that shows a region with the same pixels.
+"""Cuts a JPEG at its restart markers: a smaller JPEG that shows a region with the same pixels.
 
-The MCUs (the smallest units of a scan) between two restart markers are a tile, which can be decoded without
-the ones before it. A header with different sides, the tiles that a region touches and renumbered markers are
-again an ordinary JPEG, which any decoder reads. Rules:
+The MCUs (the smallest units of a scan) between two restart markers are a restart interval, which can be
+decoded without the ones before it. A header with different sides, the intervals that a region touches and
+renumbered markers are again an ordinary JPEG, which any decoder reads. Rules:
 
-1. A margin of two pixels lies around the region, because colours are interpolated between neighbours; and
+1. A margin of two pixels lies around the region, because colors are interpolated between neighbors; and
    eight columns are kept at least, because libjpeg-turbo does not interpolate in pictures of four columns.
 2. A file is cut only if its markers are those that its header promises: as many, in order, and nothing else.
    Corrupt data between two markers then changes the same pixels as in the whole picture.
@@ -29,6 +29,9 @@ _MARGIN, _MIN_WIDTH = 2, 8  # pixels at the scale of the result
 _COMMENT_KIND = 0xFE
 _RESTART_KIND, _NUM_RESTART_KINDS = 0xD0, 8
 _SIDES = struct.Struct(">HH")
+# How many MCUs lie between two markers that we write: the first of these that divides a row. Fewer let a crop
+# skip more; each marker takes about three bytes, 1.3% of a file at 4 and 5% at 1.
+_WRITTEN_INTERVALS = (4, 5, 3, 2, 7, 1)
 
 
 class Cut(NamedTuple):
@@ -52,13 +55,18 @@ class Cut(NamedTuple):
         return x_min - self.x, y_min - self.y, x_max - self.x, y_max - self.y
 
 
+def choose_interval(columns: int) -> int:
+    """The number of MCUs between two restart markers of a JPEG to write, in rows of this many MCUs."""
+    return next(number for number in _WRITTEN_INTERVALS if columns % number == 0)
+
+
 def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
-    """The tiles that a region of a JPEG needs.
+    """The restart intervals that a region of a JPEG needs, as a JPEG.
 
     Args:
         data: The content of the file.
         box: `(x_min, y_min, x_max, y_max)` in the stored picture.
-        scale: The tiles will be decoded at this fraction of their size: 1, 2, 4 or 8.
+        scale: The result will be decoded at this fraction of its size: 1, 2, 4 or 8.
 
     Returns:
         None if the file cannot be cut, or the region needs all of it.
@@ -81,22 +89,22 @@ def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
     if (bottom - top) * (right - left) == rows * columns:
         return None
 
-    num_tiles = -(-rows * columns // interval)
+    num_intervals = -(-rows * columns // interval)
     places, kinds = markers(data, header)
-    expected = _RESTART_KIND + np.arange(num_tiles, dtype=np.uint8) % _NUM_RESTART_KINDS
+    expected = _RESTART_KIND + np.arange(num_intervals, dtype=np.uint8) % _NUM_RESTART_KINDS
     expected[-1] = END[1]
-    if not np.array_equal(kinds[:num_tiles], expected):
+    if not np.array_equal(kinds[:num_intervals], expected):
         return None
-    ends = places[:num_tiles] + header.scan_at
-    # One row of `kept` is what lies together in the file: tiles of a row of MCUs, or of several whole rows.
+    ends = places[:num_intervals] + header.scan_at
+    # One row of `kept` lies together in the file: intervals of a row of MCUs, or of several whole rows.
     per_line = columns * step // interval
     first, last = (left // interval, right // interval) if is_aligned else (0, per_line)
     lines = np.arange(top // step, -(-bottom // step))[:, None] * per_line
     kept = lines + np.arange(first, last)
     starts = np.append(header.scan_at, ends + 2)[kept[:, 0]]
-    line_ends = ends[np.minimum(kept[:, -1], num_tiles - 1)] + 2
+    line_ends = ends[np.minimum(kept[:, -1], num_intervals - 1)] + 2
     offsets = header.scan_at + np.append(0, np.cumsum(line_ends - starts)[:-1])
-    kept_markers = (ends.take(kept, mode="clip") - starts[:, None] + offsets[:, None])[kept < num_tiles]
+    kept_markers = (ends.take(kept, mode="clip") - starts[:, None] + offsets[:, None])[kept < num_intervals]
 
     view = memoryview(data)
     content = bytearray(view[: header.scan_at])

@@ -1,0 +1,107 @@
+"""How many bytes a source takes, and the code that fits this machine, for `fastload doctor SOURCE`.
+
+A few samples are read, and of undecoded images only the headers: bytes are estimates. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+from typing import Any
+
+from fastload.batch.read_ahead import read_ahead
+from fastload.cache.encoded import decoded_nbytes, encoded_source
+from fastload.cache.random_check import probe
+from fastload.errors import ImageReadError, RandomDatasetError, UnsupportedSampleError
+from fastload.images.encoded import EncodedImage
+from fastload.nested.tree import leaves
+from fastload.system.budget import parse_memory
+from fastload.system.sizes import readable_size
+from fastload.system.tables import table
+
+_MAX_SAMPLES = 100
+
+
+def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
+    """What a source takes and the line of code to use: as plain data, ready for JSON, and as lines of text.
+
+    Args:
+        dataset: Map-style.
+        code: Python that stands for it.
+
+    Raises:
+        UnsupportedSampleError: It is empty, or a value in a sample cannot be cached.
+        Exception: The error of the first sample, if none can be read.
+    """
+    num_samples = len(dataset)
+    if not num_samples:
+        raise UnsupportedSampleError("the source has no samples")
+    source = encoded_source(dataset, is_needed=False)
+    chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MAX_SAMPLES))
+    read_ahead(source, chosen)
+    sizes: dict[int, tuple[int, int]] = {}
+    errors: list[Exception] = []
+    for index in chosen:
+        try:
+            sizes[index] = _sizes(source[index])
+        except Exception as error:  # noqa: BLE001 - of a file or of the user's code; it is reported
+            errors.append(error)
+    if not sizes:
+        raise errors[0]
+    means = (statistics.mean(each) for each in zip(*sizes.values(), strict=True))
+    decoded, files = (round(mean * num_samples) for mean in means)
+    ram, disk = parse_memory("auto"), shutil.disk_usage(os.getcwd()).free
+    if decoded <= ram:
+        cache = '"ram"'
+    elif decoded <= disk:
+        cache = '"lmdb:PATH"'
+    else:
+        cache = '"ram-encoded"' if 0 < files <= ram else "None"
+    problem = ""
+    try:
+        probe(source, [min(sizes)], rechecked=[min(sizes)])
+    except RandomDatasetError as error:
+        cache, problem = "None", str(error)
+    found = {
+        "num_samples": num_samples,
+        "num_read": len(chosen),
+        "num_unreadable": len(errors),
+        "first_error": f"{type(errors[0]).__name__}: {errors[0]}" if errors else "",
+        "decoded_bytes": decoded,
+        "file_bytes": files or None,
+        "ram_bytes": ram,
+        "disk_bytes": disk,
+        "problem": problem,
+        "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
+    }
+    return found, _lines(found)
+
+
+def _sizes(sample: Any) -> tuple[int, int]:
+    """The bytes of a sample with decoded images, and those of its undecoded images' files."""
+    images = [leaf for leaf in leaves(sample) if type(leaf) is EncodedImage]
+    for image in images:
+        if image.path is not None and os.path.exists(image.path) and not os.path.isfile(image.path):
+            raise ImageReadError(image.path, "it is not a regular file")  # reading a pipe would not end
+    return decoded_nbytes(sample), sum(len(image.content()) for image in images)
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    free = {"RAM": found["ram_bytes"], "disk": found["disk_bytes"]}
+    rows = [
+        ["", "about", *(f"{readable_size(nbytes)} of {place} can be used" for place, nbytes in free.items())]
+    ]
+    for name, nbytes in (("decoded", found["decoded_bytes"]), ("as files", found["file_bytes"])):
+        if nbytes is not None:
+            fits = ("fits" if nbytes <= limit else "does not fit" for limit in free.values())
+            rows.append([name, readable_size(nbytes), *fits])
+    how = "estimated from the headers of" if found["file_bytes"] else "estimated from"
+    lines = [f"{found['num_samples']:,} samples, {how} {found['num_read']:,}", *table(rows)]
+    if found["num_unreadable"]:
+        count = f"{found['num_unreadable']:,} of these {found['num_read']:,}"
+        lines.append(f"{count} cannot be read; the first one: {found['first_error']}")
+    if found["problem"]:
+        lines.append(f"no cache can hold these samples: {found['problem']}")
+    return [*lines, f"use {found['use']}"]
