@@ -158,7 +158,7 @@ def examine_gpu(index: int) -> dict[str, Any]:
             for kind in ("pinned", "pageable"):
                 source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
                 found[f"{kind}_bytes_per_s"] = _bytes_per_s(source, target)
-    except RuntimeError as error:  # out of memory, or a device that has failed
+    except (RuntimeError, AssertionError) as error:  # no memory, a device that has failed, or one that went
         found["problem"] = str(error).splitlines()[0]
     return found
 
