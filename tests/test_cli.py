@@ -227,7 +227,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir(parents=True)
     for name in ("one", "damaged"):
         built(folder / "caches" / name)
-    flip_a_bit(folder / "caches" / "damaged", pixels(41).tobytes())
+    flip_a_bit(folder / "caches" / "damaged", b'"table_crc32"')
     shutil.copytree(built(folder / "caches" / "two", "--shards", "2"), folder / "mixed")
     (folder / "mixed" / "thesis.txt").write_text("mine")
     for name, code in MODULES.items():
