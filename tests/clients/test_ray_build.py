@@ -143,7 +143,7 @@ def local_twin(folder: Path, **options: Any) -> Path:
     plan = LMDBCache(folder / "cache").plan
     partial = folder / "twin.partial"
     partial.mkdir()
-    fields = {"version": 1, "plan": asdict(plan), "max_errors": 1.0}
+    fields = {"version": 2, "plan": asdict(plan), "max_errors": 1.0}
     (partial / "plan.json").write_text(json.dumps(fields))
     bad = options.pop("bad", ())
     images, twin = BrokenImages(NUM_SAMPLES, bad=bad), folder / "twin"

@@ -24,11 +24,10 @@ from fastload.batch.failures import check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
-from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, cut
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
 from fastload.cache.build.unfinished import REPORT, Unfinished
 from fastload.cache.build.writer import ShardWriter
 from fastload.cache.codecs import check_codec
-from fastload.cache.lmdb.description import Description, runs_of
 from fastload.cache.lmdb.files import check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.progress import BuildProgress
@@ -328,7 +327,7 @@ class Build:
 
     def _values(
         self, ranges: Iterable[range], answers: Iterator[Any], progress: BuildProgress
-    ) -> Iterator[tuple[int, bytes | FailedSample]]:
+    ) -> Iterator[tuple[int, Value | FailedSample]]:
         """The index of each sample with its value, or with why it has none."""
         for indices, values in zip(ranges, answers, strict=True):
             for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
@@ -336,7 +335,8 @@ class Build:
                     self._explain(value)
                     raise value.error
                 yield index, value
-            progress.advance(sum(len(value) for value in values if isinstance(value, bytes)), len(values))
+            nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
+            progress.advance(nbytes, len(values))
 
     def _explain(self, failed: Failed) -> None:
         error = failed.error
@@ -347,23 +347,23 @@ class Build:
             add_note(error, 'on_error="skip" leaves out samples that cannot be read')
 
     def _write_shard(
-        self, files: Unfinished, shard: int, values: Iterable[tuple[int, bytes | FailedSample]]
+        self, files: Unfinished, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
     ) -> list[FailedSample]:
         """Write one shard; returns the samples that it leaves out."""
         left_out: list[FailedSample] = []
         with only_builder(files.path_of(shard)):
             files.remove_remains(shard)
             own = files.own_path(shard_name(files.plan, shard))
-            writer = ShardWriter(own)
+            writer = ShardWriter(own, files.plan, shard)
             try:
                 for index, value in values:
                     if not isinstance(value, FailedSample):
-                        writer.put(index, value)
+                        writer.put(index, *value)
                         continue
                     left_out.append(value)
                     self.left_out.append(value)
                     self.check_budget(files.plan)
-                writer.finish(Description(files.plan, shard, runs_of([one.index for one in left_out])))
+                writer.finish()
                 files.complete(shard, own, left_out)
             except CacheError:
                 files.check_followed()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
@@ -12,7 +13,7 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.encoded import check_headers
-from fastload.cache.lmdb.format import value_parts
+from fastload.cache.lmdb.format import PADDING
 from fastload.cache.record import record_parts
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.spec import flatten
@@ -25,6 +26,13 @@ TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the par
 _TASK_BYTES = 2 << 20
 _MAX_TASK_SAMPLES = 64
 _TASKS_EACH = 8  # at least, so workers finish at about the same time
+
+
+class Value(NamedTuple):
+    """The value of a sample in the file, and the checksum of the record in it."""
+
+    data: bytes
+    crc32: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class Failed:
 
 
 @dataclass(eq=False)
-class RecordTasks(Dataset[list[bytes | FailedSample | Failed]]):
+class RecordTasks(Dataset[list[Value | FailedSample | Failed]]):
     """Reads ranges of samples; each item is the values of one range, which end with the first `Failed`.
 
     Args:
@@ -68,8 +76,8 @@ class RecordTasks(Dataset[list[bytes | FailedSample | Failed]]):
     quality: int | None
     skips: bool
 
-    def __getitem__(self, number: int) -> list[bytes | FailedSample | Failed]:
-        values: list[bytes | FailedSample | Failed] = []
+    def __getitem__(self, number: int) -> list[Value | FailedSample | Failed]:
+        values: list[Value | FailedSample | Failed] = []
         codec = "raw" if self.codec == SOURCE else self.codec
         read_tasks_ahead(self.dataset, self.ranges, number, known=self.probed)
         for index in self.ranges[number]:
@@ -87,7 +95,8 @@ class RecordTasks(Dataset[list[bytes | FailedSample | Failed]]):
                 parts, _ = record_parts(*flatten(sample), codec, self.quality or BEST_QUALITY)
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 return [*values, Failed.of(index, error)]
-            values.append(b"".join(value_parts(index, parts)))
+            data = b"".join((PADDING, *parts))
+            values.append(Value(data, zlib.crc32(memoryview(data)[len(PADDING) :])))
         return values
 
 

@@ -39,7 +39,6 @@ from fastload.cache.lmdb.description import (
     check_version,
     parse_json,
     parse_plan,
-    runs_of,
     why_different,
 )
 from fastload.cache.lmdb.files import open_file, shard_name
@@ -173,14 +172,16 @@ class Unfinished:
         """The samples that a finished shard leaves out; None if the shard is not finished."""
         path = self.path_of(shard)
         try:
-            found = open_file(path).description
+            file = open_file(path)
         except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
             return None
+        found = file.description
         if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):
             return None
-        report = read_report(report_name(path)) if found.missing else []
+        left_out = file.left_out_indices.tolist()
+        report = read_report(report_name(path)) if left_out else []
         # Without its report the shard is rebuilt, so no sample is left out without a reason.
-        return report if runs_of([sample.index for sample in report]) == found.missing else None
+        return report if [sample.index for sample in report] == left_out else None
 
     def remove_remains(self, shard: int) -> None:
         """Remove what killed processes of this machine left of a shard; the caller holds its lock."""

@@ -1,4 +1,4 @@
-"""Writes one LMDB file: keys in order, with regular commits.
+"""Writes one LMDB file: keys in order, with regular commits; at its end the places of the records.
 
 Rules:
 
@@ -10,16 +10,21 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.lmdb.format import pack_key, write_description
+import numpy as np
+
+from fastload.cache.lmdb.format import PADDING, pack_key, unpack_key, write_end
+from fastload.cache.lmdb.table import Table
 from fastload.errors import CacheError
 from fastload.system.os_errors import why_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fastload.cache.lmdb.description import Description
+    from fastload.cache.lmdb.description import Plan
 
 _MIN_MAP_BYTES, _MAP_BYTES = 1 << 26, 1 << 42  # only addresses: the file is as long as what is written
 _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks during a commit
@@ -30,21 +35,27 @@ class ShardWriter:
 
     Args:
         path: The file.
+        plan: The plan of the cache.
+        shard: The number of the file.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, plan: Plan, shard: int) -> None:
+        self._path, self._plan, self._shard = path, plan, shard
+        indices = plan.indices_of(shard)
+        self._first = indices.start
+        self._table = Table.empty(len(indices))
         with writing(path):
             self._environment = _new_environment(path)
         self._transaction: Any = None
         self._nbytes = 0  # of the uncommitted values
 
-    def put(self, index: int, value: Any) -> None:
-        """Append a value, any buffer; it is copied before this method returns."""
+    def put(self, index: int, value: bytes, crc32: int) -> None:
+        """Append a value, with the checksum of its record; it is copied before this method returns."""
         with writing(self._path):
             if self._transaction is None:
                 self._transaction = self._environment.begin(write=True)
             self._transaction.put(pack_key(index), value, append=True)
+        self._table.crcs[index - self._first] = crc32
         self._nbytes += len(value)
         if self._nbytes >= _COMMIT_BYTES:
             self._commit()
@@ -55,14 +66,29 @@ class ShardWriter:
             with writing(self._path):
                 transaction.commit()
 
-    def finish(self, description: Description) -> None:
-        """Write the description of the file, sync it to the disk, and close it."""
+    def finish(self) -> None:
+        """Write the places of the records and the description, sync the file to the disk, and close it."""
         self._commit()
         with writing(self._path):
-            num_pages = int(self._environment.info()["last_pgno"]) + 1
             page_bytes = int(self._environment.stat()["psize"])
+            with self._environment.begin(buffers=True) as transaction:
+                self._find_records(transaction, page_bytes)
+            environment_bytes = page_bytes * (int(self._environment.info()["last_pgno"]) + 1)
             self._environment.close()
-            write_description(self._path, description, num_pages, page_bytes)
+            write_end(self._path, environment_bytes, self._table, self._plan, self._shard)
+
+    def _find_records(self, transaction: Any, page_bytes: int) -> None:
+        """Note where the records are: at their addresses in LMDB's mapping, less the address of the file."""
+        starts, sizes = self._table.starts, self._table.sizes
+        file_at = None
+        for key, value in transaction.cursor():
+            row = unpack_key(key) - self._first
+            at = np.frombuffer(value, np.uint8).__array_interface__["data"][0]
+            if file_at is None:
+                page_at = at - at % page_bytes  # mappings begin at whole pages
+                number = int.from_bytes(ctypes.string_at(page_at, 8), sys.byteorder)  # a page begins with it
+                file_at = page_at - number * page_bytes
+            starts[row], sizes[row] = at - file_at + len(PADDING), len(value) - len(PADDING)
 
     def close(self) -> None:
         """Close the file; uncommitted values are lost."""

@@ -1,10 +1,7 @@
 """Writes the description in a finished file, and reads it with strict checks.
 
-A file can come from an untrusted source, and its checksums protect only against accidents. Rules:
-
-1. Every field must have the type and range of the attributes below; otherwise reading raises.
-2. Runs of numbers ascend and never overlap, so together they never count more numbers than exist.
-3. Memory and time depend only on the length of the text, not on the numbers in it.
+A file can come from an untrusted source, and its checksums protect only against accidents. So every field
+must have the type and range of the attributes below; otherwise reading raises.
 """
 
 from __future__ import annotations
@@ -19,15 +16,13 @@ from fastload.cache.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-FORMAT_VERSION = 1
-MAX_TEXT_BYTES = 64 << 20  # as JSON, enough for more than three million runs
+FORMAT_VERSION = 2
+MAX_TEXT_BYTES = 64 << 20  # enough for the names of millions of classes
 
 _MAX_SAMPLES = 1 << 48
 _MAX_SECONDS = 250_000_000_000  # in the year 9892, which calendars can still represent
-_PAGE_BYTES = tuple(1 << bits for bits in range(9, 17))  # 512 to 65536
-_NUM_META_PAGES = 2
 _32_BITS = 1 << 32
 _COMPARED = {
     "num_samples": "number of samples",
@@ -102,12 +97,12 @@ class Description:
     Attributes:
         plan: The plan of the whole cache.
         shard: Number of this file.
-        missing: Runs of left-out indices: first index and number of indices.
+        table_crc32: Checksum of the table of its records.
     """
 
     plan: Plan
     shard: int
-    missing: list[tuple[int, int]]
+    table_crc32: int
 
     @property
     def indices(self) -> range:
@@ -115,73 +110,28 @@ class Description:
         return self.plan.indices_of(self.shard)
 
 
-@dataclass(frozen=True)
-class TreePlace:
-    """The place of LMDB's tree in a file.
-
-    Attributes:
-        page_bytes: Bytes of a page.
-        num_pages: Pages of the environment.
-        runs: Runs of pages that are not overflow pages: first page and number of pages.
-        crc32: Checksum of these pages.
-    """
-
-    page_bytes: int
-    num_pages: int
-    runs: list[tuple[int, int]]
-    crc32: int
-
-
-def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs: the first number, and how many consecutive numbers start there."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and number == sum(runs[-1]):
-            runs[-1] = runs[-1][0], runs[-1][1] + 1
-        else:
-            runs.append((number, 1))
-    return runs
-
-
-def description_text(description: Description, place: TreePlace) -> bytes:
+def description_text(description: Description) -> bytes:
     """The description as text: JSON in ASCII."""
-    fields = {
-        "version": FORMAT_VERSION,
-        "plan": asdict(description.plan),
-        "shard": description.shard,
-        "missing": description.missing,
-        "page_bytes": place.page_bytes,
-        "tree_runs": place.runs,
-        "tree_crc32": place.crc32,
-    }
-    return json.dumps(fields).encode("ascii")
+    return json.dumps({"version": FORMAT_VERSION, **asdict(description)}).encode("ascii")
 
 
-def parse_description(text: bytes, content_bytes: int) -> tuple[Description, TreePlace]:
+def parse_description(text: bytes) -> Description:
     """Read the description from its text.
 
     Args:
         text: The result of `description_text`, or anything else.
-        content_bytes: Number of bytes of the file before the text.
 
     Raises:
-        ValueError: The text does not describe a file of that size; the error gives the reason.
+        ValueError: The text is not a description; the error gives the reason.
         CacheMismatchError: The description has a different format version. The caller adds the path.
     """
     fields = parse_json(text)
     check_version(fields)
     _check_fields(fields, _DESCRIPTION_FIELDS, "the description")
     plan = parse_plan(fields["plan"])
-    shard, page_bytes = fields["shard"], fields["page_bytes"]
-    if shard >= plan.num_shards:
-        raise ValueError(f"shard is {shard:,} of {plan.num_shards:,}, from 0")
-    indices = plan.indices_of(shard)
-    num_pages, rest = divmod(content_bytes, page_bytes)
-    if rest or num_pages < _NUM_META_PAGES:
-        raise ValueError(f"{content_bytes:,} bytes are not two or more whole pages of {page_bytes:,} bytes")
-    runs = _runs(fields, "tree_runs", 0, num_pages)
-    place = TreePlace(page_bytes=page_bytes, num_pages=num_pages, runs=runs, crc32=fields["tree_crc32"])
-    return Description(plan, shard, _runs(fields, "missing", indices.start, indices.stop)), place
+    if fields["shard"] >= plan.num_shards:
+        raise ValueError(f"shard is {fields['shard']:,} of {plan.num_shards:,}, from 0")
+    return Description(plan, fields["shard"], fields["table_crc32"])
 
 
 def parse_plan(fields: Any) -> Plan:
@@ -267,10 +217,7 @@ _DESCRIPTION_FIELDS: dict[str, Callable[[Any], bool]] = {
     "version": _int(FORMAT_VERSION, FORMAT_VERSION + 1),
     "plan": lambda value: type(value) is dict,
     "shard": _int(0, _MAX_SAMPLES),
-    "missing": lambda value: type(value) is list,
-    "page_bytes": _one_of(_PAGE_BYTES),
-    "tree_runs": lambda value: type(value) is list,
-    "tree_crc32": _int(0, _32_BITS),
+    "table_crc32": _int(0, _32_BITS),
 }
 
 
@@ -280,19 +227,3 @@ def _check_fields(fields: Any, known: dict[str, Callable[[Any], bool]], owner: s
     for name, fits in known.items():
         if not fits(fields[name]):
             raise ValueError(f"{name} of {owner} cannot be {reprlib.repr(fields[name])}")
-
-
-def _runs(fields: dict[str, Any], name: str, first: int, stop: int) -> list[tuple[int, int]]:
-    """Runs of numbers in `first <= number < stop`; no run is empty, and they ascend without overlap."""
-    found = []
-    end = first
-    for run in fields[name]:
-        is_pair = type(run) is list and len(run) == 2 and type(run[0]) is int and type(run[1]) is int
-        if not is_pair or run[0] < end or run[1] < 1 or run[0] + run[1] > stop:
-            raise ValueError(
-                f"{name} should be ascending runs of numbers from {first:,} to {stop - 1:,}, each as its "
-                f"first number and its length, but holds {reprlib.repr(run)}"
-            )
-        found.append((run[0], run[1]))
-        end = run[0] + run[1]
-    return found

@@ -131,7 +131,7 @@ class LMDBCache(BaseCache):
     @property
     def num_cached(self) -> int:
         """Number of stored samples: all except those that could not be read."""
-        return sum(len(file.stored) for file in self._opened())
+        return sum(file.num_stored for file in self._opened())
 
     @property
     def num_shards(self) -> int:
@@ -171,10 +171,9 @@ class LMDBCache(BaseCache):
     @property
     def stored_indices(self) -> npt.NDArray[np.intp] | None:
         """Indices of the stored samples, ascending; None if all samples are stored."""
-        files = self._opened()
-        if all(file.stored.is_complete for file in files):
+        if self.num_cached == self.num_samples:
             return None
-        return np.concatenate([file.stored.between(0, len(file.stored)) for file in files])
+        return np.concatenate([file.stored_indices for file in self._opened()])
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
@@ -208,11 +207,11 @@ class LMDBCache(BaseCache):
         """Whether the sample of this index is stored."""
         if self._is_closed or not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._file_of(int(index)).stored.position(int(index)) is not None
+        return self._file_of(int(index)).holds(int(index))
 
     def is_left_out(self, index: int) -> bool:
         """Whether the sample at `0 <= index < num_samples` could not be read when the cache was built."""
-        return not self._is_closed and self._file_of(index).stored.position(index) is None
+        return not self._is_closed and not self._file_of(index).holds(index)
 
     def get(self, index: int, *, undecoded: bool = False) -> Any | None:
         """The sample at `0 <= index < num_samples`; None if it was left out, and after close().
@@ -285,8 +284,8 @@ class LMDBCache(BaseCache):
         bad = []
         with BuildProgress(f"verifying {self.path}", self.num_samples, shown=progress) as shown:
             for file in self._opened():
-                shown.advance(0, len(file.indices) - len(file.stored))
-                for index in file.stored:
+                shown.advance(0, len(file.indices) - file.num_stored)
+                for index in file.stored_indices.tolist():
                     nbytes = 0
                     try:
                         nbytes = len(file.record(index, verify=True) or b"")

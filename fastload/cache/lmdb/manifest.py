@@ -3,9 +3,9 @@
 A cache at a URL has these files directly below the URL:
 
     plan.json                   as the manifest, with the shards uploaded so far; written after each
-    00000-of-00004.lmdb         a shard, as on disk errors.jsonl                samples that were left out, if
-    there are any cache.json                  the manifest: the plan, and name, length and digest of each
-    shard
+    00000-of-00004.lmdb         a shard, as on disk
+    errors.jsonl                samples that were left out, if there are any
+    cache.json                  the manifest: the plan, and name, length and digest of each shard
 
 Rules:
 

@@ -3,8 +3,9 @@
 Rules:
 
 1. Only finished files are opened. Builds never write to them again, so reading takes no lock.
-2. A file is read through positions that were all checked when it was opened (see `tree`), never through LMDB.
-   The first read of a record verifies its checksum. Damage raises an error and never returns a wrong sample.
+2. A file is read through positions that were all checked when it was opened (see `table`), never through
+   LMDB. The first read of a record verifies its checksum. Damage raises an error and never returns a wrong
+   sample.
 3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They keep the
    file's content when a different file is moved to the path.
 4. Each read first checks the file's size and times, and raises if another program changed the file in place.
@@ -19,13 +20,12 @@ import contextlib
 import mmap
 import os
 import weakref
+import zlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from fastload.cache.lmdb.format import CURE, VALUE_HEADER_BYTES, check_tree, read_stored, unpack_value
-from fastload.cache.lmdb.indices import StoredIndices
-from fastload.cache.lmdb.tree import Table, read_table
+from fastload.cache.lmdb.format import CURE, read_at, read_end, read_text
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import is_own
 
@@ -34,15 +34,13 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastload.cache.lmdb.format import Stored
-
 
 class _Known(NamedTuple):
     """The facts about a file's content that hold while it has this stamp.
 
     Attributes:
         stamp: Size, time of the last change of the content, time of the last change of content or metadata.
-        verified: For each position, whether its record was compared with its checksum.
+        verified: For each index of the file, whether its record was compared with its checksum.
     """
 
     stamp: tuple[int, int, int]
@@ -61,7 +59,7 @@ class OpenFile:
         nbytes: Size of the file.
         description: The file's own description.
         indices: Indices of the file's samples, including left-out ones.
-        stored: Indices of the stored samples.
+        num_stored: Number of stored samples.
 
     Raises:
         CacheMismatchError: The file has a different format version.
@@ -74,16 +72,27 @@ class OpenFile:
         self._fd = fd
         with _reading(path):
             stamp = self._stamp()
-            self._read = read_stored(fd, path)
-            check_tree(fd, path, self._read.place)
-        self.nbytes = stamp[0]
-        self.description = self._read.description
+            self.nbytes = stamp[0]
+            self._text, self.description, self._table = read_end(fd, path, self.nbytes)
+            self._memory = memoryview(_mapped(fd, path, self.nbytes))
         self.indices = self.description.indices
-        self.stored = StoredIndices(self.indices, self.description.missing)
-        mapping, self._table = _mapped(fd, path, self._read, self.nbytes, self.stored)
-        self._memory = memoryview(mapping)
-        self._known = _Known(stamp, bytearray(len(self.stored)))
+        self.num_stored = int(np.count_nonzero(self._table.sizes))
+        self._known = _Known(stamp, bytearray(len(self.indices)))
         weakref.finalize(self, os.close, fd).atexit = False
+
+    @property
+    def stored_indices(self) -> npt.NDArray[np.intp]:
+        """Indices of the stored samples, ascending."""
+        return np.flatnonzero(self._table.sizes) + self.indices.start
+
+    @property
+    def left_out_indices(self) -> npt.NDArray[np.intp]:
+        """Indices of the left-out samples, ascending."""
+        return np.flatnonzero(self._table.sizes == 0) + self.indices.start
+
+    def holds(self, index: int) -> bool:
+        """Whether the sample of an index of the file is stored."""
+        return bool(self._table.sizes[index - self.indices.start])
 
     def is_own(self) -> bool:
         """Whether only this user (or root) can have written it."""
@@ -93,7 +102,8 @@ class OpenFile:
         """Check that the file has not changed since it was opened.
 
         Returns:
-            For each position, whether its record was compared with its checksum; the caller updates it.
+            For each index of the file, whether its record was compared with its checksum; the caller updates
+            it.
 
         Raises:
             CacheMismatchError: It was changed.
@@ -103,7 +113,7 @@ class OpenFile:
             stamp = self._stamp()
             if stamp == known.stamp:
                 return known.verified
-            is_same = stamp[0] == self.nbytes and self._has_same_index()
+            is_same = stamp[0] == self.nbytes and self._has_same_text()
         except OSError as error:
             raise _unreadable(self.path, error) from error
         if not is_same:
@@ -119,13 +129,11 @@ class OpenFile:
         status = os.fstat(self._fd)
         return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def _has_same_index(self) -> bool:
+    def _has_same_text(self) -> bool:
         try:
-            found = read_stored(self._fd, self.path)
-            check_tree(self._fd, self.path, found.place)
-        except (CacheCorruptError, CacheMismatchError):
+            return read_text(self._fd, self.path, self.nbytes) == self._text
+        except CacheCorruptError:
             return False
-        return found.text == self._read.text
 
     def record(self, index: int, *, verify: bool = False) -> memoryview | None:
         """The record of a sample, a private copy; None if the sample is left out.
@@ -138,25 +146,25 @@ class OpenFile:
             CacheCorruptError: The record is damaged.
             CacheMismatchError: The file was changed while it was open.
         """
-        position = self.stored.position(index)
+        position = index - self.indices.start
         verified = self.check()
-        if position is None:
+        start, nbytes = self._place(position)
+        if not nbytes:
             return None
         if verify or not verified[position]:
-            return self._compared(verified, position, index)
-        start, nbytes = int(self._table.starts[position]), int(self._table.sizes[position])
-        return memoryview(bytes(self._memory[start + VALUE_HEADER_BYTES : start + nbytes]))
+            return self._compared(verified, position)
+        return memoryview(bytes(self._memory[start : start + nbytes]))
+
+    def _place(self, position: int) -> tuple[int, int]:
+        return int(self._table.starts[position]), int(self._table.sizes[position])
 
     def glance(self, index: int) -> memoryview | None:
         """The record of a sample as it is in the file, not compared; None if the sample is left out.
 
         For callers that need only its first bytes; a comparison would read all of it.
         """
-        position = self.stored.position(index)
-        if position is None:
-            return None
-        start, nbytes = int(self._table.starts[position]), int(self._table.sizes[position])
-        return self._memory[start + VALUE_HEADER_BYTES : start + nbytes]
+        start, nbytes = self._place(index - self.indices.start)
+        return self._memory[start : start + nbytes] if nbytes else None
 
     def records(self, indices: npt.NDArray[np.intp]) -> list[memoryview] | None:
         """The records of many samples; None if one of them is left out.
@@ -168,62 +176,45 @@ class OpenFile:
             CacheCorruptError: A record is damaged.
             CacheMismatchError: The file was changed while it was open.
         """
-        positions = self.stored.positions(indices)
+        positions = indices - self.indices.start
         verified = self.check()
-        if positions is None:
+        sizes = self._table.sizes[positions]
+        if not sizes.all():
             return None
         memory = self._memory
         starts = self._table.starts[positions]
-        ends = (starts + self._table.sizes[positions]).tolist()
-        starts_at = (starts + VALUE_HEADER_BYTES).tolist()
+        places = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
         if np.frombuffer(verified, np.bool_)[positions].all():
-            return [memory[start:end] for start, end in zip(starts_at, ends, strict=True)]
+            return [memory[start:end] for start, end in places]
         return [
-            memory[start:end] if verified[position] else self._compared(verified, position, index)
-            for start, end, position, index in zip(
-                starts_at, ends, positions.tolist(), indices.tolist(), strict=True
-            )
+            memory[start:end] if verified[position] else self._compared(verified, position)
+            for position, (start, end) in zip(positions.tolist(), places, strict=True)
         ]
 
-    def _compared(self, verified: bytearray, position: int, index: int) -> memoryview:
-        """A copy of a record, after it was compared with its checksum.
-
-        It is read in one piece, because the system then fetches it from disk at once, not page by page.
-        """
-        start, nbytes = int(self._table.starts[position]), int(self._table.sizes[position])
-        parts = []
+    def _compared(self, verified: bytearray, position: int) -> memoryview:
+        """A copy of a record, after it was compared with its checksum."""
+        start, nbytes = self._place(position)
         try:
-            while nbytes > 0 and (part := os.pread(self._fd, nbytes, start)):  # reads at most 2 GB
-                parts.append(part)
-                start, nbytes = start + len(part), nbytes - len(part)
+            record = read_at(self._fd, start, nbytes)
         except OSError as error:
             raise _unreadable(self.path, error) from error
-        try:
-            record = unpack_value(b"".join(parts), index)
-        except CacheCorruptError as error:
+        if zlib.crc32(record) != self._table.crcs[position]:
             self.check()  # raises if the file was changed since this read began
-            raise damaged(self.path, index, error) from error
+            index = self.indices.start + position
+            raise damaged(self.path, index, CacheCorruptError("its checksum is wrong"))
         verified[position] = True
-        return record
+        return memoryview(record)
 
 
-def _mapped(fd: int, path: str, read: Stored, nbytes: int, stored: StoredIndices) -> tuple[mmap.mmap, Table]:
-    """The file as memory, and the places of its values."""
-    with _reading(path):
-        try:
-            mapping = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
-        except ValueError as error:  # it was just truncated
-            raise CacheCorruptError(f"{path}: {error}") from error
+def _mapped(fd: int, path: str, nbytes: int) -> mmap.mmap:
+    """The file as memory."""
     try:
-        table = read_table(mapping, read.place, stored)
-    except ValueError as error:
-        reason = str(error)
-    else:
-        with contextlib.suppress(OSError):  # only advice
-            mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
-        return mapping, table
-    mapping.close()  # the views that the walk made were released with its error
-    raise CacheCorruptError(f"{path}: its index is not valid: {reason}: {CURE}")
+        mapping = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
+    except ValueError as error:  # it was just truncated
+        raise CacheCorruptError(f"{path}: {error}") from error
+    with contextlib.suppress(OSError):  # only advice
+        mapping.madvise(mmap.MADV_RANDOM)  # samples are shuffled: the next read is elsewhere
+    return mapping
 
 
 def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
