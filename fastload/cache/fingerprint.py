@@ -136,7 +136,7 @@ def why_private(dataset: Any, prepare: Any | None) -> str:
     named = type(inner).__name__
     if prepare is None and hasattr(inner, "fingerprint"):
         if has_own_fingerprint(dataset):
-            return f"the fingerprint() of {named} is None, as its samples have no versions: {share}"
+            return f"the fingerprint() of {named} is None: its samples have no versions; {share}"
         return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
     if prepare is None:
         named, where = type(dataset).__name__, "the dataset"
