@@ -61,9 +61,9 @@ def _number(name: str) -> int:
 
 def _siblings() -> int:
     """How many processes the parent runs, if it started this one as `torch.multiprocessing.spawn` does."""
-    parent = multiprocessing.parent_process()
-    if parent is None or multiprocessing.current_process().daemon:  # workers of a loader are daemons
-        return 1
-    children = read_text(Path(f"/proc/{parent.pid}/task/{parent.pid}/children")).split()
+    if multiprocessing.parent_process() is None or multiprocessing.current_process().daemon:
+        return 1  # workers of a loader are daemons
+    threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")  # below the thread that started them
+    children = [child for thread in threads for child in read_text(thread).split()]
     programs = [read_text(Path(f"/proc/{child}/cmdline")) for child in children]
     return sum("resource_tracker" not in program for program in programs)

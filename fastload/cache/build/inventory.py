@@ -158,7 +158,8 @@ def _what_is_missing(path: str) -> str:
         missing = [shard for shard in range(num_shards) if files.finished(shard) is None]
     except CacheError as error:
         return str(error)
-    return f"{len(missing)} of {num_shards} shards are missing: run the build again to continue"
+    state = f"{len(missing)} of {num_shards} shards are missing" if missing else "it was interrupted"
+    return f"{state}: run the build again to continue"
 
 
 def url_of_copy(directory: str) -> str | None:
