@@ -242,13 +242,12 @@ class Opener:
 
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
-        cache, why = None, "the registry of shared caches cannot be used"
         if self.shared_as is None:
             why = why_private(self.dataset, self.prepare)
+        elif (found := self._open_registered(self.shared_as)) is not None:
+            return found
         else:
-            cache = self._open_registered(self.shared_as)
-        if cache is not None:
-            return cache
+            why = "the registry of shared caches cannot be used"
         self._examine()
         cache = SharedMemoryCache(
             self._num_samples,
@@ -257,7 +256,7 @@ class Opener:
             fingerprint=self.shared_as,
         )
         cache.reason = f"private to this process and its workers, because {why}"
-        if ranks.are_several():
+        if ranks.of_host() > 1:
             say_once(
                 f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy"
             )

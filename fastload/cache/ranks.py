@@ -1,4 +1,4 @@
-"""Detects how many ranks of one training run share this host.
+"""Detects whether there are several ranks of one training run, and how many share this host.
 
 Each launcher indicates it differently. A wrong number costs a warning, a smaller cache, or waiting for a
 builder, but never causes a wrong sample.
@@ -19,8 +19,8 @@ _SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2)
 
 
 def are_several() -> bool:
-    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks on this host."""
-    return of_host() > 1
+    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks, on any hosts."""
+    return max(of_host(), _of_all_hosts()) > 1
 
 
 def of_host() -> int:

@@ -77,7 +77,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             cache = _attach(entry)
         except (SegmentError, CacheMismatchError) as error:
             text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
-            say_once(text, logging.WARNING if ranks.are_several() else logging.INFO)
+            say_once(text, logging.WARNING if ranks.of_host() > 1 else logging.INFO)
             continue
         try:
             _check(cache, fingerprint, num_samples, entry.pid)
