@@ -149,14 +149,6 @@ def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rate_limit, "CHEAP_S", float("inf"))
 
 
-@pytest.fixture(autouse=True)
-def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process does not become Lightning's rank 0, although a test may have imported Lightning."""
-    from fastload.cache import launch
-
-    monkeypatch.setattr(launch, "_LIGHTNING", ())
-
-
 _frozen_modules = [0]  # how many modules were imported at the last gc.freeze()
 
 

@@ -117,7 +117,7 @@ PLAIN_FILES = """
 file movie.partial no_photos/cat/notes.txt half_photos/dog/notes.txt left.partial/plan.json notes.txt
 half_photos/cat/1.png flat/1.png
 """
-CACHE_PATHS = ("info", "verify", "ls", "join", "rm --yes")
+CACHE_PATHS = ("info", "verify", "ls", "rm --yes")
 NEITHER = "such as my_data:train_set.* {!r} is neither"
 
 
@@ -184,9 +184,6 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --no-such-option", 2, "--no-such-option"),
     ("cache build tests.cli_zoo:nothing made --workers 2 --ray auto", 2, "omit --workers"),
     ("cache build ZOO made --ray auto", 1, r'not installed: pip install "fastload-torch\[ray\]"$'),
-    *((f"cache build-shard ZOO made {text}", 2, "K from 1 to N") for text in ("0/4", "1/0")),
-    ("cache build-shard ZOO made 3", 2, "such as 3/64"),
-    ("cache build-shard ZOO made 1/2/3", 2, "should be K/N"),
     # bench
     ("bench photos", 2, "add a size with both sides such as --size 224x224"),
     ("bench tests.cli_zoo:Empty", 1, "has no samples"),
@@ -415,15 +412,11 @@ def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp
 
 @pytest.mark.usefixtures("needs_lmdb")
 def test_the_advice_after_a_build_runs_as_printed(tmp_path: Path) -> None:
-    """The code, and the command that joins shards, whatever the size of the images and the path."""
+    """Whatever the size of the images and the path."""
     folder = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png")
-    whole = run("build", folder, tmp_path / "whole", "--size", "8x10")
-    shard = run("build-shard", folder, tmp_path / "my 'own' cache", "1/1", "--size", "8x10")
-    command = shlex.split(shard.stdout.splitlines()[-1].partition("run '")[2][:-1])
-    assert command[:3] == ["fastload", "cache", "join"]
-    for result in (whole, run(*command[2:])):
-        assert result.exit_code == 0, result.stderr
-        assert advised(result.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
+    whole = run("build", folder, tmp_path / "my 'own' cache", "--size", "8x10")
+    assert whole.exit_code == 0, whole.stderr
+    assert advised(whole.stdout.splitlines()[-1])[2][0].shape == (8, 10, 3)
     images(folder, "a/4.png", shape=(30, 20, 3))
     mixed = run("build", folder, tmp_path / "mixed", "--size", "10")
     assert "2 different shapes at $[0], such as (10, 15, 3) and (15, 10, 3)" in mixed.stderr
@@ -634,77 +627,3 @@ def test_on_a_terminal_rm_asks(tmp_path: Path, capfd: Any, monkeypatch: Any) -> 
             assert f"remove {dest} and all" in err
             said = json.loads(out)
             assert said.get("type") == "Abort" if code else said["caches"][0]["removed"] == [str(dest)]
-
-
-# --- shards ----------------------------------------------------------------------------------------------
-
-# Runs the tasks of an array at the same time, and the command of --wrap after them.
-SBATCH = """#!/bin/bash
-last="${@: -1}"
-if [ "$1" = --parsable ]; then
-    range=$(sed -n 's/^#SBATCH --array=//p' "$2")
-    for task in $(seq ${range%-*} ${range#*-}); do
-        SLURM_ARRAY_TASK_ID=$task bash "$2" >&2 &
-    done
-    wait
-    echo 1234
-elif [ "$1" = --dependency=afterany:1234 ]; then
-    bash -c "$last"
-else
-    exit 9
-fi
-"""
-
-
-@pytest.mark.slow
-def test_the_recipe_for_slurm(tmp_path: Path) -> None:
-    """The lines of the page, with two tasks that run at the same time as processes of their own."""
-    page = (ROOT / "docs" / "howto" / "many-machines.md").read_text()
-    script, submission = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[:2]
-    images(tmp_path / "photos", *(f"{name}/{number}.png" for name in ("cat", "dog") for number in range(6)))
-    (tmp_path / "build.sh").write_text(script.replace("64", "2"))
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    ours = f'#!/bin/sh\nexec {sys.executable} -m fastload "$@"\n'
-    for name, text in (("sbatch", SBATCH), ("fastload", ours)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    path = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = ["bash", "-ec", submission]
-    done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "joined: 12 of 12 samples" in done.stdout, (done.stdout, done.stderr)
-    assert sorted(os.listdir(tmp_path)) == ["build.sh", "photos", "photos.lmdb", "programs"]
-    cache = LMDBCache(tmp_path / "photos.lmdb")
-    assert (cache.num_shards, cache.classes, cache.verify()) == (2, ["cat", "dog"], [])
-
-
-@pytest.mark.usefixtures("needs_lmdb")
-def test_shards_and_their_join_are_told(tmp_path: Path) -> None:
-    """What was built and what to do next, the first time and again; a join lacks no shard."""
-    dest = tmp_path / "cache"
-    words = [("build-shard", ZOO, dest, f"{number}/3", "--workers", "0") for number in (1, 2, 3)]
-    first, again = run(*words[1]).stdout.splitlines(), told(*words[1])
-    assert re.fullmatch(rf"{dest}: shard 2 of 3: built in .* s: 33 samples, .* kB", first[0])
-    assert first[1:] == [f"when all shards are built, run 'fastload cache join {dest}'"]
-    assert (again.pop("elapsed_s") >= 0, again.pop("nbytes") > 0) == (True, True)
-    expected = {"path": str(dest), "shard": 2, "num_shards": 3, "num_samples": 33, "num_skipped": 0}
-    assert again == {**expected, "was_built": False, "is_joined": False}
-    error = told("join", dest, code=1)["error"]
-    assert re.match(r"2 of 3 shards are missing or damaged: 1, 3\. .*build-shard SOURCE .* 1/3', then", error)
-    assert [run(*words[number]).exit_code for number in (0, 2)] == [0, 0]
-    assert run("join", dest).stdout.startswith(f"{dest}: joined: {NUM_SAMPLES} of {NUM_SAMPLES} samples, ")
-    second = told("join", dest)
-    assert (second["was_joined"], second["num_shards"]) == (False, 3)
-    assert "joined already: the cache matches" in run(*words[0]).stdout
-
-
-def test_skipped_samples_and_their_limit(tmp_path: Path) -> None:
-    """With --strict, exit code 3 of a shard and of join; above `--max-errors`, 1, until it is raised."""
-    pytest.importorskip("lmdb")
-    words = ("--on-error", "skip", "--max-errors", "1", "--strict", "--workers", "0")
-    for text, code in (("1/2", 3), ("2/2", 0)):
-        result = run("build-shard", "tests.cli_zoo:Broken", tmp_path / "cache", text, *words)
-        assert result.exit_code == code, result.stderr
-    assert "`max_errors` allows 0" in told("join", tmp_path / "cache", "--max-errors", "0", code=1)["error"]
-    assert run("join", tmp_path / "cache", "--strict").exit_code == 3

@@ -106,11 +106,11 @@ class CachedDataset(Dataset[Any]):
         prepare: The deterministic part, run once per sample, before it is cached; called like `transform`.
         cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user with
             the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and torch's
-            Subset of one) are shared without a key. Any other dataset is shared by the ranks of one job on a
-            host, if their datasets are equal.
+            Subset of one) are shared without a key. Of any other dataset, each rank has its own cache.
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
-            creates a shared cache sets its limit.
+            creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
+            host, divided by the number of ranks there.
         num_workers: Number of processes to build an LMDB cache; None for one per usable CPU.
         progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from

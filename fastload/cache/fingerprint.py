@@ -6,9 +6,9 @@ A false match would feed wrong images to a training run, so a fingerprint exists
    means that the dataset cannot identify its samples.
 2. The user passes `cache_key=`, which promises that this key always means these samples.
 
-torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and only ranks that were
-started together share its cache (see `launch`). A fingerprint does not cover the code of a custom
-`__getitem__`: it stays the same when that code changes.
+torch's Subset of such a dataset also has a fingerprint. Any other dataset has none, and each process that
+makes a cache of it in RAM has its own. A fingerprint does not cover the code of a custom `__getitem__`: it
+stays the same when that code changes.
 """
 
 from __future__ import annotations
@@ -74,27 +74,31 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     """
     check_key(key)
     own = _source_parts(dataset)
-    prepared = {} if prepare is None else prepare_parts(prepare)
+    prepared = {} if prepare is None else _prepare_parts(prepare)
     if key is None and (own is None or prepared is None):
         return None
     if prepared is None:
-        prepared = {"prepare": qualified_name(prepare)}
+        prepared = {"prepare": _qualified_name(prepare)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
-    return Fingerprint(parts, key, label_of(dataset))
+    return Fingerprint(parts, key, _label_of(dataset))
 
 
-def label_of(dataset: Any) -> str:
+def _label_of(dataset: Any) -> str:
     """The class of a dataset, and the file or folder that it reads if an attribute says so."""
-    from torch.utils.data import Subset  # here: as below
-
-    within = dataset
-    while isinstance(within, Subset):
-        within = within.dataset
-    attributes = getattr(within, "__dict__", {})
+    attributes = getattr(_within(dataset), "__dict__", {})
     places = (attributes.get(name) for name in ("root", "path"))
     place = next((os.fsdecode(place) for place in places if isinstance(place, (str, os.PathLike))), "")
     label = f"{type(dataset).__name__}({place!r})" if place else type(dataset).__name__
     return label.encode(errors="backslashreplace").decode()
+
+
+def _within(dataset: Any) -> Any:
+    """The dataset of which this is a subset, or a subset of a subset."""
+    from torch.utils.data import Subset  # here: as below
+
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return dataset
 
 
 def check_key(key: object) -> None:
@@ -112,18 +116,34 @@ def check_key(key: object) -> None:
         )
 
 
-def without_fingerprint(dataset: Any, prepare: Any | None) -> str:
-    """Why these samples have neither a fingerprint nor a key, as a clause that says what to do."""
-    named, prepared = type(dataset).__name__, ""
-    if prepare is None and hasattr(dataset, "fingerprint"):
-        return f"the fingerprint() of {named} is None: its samples have no versions; pass cache_key='...'"
-    if prepare is not None:
-        named = f"{named} with prepare={getattr(prepare, '__qualname__', type(prepare).__name__)}"
-        prepared = " and to prepare"
-    return (
-        f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to the dataset{prepared}, "
-        "or pass cache_key='...'"
-    )
+def has_own_fingerprint(dataset: Any) -> bool:
+    """Whether a `fingerprint()` knows of all samples: no subclass of its class has a `__getitem__`.
+
+    Such a subclass can return other samples, by attributes that the inherited `fingerprint()` does not cover.
+    """
+    kind = type(_within(dataset))
+    owners = [
+        next((number for number, base in enumerate(kind.__mro__) if name in vars(base)), len(kind.__mro__))
+        for name in ("fingerprint", "__getitem__")
+    ]
+    return owners[0] <= owners[1]
+
+
+def why_private(dataset: Any, prepare: Any | None) -> str:
+    """Why other processes do not find a cache of these samples without a key, and what to do about it."""
+    share = "pass cache_key='...', to share it with other ranks and jobs"
+    inner = _within(dataset)
+    named = type(inner).__name__
+    if prepare is None and hasattr(inner, "fingerprint"):
+        if has_own_fingerprint(dataset):
+            return f"the fingerprint() of {named} is None: its samples have no versions; {share}"
+        return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
+    if prepare is None:
+        named, where = type(dataset).__name__, "the dataset"
+    else:
+        function = getattr(prepare, "__qualname__", type(prepare).__name__)
+        named, where = f"{type(dataset).__name__} with prepare={function}", "the dataset and to prepare"
+    return f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to {where}, or {share}"
 
 
 def digest_of(value: Any) -> str:
@@ -139,7 +159,7 @@ def _source_parts(dataset: Any) -> dict[str, str] | None:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
     given = _given_parts(dataset, "fingerprint") if callable(getattr(dataset, "fingerprint", None)) else None
-    return None if given is None else {"dataset": qualified_name(type(dataset)), **given}
+    return None if given is None else {"dataset": _qualified_name(type(dataset)), **given}
 
 
 def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
@@ -165,7 +185,7 @@ def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
     return parts
 
 
-def prepare_parts(prepare: Any) -> dict[str, str] | None:
+def _prepare_parts(prepare: Any) -> dict[str, str] | None:
     """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
     if callable(getattr(prepare, "fingerprint", None)):
         given = _given_parts(prepare, "fingerprint")
@@ -175,7 +195,7 @@ def prepare_parts(prepare: Any) -> dict[str, str] | None:
 
         try:
             description = albumentations.to_dict(prepare)
-            return {"prepare": f"{qualified_name(type(prepare))}, digest {digest_of(description)}"}
+            return {"prepare": f"{_qualified_name(type(prepare))}, digest {digest_of(description)}"}
         except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
             return None
     return None
@@ -186,7 +206,7 @@ def is_albumentations(value: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
 
 
-def qualified_name(kind: Any) -> str:
+def _qualified_name(kind: Any) -> str:
     """The module and name of a class or function, or of the class of any other object."""
     named = kind if hasattr(kind, "__qualname__") else type(kind)
     # multiprocessing imports the main script under a different name in spawned workers.

@@ -3,9 +3,8 @@
 Rules:
 
 1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
-   structure of its samples? A dataset with a fingerprint is examined by the process that makes its cache.
-   Ranks that were started together also compare datasets without fingerprint and key (see `likeness`), and
-   share the n-th cache of this kind that each of them makes. Other such caches are private.
+   structure of its samples? Its cache in RAM is private. A dataset with a fingerprint is examined by the
+   process that makes its cache.
 2. A process that attaches to a cache filled by other processes reads sample 0 from the source and compares
    it. Only this check can detect a key used twice or a fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
@@ -23,14 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache import launch, random_check, ranks
+from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.codecs import SOURCE
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
-from fastload.cache.fingerprint import Fingerprint, check_key, fingerprint_of, label_of, without_fingerprint
+from fastload.cache.fingerprint import (
+    Fingerprint,
+    check_key,
+    fingerprint_of,
+    has_own_fingerprint,
+    why_private,
+)
 from fastload.cache.in_memory import held_bytes
-from fastload.cache.likeness import likeness, probed_indices
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.generation import log_short
@@ -59,7 +63,6 @@ _USAGE = (
     "object"
 )
 _ENCODED = "ram-encoded"
-_numbers = itertools.count(1)  # of the caches in RAM without a fingerprint that this process makes
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 
 
@@ -82,7 +85,7 @@ class Opener:
     progress: bool
 
     def __post_init__(self) -> None:
-        self._allowed_bytes = parse_memory(self.max_memory)
+        parse_memory(self.max_memory)  # raises before anything is read
         self.holds_images = False
         self.jpegs: LMDBCache | StoredSamples | None = None
         self.source = decoded_source(self.dataset, self.prepare)
@@ -96,6 +99,11 @@ class Opener:
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
         return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
+
+    @functools.cached_property
+    def shared_as(self) -> Fingerprint | None:
+        """The fingerprint under which other processes find the cache in RAM; None if it is private."""
+        return self.fingerprint if self.key is not None or has_own_fingerprint(self.dataset) else None
 
     def _use_encoded_source(self, asked: str) -> None:
         """Make the source return undecoded images.
@@ -148,9 +156,9 @@ class Opener:
         if tiers[1] == _ENCODED:
             return self._open_decoded_and_encoded()
         slow = self._open_one(tiers[1])
-        if self.fingerprint is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
+        if self.shared_as is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
             # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
-            self.fingerprint = fingerprint_of(StoredSamples(slow))
+            self.shared_as = fingerprint_of(StoredSamples(slow))
         return Stack(self._num_samples, [self._open_ram()], slow)
 
     def _open_one(self, cache: Any) -> SampleCache:
@@ -204,8 +212,9 @@ class Opener:
             samples = [random_check.read_unnoticed(self.source, int(index)) for index in chosen]
             encoded_bytes = sum(len(encode(sample)) for sample in samples) / len(samples)
             decoded_bytes = sum(decoded_nbytes(sample) for sample in samples) / len(samples)
-            budgets = split_budget(self._ram_bytes(), self._num_samples, decoded_bytes, encoded_bytes)
-            decoded._allowed_bytes, self._allowed_bytes = budgets
+            max_bytes = self._ram_bytes(is_shared=self.shared_as is not None)
+            budgets = split_budget(max_bytes, self._num_samples, decoded_bytes, encoded_bytes)
+            decoded.max_memory, self.max_memory = budgets
         decoded.examples = {index: decode_images(sample) for index, sample in self.examples.items()}
         decoded._is_examined = True
         stores = decoded._open_ram(), self._open_ram()
@@ -222,7 +231,7 @@ class Opener:
             except SegmentError as error:
                 reason = str(error)
         self._examine()
-        max_bytes = self._ram_bytes()
+        max_bytes = self._ram_bytes(is_shared=False)
         log.warning(
             "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
             'copy, of up to %s; cache="lmdb:PATH" is shared',
@@ -233,71 +242,50 @@ class Opener:
 
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
-        names, why_private = self._names()
-        try:
-            cache = next(filter(None, (registry.find(name, self._num_samples) for name in names)), None)
-            if cache is None and names:
-                self._examine()
-                cache = registry.create(names[-1], self._num_samples, self._examples(), self._ram_bytes())
-        except CacheMismatchError as error:
-            if self.fingerprint is not None:
-                raise CacheMismatchError(
-                    f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
-                    "different key, or end the processes that hold the cache"
-                ) from None
-            cache, why_private = None, str(error)
-        why = "" if self.fingerprint else without_fingerprint(self.dataset, self.prepare)
-        if cache is None:
-            cache = SharedMemoryCache(self._num_samples, self._examples(), max_memory=self._ram_bytes())
-            cache.reason = (
-                f"private to this process and its workers, because {why}, to share with other ranks and jobs"
+        if self.shared_as is None:
+            why = why_private(self.dataset, self.prepare)
+        elif (found := self._open_registered(self.shared_as)) is not None:
+            return found
+        else:
+            why = "the registry of shared caches cannot be used"
+        self._examine()
+        cache = SharedMemoryCache(
+            self._num_samples,
+            self._examples(),
+            max_memory=self._ram_bytes(is_shared=False),
+            fingerprint=self.shared_as,
+        )
+        cache.reason = f"private to this process and its workers, because {why}"
+        if ranks.of_host() > 1:
+            say_once(
+                f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy"
             )
-            if ranks.are_several():
-                cache.reason += f". Ranks that start together share equal datasets, but {why_private}"
-        elif self.fingerprint is not None:
-            self._compare_first(cache)
-        elif cache.unregister is not None and cache.origin.fingerprint is not None:
-            shared = f"shared as {cache.origin.fingerprint.key}: {cache.reason}"
-            cache.reason = f"{shared}. Other jobs do not find it, because {why}"
-        if cache.unregister is None and ranks.are_several():
-            say_once(f"cache: {cache.reason}")  # each rank decodes all samples and keeps a copy
         return cache
 
-    def _names(self) -> tuple[list[Fingerprint], str]:
-        """The fingerprints under which other processes can find the cache, and the reason if there are none.
-
-        Without a fingerprint or a key, it is the n-th cache of this kind that each rank of this launch makes.
-        """
-        if self.fingerprint is not None:
-            return [self.fingerprint], ""
-        number = next(_numbers)
-        self._examine()
-        launches = launch.names() if self._num_samples else []
-        if not launches:
-            return [], "before init_process_group() it is unknown which processes these are"
-        parts = likeness(self.dataset, self.prepare, self._probed())
-        if parts is None:
-            return [], "the samples that the ranks would compare are all alike"
-        label = label_of(self.dataset)
-        return [Fingerprint(parts, f"cache {number} of {name}", label) for name in launches], ""
+    def _open_registered(self, fingerprint: Fingerprint) -> SharedMemoryCache | None:
+        """The cache of this name, new or not; None without a registry of shared caches."""
+        try:
+            cache = registry.find(fingerprint, self._num_samples)
+            if cache is None:
+                self._examine()
+                max_bytes = self._ram_bytes(is_shared=True)
+                cache = registry.create(fingerprint, self._num_samples, self._examples(), max_bytes)
+        except CacheMismatchError as error:
+            raise CacheMismatchError(
+                f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
+                "different key, or end the processes that hold the cache"
+            ) from None
+        if cache is not None:
+            self._compare_first(cache)
+        return cache
 
     def _examples(self) -> list[Any]:
         return list(self.examples.values())
 
-    def _probed(self) -> dict[int, Any]:
-        """The samples that ranks compare; an exception stands for a sample that cannot be read."""
-        probed: dict[int, Any] = {}
-        for index in probed_indices(self._num_samples):
-            try:
-                if index not in self.examples:
-                    self.examples |= random_check.probe(self.source, [index], rechecked=[])
-                probed[index] = self.examples[index]
-            except Exception as error:  # noqa: BLE001  # the error is raised when this sample is read
-                probed[index] = error
-        return probed
-
-    def _ram_bytes(self) -> int:
-        return max(1, min(self._allowed_bytes, available_bytes()))
+    def _ram_bytes(self, *, is_shared: bool) -> int:
+        """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
+        free_bytes = available_bytes() // (1 if is_shared else ranks.of_host())
+        return max(1, min(parse_memory(self.max_memory, available=free_bytes), free_bytes))
 
     def _compare_first(self, cache: SharedMemoryCache) -> None:
         stored = cache.get(0) if self._num_samples else None

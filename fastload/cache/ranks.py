@@ -1,43 +1,69 @@
-"""Detects whether several ranks of one training run share this host.
+"""Detects whether there are several ranks of one training run, and how many share this host.
 
-Each launcher indicates it differently. A wrong answer costs a warning, or waiting for a builder, but never
-causes a wrong sample.
+Each launcher indicates it differently. A wrong number costs a warning, a smaller cache, or waiting for a
+builder, but never causes a wrong sample.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
 
+from fastload.system.cgroups import read_text
 from fastload.system.cpus import RANKS_OF_HOST
 from fastload.system.process_group import process_group
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+_SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
 
 
 def are_several() -> bool:
-    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks.
+    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks, on any hosts."""
+    return max(of_host(), _of_all_hosts()) > 1
 
-    SLURM_NTASKS_PER_NODE is also set in a job's shell, where one process runs; SLURM_LOCALID is not set
-    there.
-    """
-    counts = (os.environ.get(name, "1") for name in RANKS_OF_HOST)
-    if are_several_in(os.environ) or any(count not in ("", "1") for count in counts):
-        return True
-    local_id = os.environ.get("SLURM_LOCALID", "")
-    tasks_per_node = os.environ.get("SLURM_NTASKS_PER_NODE", "1")
-    if local_id and (local_id != "0" or tasks_per_node not in ("", "1")):
-        return True
+
+def of_host() -> int:
+    """The number of ranks on this host, at least 1; where only that of all hosts is known, that number."""
+    told = [count for count in map(_number, RANKS_OF_HOST) if count]
+    if os.environ.get("SLURM_LOCALID"):  # not set in a job's shell, which has counts of tasks, too
+        told.append(_of_slurm())
+    if not told:
+        told = [_of_all_hosts(), _siblings()]
+    return max(1, *told)
+
+
+def _of_slurm() -> int:
+    """The number of tasks that srun started on this host."""
+    counts: list[int] = []
+    for count, times in _SAME_COUNT.findall(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = _number("SLURM_NODEID")
+    if node < len(counts):
+        return counts[node]
+    return max(_number("SLURM_NTASKS_PER_NODE"), _number("SLURM_LOCALID") + 1)
+
+
+def _of_all_hosts() -> int:
+    """The number of ranks in all, which Lightning and DeepSpeed tell, and a process group knows."""
     group = process_group()
-    return group is not None and group.get_world_size() > 1
+    return max(
+        _number("WORLD_SIZE") if os.environ.get("LOCAL_RANK") else 1,
+        1 if group is None else group.get_world_size(),
+    )
 
 
-def are_several_in(environment: Mapping[str, str]) -> bool:
-    """Whether the variables of PyTorch's launchers name several ranks.
+def _number(name: str) -> int:
+    """The number in an environment variable; 0 if there is none."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else 0
 
-    torchrun sets the number of ranks on this host. Lightning and DeepSpeed set a rank's number on the host,
-    and the number of ranks on all hosts.
-    """
-    total = environment.get("WORLD_SIZE") if environment.get("LOCAL_RANK") else None
-    return (environment.get("LOCAL_WORLD_SIZE") or total or "1") != "1"
+
+def _siblings() -> int:
+    """How many processes the parent runs, if it started this one as `torch.multiprocessing.spawn` does."""
+    if multiprocessing.parent_process() is None or multiprocessing.current_process().daemon:
+        return 1  # workers of a loader are daemons
+    threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")  # below the thread that started them
+    children = [child for thread in threads for child in read_text(thread).split()]
+    programs = [read_text(Path(f"/proc/{child}/cmdline")) for child in children]
+    return sum("resource_tracker" not in program for program in programs)

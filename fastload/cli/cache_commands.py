@@ -131,7 +131,18 @@ def build(
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    options = {**_options(codec, quality, on_error, max_errors), "shards": shards}
+    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
+        raise CommandError(
+            f"--quality is for jpeg and webp, but --codec {codec or Codec.RAW} changes no pixels"
+        )
+    options = {
+        "codec": None if codec is None else codec.value,
+        "quality": quality,
+        "shards": shards,
+        "on_error": on_error.value,
+        "max_errors": max_errors,
+        "progress": not is_quiet(),
+    }
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:
         raise CommandError("DEST is a URL, and so is --out: pass one of them")
@@ -170,88 +181,12 @@ def build(
                 cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    return _finished(cache, done, strict, was_built=was_built, elapsed_s=round(elapsed_s, 3))
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """The shard of K/N, from 0, and the number of shards."""
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise CommandError(f"the shard should be K/N with K from 1 to N, such as 3/64, but got {text!r}")
-    return int(number) - 1, int(count)
-
-
-@answers(app, short_help="Decode the samples of one shard of a cache.")
-def build_shard(
-    source: Source,
-    dest: Annotated[
-        str,
-        typer.Argument(
-            parser=place(
-                "DEST",
-                is_new=True,
-                instead="shards are built in a directory that all machines see: give a DEST there, join, and "
-                "upload the cache with 'fastload cache build SOURCE DEST --out {url}'",
-            ),
-            metavar="DEST",
-            help="The cache, on a file system that all machines see.",
-        ),
-    ],
-    shard: Annotated[
-        str, typer.Argument(metavar="K/N", help="The shard, from 1 to N, and the number of shards.")
-    ],
-    size: Size = None,
-    codec: CodecOption = None,
-    quality: Quality = None,
-    workers: Workers = None,
-    on_error: OnErrorOption = OnError.RAISE,
-    max_errors: MaxErrors = "0.01",
-    strict: Strict = False,
-) -> Answer:
-    """Decode the samples of one shard of a cache, in DEST.partial.
-
-    Any machine that sees DEST can build any shard, at any time. When all are built, run 'fastload cache join
-    DEST'.
-    """
-    from fastload.cache.build.build import build_shard
-
-    numbers = _shard(shard)
-    options = _options(codec, quality, on_error, max_errors)
-    started_s = time.monotonic()
-    with _opened(source, size, codec) as (dataset, fingerprint):
-        built = build_shard(dataset, dest, *numbers, num_workers=workers, fingerprint=fingerprint, **options)
-    elapsed_s = time.monotonic() - started_s
-    result = {"path": dest, **asdict(built), "shard": built.shard + 1, "elapsed_s": round(elapsed_s, 3)}
-    result["num_skipped"] = result.pop("num_left_out")
-    done = f"built in {elapsed_s:,.1f} s" if built.was_built else "was built before"
-    held = f"{built.num_samples:,} samples, {readable_size(built.nbytes)}"
-    if built.is_joined:
-        done, held = "joined already", "the cache matches"
-    lines = [f"{dest}: shard {built.shard + 1} of {built.num_shards}: {done}: {held}"]
-    if built.num_left_out:
-        lines.append(
-            f"{built.num_left_out:,} samples could not be read: 'fastload cache join' writes the report"
-        )
-    if not built.is_joined:
-        lines.append(f"when all shards are built, run 'fastload cache join {shlex.quote(dest)}'")
-    return Answer(result, lines, ExitCode.SKIPPED if strict and built.num_left_out else ExitCode.FINE)
-
-
-def _options(
-    codec: Codec | None, quality: int | None, on_error: OnError, max_errors: int | float
-) -> dict[str, Any]:
-    """The arguments that all builds take."""
-    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
-        raise CommandError(
-            f"--quality is for jpeg and webp, but --codec {codec or Codec.RAW} changes no pixels"
-        )
-    return {
-        "codec": None if codec is None else codec.value,
-        "quality": quality,
-        "on_error": on_error.value,
-        "max_errors": max_errors,
-        "progress": not is_quiet(),
-    }
+    found = _facts(cache)
+    skipped = _skipped(found)
+    said = [] if was_built else skipped  # if it was built, the log has said it
+    lines = [f"{found['path']}: {done}: {_held(found)}", *said, _training(found)]
+    result = {**found, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
+    return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
 @contextlib.contextmanager
@@ -266,42 +201,6 @@ def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, An
         dataset = open_source(source, size)
         reject_random(dataset)
         yield source_of_build(dataset, codec)
-
-
-@answers(app, short_help="Make a cache from its shards.")
-def join(
-    dest: Annotated[
-        str,
-        typer.Argument(
-            parser=place(
-                "DEST",
-                instead="shards at a URL are joined by the build that uploads them, 'fastload cache build'",
-            ),
-            metavar="DEST",
-            help="The cache whose shards 'fastload cache build-shard' has built.",
-        ),
-    ],
-    max_errors: Annotated[
-        Any,
-        typer.Option(
-            parser=parse_max_errors,
-            metavar="NUMBER",
-            help="How many samples can be left out, as a number or a share such as 0.01; default: the "
-            "limit of the process that began the build.",
-        ),
-    ] = None,
-    strict: Strict = False,
-) -> Answer:
-    """Make the cache at DEST from its shards, when all of them are built.
-
-    If shards are missing, the error names the commands that build them. The reports about skipped samples
-    become one report, DEST.errors.jsonl.
-    """
-    from fastload.cache.build import build as builds
-
-    was_there = os.path.exists(dest)
-    cache = builds.join(dest, max_errors=max_errors)
-    return _finished(cache, "was joined before" if was_there else "joined", strict, was_joined=not was_there)
 
 
 # --- caches that are there -------------------------------------------------------------------------------
@@ -548,15 +447,6 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
         "report": report if has_report else None,
         "nbytes": cache.nbytes,
     }
-
-
-def _finished(cache: LMDBCache | Manifest, done: str, strict: bool, **more: Any) -> Answer:
-    """The answer of a command that made or found a cache."""
-    found = _facts(cache)
-    skipped = _skipped(found)
-    is_new = any(more.get(name) for name in ("was_built", "was_joined"))  # then the log has said it
-    lines = [f"{found['path']}: {done}: {_held(found)}", *([] if is_new else skipped), _training(found)]
-    return Answer({**found, **more}, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
 def _held(found: dict[str, Any]) -> str:

@@ -31,7 +31,7 @@ from torch.utils.data import default_collate
 from fastload import errors
 from fastload.cache.build import inventory
 from fastload.cache.build import writer as lmdb_writer
-from fastload.cache.build.build import build_lmdb, build_shard, join
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.build.upload import build_at_url
@@ -351,18 +351,11 @@ def test_without_lmdb_a_build_says_what_to_do(tmp_path: Path, monkeypatch: pytes
     assert_same_samples(cached[3], Images(4).sample(3))
 
 
-# --- every way to build: here, by shards, by tasks, at a URL ----------------------------------------
+# --- every way to build: here, by tasks, at a URL ------------------------------------------------------
 
 
 def here(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
     return build_lmdb(source, place, num_workers=0, fingerprint=fingerprint_of(source), **options)
-
-
-def by_shards(source: BrokenImages, place: str, *, shards: int, **options: Any) -> LMDBCache:
-    known, order = fingerprint_of(source), range(shards)
-    for shard in reversed(order) if source.stop < 0 and "on_error" in options else order:
-        build_shard(source, place, shard, shards, num_workers=0, fingerprint=known, **options)
-    return join(place, max_errors=options.get("max_errors"))
 
 
 def by_tasks(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
@@ -375,7 +368,7 @@ def at_url(source: BrokenImages, place: str, **options: Any) -> LMDBCache:
     return LMDBCache(place)
 
 
-WAYS = {way.__name__: way for way in (here, by_shards, by_tasks, at_url)}
+WAYS = {way.__name__: way for way in (here, by_tasks, at_url)}
 URL = "faulty://bucket/cache"
 
 
@@ -452,7 +445,7 @@ def test_any_stops_and_faults_give_the_readable_samples(
     bad: set[int],
     faults: list[Any],
 ) -> None:
-    """Builds that end early and are run again, in any order of shards, give every readable sample."""
+    """Builds that end early and are run again give every readable sample."""
     options: dict[str, Any] = {**SKIP, **made}
     bad = {index for index in bad if index < num_samples}
     with tempfile.TemporaryDirectory() as folder, builder_in(Path(folder), way) as build:
@@ -478,17 +471,17 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
     builder(BrokenImages(version=version))
     before, again = builder.content(), BrokenImages(version=version)
-    assert builder(again, **({} if builder.way == "by_shards" else {"shards": None})).num_shards == 3
+    assert builder(again, shards=None).num_shards == 3
     assert builder.content() == before
-    if builder.way in ("here", "by_shards"):
-        assert sum(again.reads) == (version is None) * (1 if builder.way == "here" else 3)
+    if builder.way == "here":
+        assert sum(again.reads) == (version is None)
     elif builder.way == "at_url":
         assert sum(again.reads) == 1
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [*((way, way) for way in WAYS), ("here", "by_shards"), ("here", "by_tasks"), ("by_shards", "here")],
+    [*((way, way) for way in WAYS), ("here", "by_tasks"), ("by_tasks", "here")],
 )
 def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: Path) -> None:
     """A build goes on with those that are missing, but for samples that it compares, whoever began it."""
@@ -563,7 +556,7 @@ def test_max_errors_holds_for_the_whole(builder: Builder) -> None:
     assert builder(bad, max_errors=0.15, **options).num_cached == 17
 
 
-@pytest.mark.parametrize("call", ["fsync", "link", "ftruncate", "makedirs", "rename"])
+@pytest.mark.parametrize("call", ["fsync", "ftruncate", "makedirs", "rename"])
 def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Builder) -> None:
     """The error says that a file could not be written, and the build goes on where there is room."""
     for begin in (lambda: None, lambda: builder.stopped(bad=[3]))[: 1 + (call in ("fsync", "rename"))]:
@@ -576,7 +569,7 @@ def test_a_full_disk_is_an_error_whichever_call_meets_it(call: str, builder: Bui
     assert not [path for path in builder.content() if ".partial" in path]
 
 
-@pytest.mark.parametrize("builder", ["here", "by_shards", "by_tasks"], indirect=True)  # URLs have digests
+@pytest.mark.parametrize("builder", ["here", "by_tasks"], indirect=True)  # URLs have digests
 @pytest.mark.parametrize("damage", ["cut", "of another build", "its report"])
 def test_a_damaged_shard_is_built_again(damage: str, builder: Builder, tmp_path: Path) -> None:
     """A shard is taken over whole, of the same build, and with the reasons of what it leaves out."""

@@ -264,8 +264,11 @@ def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: Any) ->
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4
 
 
-def test_a_builder_is_waited_for_with_few_words(monkeypatch: Any, caplog: Any) -> None:
-    """One line when the wait begins, and one every 10 s."""
+@pytest.mark.parametrize(
+    "variables", [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}]
+)
+def test_ranks_wait_for_a_builder_with_few_words(variables: Any, monkeypatch: Any, caplog: Any) -> None:
+    """One line when the wait begins, and one every 10 s; also if the ranks are on different hosts."""
     waits_s: list[float] = []
 
     def build(*_: Any, **__: Any) -> Any:
@@ -275,7 +278,8 @@ def test_a_builder_is_waited_for_with_few_words(monkeypatch: Any, caplog: Any) -
 
     monkeypatch.setattr(open_cache, "time", types.SimpleNamespace(sleep=waits_s.append))
     monkeypatch.setattr(open_cache, "build_lmdb", build)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, "fastload"):
         CachedDataset(Images(4), cache="lmdb:x")
     assert caplog.text.count("waiting: x is being built by process 1") == 3

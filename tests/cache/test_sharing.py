@@ -9,15 +9,20 @@ import logging
 import os
 import pickle
 import stat
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import albumentations as A
+import numpy as np
 import pytest
+import torch
 import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import Subset
 
+from fastload.cache import open_cache
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, fingerprint_of
@@ -99,44 +104,142 @@ def test_jobs_that_start_together_make_one_cache(start: Any) -> None:
     assert len({job.answer()[0] for job in jobs}) == 1
 
 
-LAUNCHERS = [
+LAUNCHERS: list[tuple[dict[str, str], int, int]] = [  # variables, ranks of the process group, ranks here
+    ({}, 1, 1),
+    ({}, 2, 2),
+    *(({name: "4"}, 1, 4) for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")),
+    ({"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, 2, 1),  # a rank on each of two hosts
+    ({"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 1, 1),
+    ({"LOCAL_WORLD_SIZE": "many"}, 1, 1),
+    ({"LOCAL_RANK": "0", "WORLD_SIZE": "2"}, 1, 2),  # Lightning
+    ({"WORLD_SIZE": "2"}, 1, 1),  # what starts torchrun on each of two hosts
+    ({"SLURM_LOCALID": "3"}, 1, 4),
+    ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}, 1, 4),
+    ({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"}, 1, 1),
+    ({"SLURM_NTASKS_PER_NODE": "4"}, 1, 1),  # the shell of a job, which started nothing yet
     *(
-        {name: "4"}
-        for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_LOCALID")
+        ({"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "4(x2),2", "SLURM_NODEID": node}, 1, count)
+        for node, count in (("0", 4), ("1", 4), ("2", 2))
     ),
-    {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # Lightning
-    *({"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "4"}, {"SLURM_LOCALID": "3"}),
-]
-ALONE: list[dict[str, str]] = [
-    {},
-    {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # a rank on each of two hosts
-    {"LOCAL_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-    {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1"},
-    {"SLURM_NTASKS_PER_NODE": "4"},  # the shell of a job, which started nothing yet
 ]
 
 
-@pytest.mark.parametrize(("variables", "size"), [*((given, 1) for given in (*LAUNCHERS, *ALONE)), ({}, 2)])
-def test_ranks_are_warned_of_private_caches(variables: Any, size: int, monkeypatch: Any, caplog: Any) -> None:
-    """One warning where a launcher, or a process group, shows that there are several ranks on a host."""
-    say_once.cache_clear()
-    for name in {name for launcher in (*LAUNCHERS, *ALONE) for name in launcher}:
+@pytest.fixture(params=LAUNCHERS, ids=str)
+def num_ranks(request: Any, monkeypatch: Any) -> int:
+    """How many ranks of this host a launcher has started, of which this process is one."""
+    variables, size, expected = request.param
+    for name in {name for others, _, _ in LAUNCHERS for name in others}:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: size > 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: size)
-    is_alone = variables in ALONE and size == 1
+    say_once.cache_clear()
+    return int(expected)
+
+
+def test_ranks_are_warned_once_of_private_caches(num_ranks: int, monkeypatch: Any, caplog: Any) -> None:
+    """Where a launcher, or a process group, shows that there are several on a host."""
     with caplog.at_level(logging.WARNING, "fastload"):
         made = [CachedDataset(Images(30)) for _ in range(2)]
     assert ["private to this process and its workers" in text for text in caplog.messages] == (
-        [] if is_alone else [True]
+        [True] if num_ranks > 1 else []
     )
     assert "pass cache_key=" in made[0].cache.explain()
-    if size == 1 and variables in LAUNCHERS:  # that others should find it and cannot is worth one, too
+    if num_ranks > 1:  # that others should find it and cannot is worth one, too
         monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
         CachedDataset(KnownImages(30))
-        assert "so this one is private" in caplog.text
+        assert "the registry of shared caches cannot be used. Each rank" in caplog.text
+
+
+def test_ranks_divide_the_memory_among_private_caches(num_ranks: int, monkeypatch: Any) -> None:
+    """A shared cache can take all that is allowed; a private one never more than its rank's share."""
+    monkeypatch.setattr(open_cache, "available_bytes", lambda: 1200 * MB)
+
+    def limit(dataset: Images, max_memory: Any) -> Any:
+        return CachedDataset(dataset, max_memory=max_memory).cache_info().max_bytes
+
+    assert limit(KnownImages(30), "auto") == 960 * MB
+    assert limit(Images(30), "auto") == 960 * MB // num_ranks
+    assert limit(Images(30), 0.5) == 600 * MB // num_ranks
+    assert limit(Images(30), 400 * MB) == min(400, 1200 // num_ranks) * MB
+
+
+class Listed(list[Any]):
+    """A list of samples, with an attribute."""
+
+    def __init__(self, labels: list[int]) -> None:
+        super().__init__((image_of(index), label) for index, label in enumerate(labels))
+        self.name = "train"
+
+
+class Labeled:
+    """Images whose labels are held in some way."""
+
+    __slots__ = ("__dict__", "held")
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+        self.root = "/data"
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Any:
+        label = self.held(index) if callable(self.held) else self.held[index]
+        return image_of(index), int(getattr(label, "value", label))
+
+
+def image_of(index: int) -> Any:
+    return np.full((4, 4, 3), index, np.uint8)
+
+
+class Corrected(KnownImages):
+    """Changes a label of a dataset that has a fingerprint."""
+
+    def __init__(self, label: int) -> None:
+        super().__init__(30)
+        self.label = label
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = super().__getitem__(index)
+        return image, self.label if index == 20 else label
+
+
+def in_a_circle(labels: list[int]) -> Labeled:
+    dataset = Labeled(None)
+    dataset.held = [SimpleNamespace(value=label, owner=dataset) for label in labels]
+    return dataset
+
+
+OF_ONE_CLASS: dict[str, Any] = {
+    "a list": Listed,
+    "slots": Labeled,
+    "bfloat16": lambda labels: Labeled(torch.tensor(labels, dtype=torch.bfloat16)),
+    "a circle": in_a_circle,
+    "a function": lambda labels: Labeled(lambda index: labels[index]),
+    "a subclass of one with a fingerprint": lambda labels: Corrected(labels[20]),
+    "a subset": lambda labels: Subset(Corrected(labels[20]), range(30)),
+}
+
+
+@pytest.mark.parametrize("make", OF_ONE_CLASS.values(), ids=OF_ONE_CLASS)
+def test_datasets_of_one_class_without_a_key_get_their_own_samples(
+    make: Any, start: Any, monkeypatch: Any
+) -> None:
+    """Two ranks, or two trials that one process starts as a launcher does: one label differs."""
+
+    def wrong(label: int) -> tuple[Any, Any]:
+        dataset = make([label if index == 20 else index for index in range(30)])
+        ds = CachedDataset(dataset, max_memory=MB)
+        ds.fill(num_workers=0)
+        return ds, [index for index in range(30) if ds[index][1] != dataset[index][1]]
+
+    for name, value in {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    first = start(wrong, 1024)
+    assert first.answer() == []
+    assert start(wrong, 1280).answer() == []
 
 
 def test_other_samples_under_a_name_are_an_error(start: Any) -> None:
@@ -228,7 +331,7 @@ def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: Any) -> None:
     with owners.creating() as is_alone:
         assert is_alone
         ds = CachedDataset(KnownImages(3))
-    assert "so this one is private" in ds.cache.explain()
+    assert "the registry of shared caches cannot be used" in ds.cache.explain()
     assert ds[1][1] == 1
 
 

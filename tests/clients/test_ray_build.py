@@ -13,7 +13,7 @@ import pytest
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from tests.cache.build_zoo import BrokenImages
-from tests.cache.test_shards import files_at
+from tests.cache.test_on_executor import files_at
 from tests.clients.harness import FIRST_LINES, Started, run
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ def local_twin(folder: Path, **options: Any) -> Path:
     plan = LMDBCache(folder / "cache").plan
     partial = folder / "twin.partial"
     partial.mkdir()
-    fields = {"version": 2, "plan": asdict(plan), "max_errors": 1.0}
-    (partial / "plan.json").write_text(json.dumps(fields))
+    (partial / "plan.json").write_text(json.dumps({"version": 2, "plan": asdict(plan)}))
     bad = options.pop("bad", ())
     images, twin = BrokenImages(NUM_SAMPLES, bad=bad), folder / "twin"
     build_lmdb(images, twin, shards=plan.num_shards, num_workers=0, **options)

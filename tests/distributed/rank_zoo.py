@@ -1,9 +1,8 @@
-"""What the ranks of tests/distributed/test_launchers.py run; as a script: `rank_zoo.py WHEN FOLDER`."""
+"""What the ranks of tests/distributed/test_launchers.py run; as a script: `rank_zoo.py FOLDER`."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ import fastload
 from fastload.cache import rate_limit
 
 LENGTH, BATCH_SIZE, NUM_PHOTOS = 61, 4, 80
+CHANGED = 33  # no sample that is read when a cache is made
 
 
 class Numbers:
@@ -35,10 +35,16 @@ class Numbers:
 
 
 class Photos:
-    """A user's own class: it has no fingerprint. Each read is noted in a file."""
+    """A user's own class: it has no fingerprint. Each read is noted in a file.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Where the file is.
+        changed: The label of one sample, if it is not its index.
+    """
+
+    def __init__(self, folder: Path, changed: int = CHANGED) -> None:
         self.log = folder / "reads"
+        self._changed = changed
 
     def __len__(self) -> int:
         return NUM_PHOTOS
@@ -46,7 +52,7 @@ class Photos:
     def __getitem__(self, index: int) -> Any:
         with self.log.open("ab", buffering=0) as file:
             file.write(index.to_bytes(4, "little"))
-        return np.full((4, 4, 3), index, np.uint8), index
+        return np.full((4, 4, 3), index, np.uint8), self._changed if index == CHANGED else index
 
 
 def partitioned(dataset: Any, num_workers: int) -> fastload.DataLoader:
@@ -104,17 +110,27 @@ def killed(folder: Path) -> None:
 
 
 def cached(folder: Path) -> fastload.CachedDataset:
-    """The cache that each rank makes."""
+    """The cache that all ranks share."""
     rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py
-    return fastload.CachedDataset(Photos(folder))
+    return fastload.CachedDataset(Photos(folder), cache_key=str(folder))
+
+
+def note_own_samples(rank: int, folder: Path) -> list[fastload.CachedDataset]:
+    """Fills caches of samples without a key, of which one differs between ranks; notes what each gives."""
+    own = folder / "own"
+    own.mkdir(exist_ok=True)
+    caches = [fastload.CachedDataset(Photos(own, 1000 * rank + number)) for number in range(2)]
+    for cache in caches:
+        cache.fill(num_workers=0)
+    found = {"labels": [[int(label) for _, label in cache] for cache in caches]}
+    (folder / f"own{rank}.json").write_text(json.dumps(found))
+    return caches
 
 
 def share(dataset: fastload.CachedDataset, folder: Path) -> None:
     """Four epochs; notes how the cache is shared, and whether all samples were right."""
     sampler: Any = DistributedSampler(dataset)
-    # The workers of a spawned rank are spawned too, which takes seconds.
-    num_workers = 0 if multiprocessing.get_start_method() == "spawn" else 1
-    loader = fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler, num_workers=num_workers)
+    loader = fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler, num_workers=1)
     is_right = True
     for epoch in range(4):
         loader.set_epoch(epoch)
@@ -127,22 +143,24 @@ def share(dataset: fastload.CachedDataset, folder: Path) -> None:
 
 
 def spawned(rank: int, folder: Path) -> None:
-    """A rank that torch.multiprocessing has started."""
+    """A rank that torch.multiprocessing has started; it is in no process group when it makes its caches."""
+    caches = note_own_samples(rank, folder)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    share(cached(folder), folder)
+    dist.barrier()  # the caches live as long as their ranks do
+    assert len(caches) == 2
     dist.destroy_process_group()
 
 
-def main(when: str, folder: Path) -> None:
-    """A rank of torchrun: makes a cache before or after it joins the group; later, one rank is killed."""
+def main(folder: Path) -> None:
+    """A rank of torchrun: makes caches of its own, and one that ranks share; later, one rank is killed."""
     is_first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    dataset = cached(folder) if when == "before" and is_first_start else None
     dist.init_process_group("gloo")
     if is_first_start:
-        share(dataset or cached(folder), folder)
+        note_own_samples(dist.get_rank(), folder)
+        share(cached(folder), folder)
     killed(folder)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

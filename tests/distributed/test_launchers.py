@@ -1,13 +1,11 @@
-"""Ranks of real launchers: nodes with parts of their own, a rank that is killed, caches that ranks share.
-
-tests/cache/test_launch.py has the ranks that must not share.
-"""
+"""Ranks of real launchers: nodes with parts of their own, a rank that is killed, shared and own caches."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 from collections import Counter
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 
 from fastload import NodePartitionSampler
-from fastload.cache.likeness import probed_indices
 from tests.distributed import rank_zoo
 
 if TYPE_CHECKING:
@@ -71,45 +68,6 @@ from torch.multiprocessing import spawn
 from tests.distributed.rank_zoo import spawned
 spawn(spawned, (Path(sys.argv[1]),), nprocs=2)
 """
-EXEC = "import os, sys\nos.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-LIGHTNING = """
-import json, sys
-from pathlib import Path
-import lightning as L
-import torch
-from fastload import DataLoader
-from tests.distributed.rank_zoo import cached
-
-folder, when = Path(sys.argv[1]), sys.argv[2]
-
-
-class Model(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-
-    def training_step(self, batch, _):
-        images, labels = batch
-        assert (images == labels[:, None, None, None]).all()
-        return self.layer(labels[:, None].float()).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def train_dataloader(self):
-        self.dataset = dataset or cached(folder)
-        return DataLoader(self.dataset, 4, num_workers=1, shuffle=True)
-
-
-dataset = cached(folder) if when == "before" else None
-off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
-trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=4, **dict.fromkeys(off, False))
-model = Model()
-trainer.fit(model)
-found = {"why": model.dataset.explain(), "is_right": True}
-(folder / f"shared{trainer.global_rank}.json").write_text(json.dumps(found))
-trainer.strategy.barrier()
-"""
 
 
 @pytest.fixture
@@ -141,13 +99,15 @@ def read(folder: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def assert_shared(folder: Path) -> None:
-    """Each sample was read once on the host, but for those that both ranks compared."""
-    ranks = read(folder, "shared", 2)
-    assert all(rank["is_right"] for rank in ranks)
-    assert ["shared as cache 1 of" in rank["why"] for rank in ranks] == [True, True]
-    reads = np.bincount(np.fromfile(folder / "reads", "<u4"), minlength=rank_zoo.NUM_PHOTOS)
-    assert set(np.flatnonzero(reads != 1)) == set(probed_indices(rank_zoo.NUM_PHOTOS))
+def assert_own(folder: Path, errors: str) -> None:
+    """Each rank got its own samples from each of its caches without a key, and was warned once."""
+    for rank, found in enumerate(read(folder, "own", 2)):
+        for number, labels in enumerate(found["labels"]):
+            expected = list(range(rank_zoo.NUM_PHOTOS))
+            expected[rank_zoo.CHANGED] = 1000 * rank + number
+            assert labels == expected
+    warnings = re.findall(r"cache: private .* pass cache_key='...'.* Each rank of this host decodes", errors)
+    assert len(warnings) == 2
 
 
 def test_two_nodes_cache_their_own_parts_and_see_every_sample(launch: Any, tmp_path: Path) -> None:
@@ -165,14 +125,16 @@ def test_two_nodes_cache_their_own_parts_and_see_every_sample(launch: Any, tmp_p
     assert [rank["node"] for rank in ranks] == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.thorough)])
-def test_ranks_of_torchrun_share_and_go_on_after_a_kill(when: str, launch: Any, tmp_path: Path) -> None:
-    """Made before or after they join the group, without a key; restarted ranks resume in mid-epoch."""
+def test_ranks_of_torchrun_cache_and_go_on_after_a_kill(launch: Any, tmp_path: Path) -> None:
+    """With a key they share a cache, without one each has its own; restarted ranks resume in mid-epoch."""
     options = ["--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "--local-addr=127.0.0.1"]
     rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={free_endpoint()}"]
-    errors = launch(TORCHRUN, *options, *rendezvous, rank_zoo.__file__, when, str(tmp_path))
+    errors = launch(TORCHRUN, *options, *rendezvous, rank_zoo.__file__, str(tmp_path))
     assert "exitcode: -9" in errors
-    assert_shared(tmp_path)
+    assert_own(tmp_path, errors)
+    assert all(rank["is_right"] for rank in read(tmp_path, "shared", 2))
+    reads = np.bincount(np.fromfile(tmp_path / "reads", "<u4"), minlength=rank_zoo.NUM_PHOTOS)
+    assert set(np.flatnonzero(reads != 1)) <= {0, rank_zoo.NUM_PHOTOS // 2, rank_zoo.NUM_PHOTOS - 1}
     for number, rank in enumerate(read(tmp_path, "rank", 2)):
         numbers = rank_zoo.Numbers()
         sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7, epochs_per_partition=2)
@@ -181,16 +143,7 @@ def test_ranks_of_torchrun_share_and_go_on_after_a_kill(when: str, launch: Any, 
             assert rank["seen"][epoch] == list(sampler)
 
 
-def test_ranks_that_torch_multiprocessing_spawns_share(launch: Any, tmp_path: Path) -> None:
-    """Once they have joined their process group: nothing else tells that they are ranks."""
-    launch(SPAWN, str(tmp_path))
-    assert_shared(tmp_path)
-
-
-@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.thorough), "after"])
-def test_ranks_of_lightning_share(when: str, launch: Any, tmp_path: Path) -> None:
-    """Whether the script makes the cache before Lightning starts the other rank, or a hook makes it."""
-    pytest.importorskip("lightning")
-    (tmp_path / "script.py").write_text(LIGHTNING)
-    launch(EXEC, str(tmp_path / "script.py"), str(tmp_path), when)
-    assert_shared(tmp_path)
+def test_ranks_that_torch_multiprocessing_spawns_get_their_own_samples(launch: Any, tmp_path: Path) -> None:
+    """Before they have joined a process group: they are warned all the same."""
+    errors = launch(SPAWN, str(tmp_path))
+    assert_own(tmp_path, errors)

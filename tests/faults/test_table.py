@@ -392,7 +392,8 @@ def fill_together(rank: int, store: Path, victim: int, number: signal.Signals, g
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     for turn in range(2):
         if turn == rank:
-            cached = fastload.CachedDataset(datasets.Made(lambda index: np.full((4, 4), index), zoo.SIZE))
+            dataset = datasets.Made(lambda index: np.full((4, 4), index), zoo.SIZE)
+            cached = fastload.CachedDataset(dataset, cache_key="faults")
         dist.barrier()
     publish: Any = Generation.publish
 

@@ -237,11 +237,9 @@ def test_a_cache_is_read_by_workers_through_its_local_copy(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("build-shard S s3://b/c 1/2", 2, "shards are built in a directory that all machines see"),
         ("build S s3://b/c --ray local", 2, "--ray builds in a directory that all machines see"),
         ("build S s3://b/c --out s3://b/d", 2, "pass one of them"),
         ("build S", 2, "DEST"),
-        ("join s3://b/c", 2, "joined by the build that uploads them"),
         ("rm s3://b/c", 2, "your store's own tool"),
         ("ls s3://b/c", 2, "fastload cache info s3://b/c"),
         ("build s3://photos/train s9://b/c", 2, "Protocol not known: s9"),

@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
-_MAX_LISTED = 10  # shards that an error lists
 _MAX_LOOKED_AT = 1000  # samples whose shapes are compared
 
 
@@ -77,89 +76,16 @@ def build_lmdb(
         ValueError: An argument is invalid.
     """
     build = Build(dataset, os.path.abspath(path), shards, **options)
-    if os.path.lexists(build.path):
-        return build.opened()
-    with only_builder(build.path):
-        if os.path.lexists(build.path):  # a different process has just built it
-            return build.opened()
-        with build.begun() as files:
-            num_shards = files.plan.num_shards
-            check_openable(num_shards)
-            build.write(files, range(num_shards), f"building {build.path}")
-            return _publish(files, build.path, build.max_errors, "built now, as it did not exist")
 
+    def write(files: Unfinished) -> None:
+        build.write(files, range(files.plan.num_shards), f"building {build.path}")
 
-@dataclass(frozen=True)
-class BuiltShard:
-    """A finished shard, or a shard of a finished cache.
-
-    Attributes:
-        shard: Its number, from 0.
-        num_shards: The requested number of shards.
-        num_samples: Samples of this shard, including left-out ones.
-        num_left_out: Left-out samples of this shard.
-        nbytes: Size of its file.
-        was_built: Whether this call built it.
-        is_joined: Whether the finished cache exists already.
-    """
-
-    shard: int
-    num_shards: int
-    num_samples: int
-    num_left_out: int = 0
-    nbytes: int = 0
-    was_built: bool = False
-    is_joined: bool = False
-
-
-def build_shard(
-    dataset: Any, path: str | os.PathLike[str], shard: int, num_shards: int, **options: Any
-) -> BuiltShard:
-    """One shard of the cache of a dataset, built in PATH.partial unless it is finished.
-
-    Any process on any machine can build any shard at any time, if all see PATH on one file system. When all
-    shards are finished, `join` makes the cache. A dataset with fewer samples than shards has one shard per
-    sample; there is nothing to build for the others.
-
-    Args:
-        dataset: Map-style and deterministic; the same in all processes.
-        path: The path of the finished cache.
-        shard: The shard to build, from 0.
-        num_shards: Number of shards of the cache.
-        **options: See `Build`. `max_errors` counts for the whole cache: a shard that leaves out more ends
-            its build, and `join` counts all shards.
-
-    Raises:
-        CacheMismatchError: The shards at `path` are made from other samples, or with other settings; or this
-            shard leaves out samples, and `on_error` is `"raise"`.
-        CacheBusyError: A different process of this machine is building this shard.
-        UnsupportedSampleError: A value in a sample cannot be cached.
-        CacheError: The files could not be written.
-        TooManyFailuresError: The shard leaves out more samples than `max_errors` allows.
-        ValueError: An argument is invalid.
-    """
-    build = Build(dataset, os.path.abspath(path), num_shards, **options)
-    if isinstance(shard, bool) or not isinstance(shard, int) or not 0 <= shard < num_shards:
-        raise ValueError(f"shard should be an int from 0 to {num_shards - 1}, but got {shard!r}")
-    if os.path.lexists(build.path):
-        plan = build.opened().plan
-        num_samples = len(plan.indices_of(shard)) if shard < plan.num_shards else 0
-        return BuiltShard(shard, num_shards, num_samples, is_joined=True)
-    with build.begun() as files:
-        plan = files.plan
-        if shard >= plan.num_shards:
-            return BuiltShard(shard, num_shards, 0)
-        was_built = files.finished(shard) is None
-        left_out = build.write(files, [shard], f"building shard {shard + 1} of {plan.num_shards} of {path}")
-        nbytes = os.path.getsize(files.path_of(shard))
-        return BuiltShard(
-            shard, num_shards, len(plan.indices_of(shard)), len(left_out), nbytes, was_built=was_built
-        )
+    return build.cache(write)
 
 
 @dataclass
 class Build:
-    """A build of a cache, or of some of its shards, by this process.
+    """A build of a cache, or of one of its shards, by this process.
 
     Args:
         dataset: Map-style and deterministic.
@@ -207,6 +133,29 @@ class Build:
         self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
         self._is_skipping = self.on_error == "skip"
 
+    def cache(self, write: Callable[[Unfinished], object]) -> LMDBCache:
+        """The finished cache: opened if it exists, else built.
+
+        Args:
+            write: Called with the directory; finishes all its shards.
+        """
+        if os.path.lexists(self.path):
+            return self.opened()
+        with only_builder(self.path):
+            if os.path.lexists(self.path):  # a different process has just built it
+                return self.opened()
+            files = Unfinished(self.path)
+            files.begin(self.plan(files.plan if files.open() else None))
+            try:
+                check_openable(files.plan.num_shards)
+                write(files)
+                return self._publish(files)
+            except BaseException as error:
+                files.remove_unused()
+                if os.path.isdir(files.path):
+                    add_note(error, f"{self.kept}: build again to resume")
+                raise
+
     def opened(self) -> LMDBCache:
         """The finished cache, after it was compared with the dataset and the settings.
 
@@ -253,19 +202,6 @@ class Build:
             fingerprint=self.fingerprint,
             found=found,
         )
-
-    @contextlib.contextmanager
-    def begun(self) -> Iterator[Unfinished]:
-        """The directory of the unfinished cache, with its plan; an error says what is kept there."""
-        files = Unfinished(self.path)
-        files.begin(self.plan(files.plan if files.open() else None), self.max_errors)
-        try:
-            yield files
-        except BaseException as error:
-            files.remove_unused()
-            if os.path.isdir(files.path):
-                add_note(error, f"{self.kept}: build again to resume")
-            raise
 
     def write(
         self,
@@ -351,27 +287,22 @@ class Build:
     ) -> list[FailedSample]:
         """Write one shard; returns the samples that it leaves out."""
         left_out: list[FailedSample] = []
-        with only_builder(files.path_of(shard)):
-            files.remove_remains(shard)
-            own = files.own_path(shard_name(files.plan, shard))
-            writer = ShardWriter(own, files.plan, shard)
-            try:
-                for index, value in values:
-                    if not isinstance(value, FailedSample):
-                        writer.put(index, *value)
-                        continue
-                    left_out.append(value)
-                    self.left_out.append(value)
-                    self.check_budget(files.plan)
-                writer.finish()
-                files.complete(shard, own, left_out)
-            except CacheError:
-                files.check_followed()
-                raise
-            finally:
-                writer.close()
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(own)
+        own = files.own_path(shard_name(files.plan, shard))
+        writer = ShardWriter(own, files.plan, shard)
+        try:
+            for index, value in values:
+                if not isinstance(value, FailedSample):
+                    writer.put(index, *value)
+                    continue
+                left_out.append(value)
+                self.left_out.append(value)
+                self.check_budget(files.plan)
+            writer.finish()
+            files.complete(shard, own, left_out)
+        finally:
+            writer.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(own)
         return left_out
 
     def check_budget(self, plan: Plan) -> None:
@@ -379,79 +310,39 @@ class Build:
         what_to_do = f"{self.kept}: raise max_errors or repair the files, and build again to resume"
         check_left_out(self.left_out, self.max_errors, plan.num_samples, what_to_do)
 
+    def _publish(self, files: Unfinished) -> LMDBCache:
+        """The finished cache of a directory whose shards are all finished.
 
-# --- the end ---------------------------------------------------------------------------------------------
-
-
-def join(path: str | os.PathLike[str], *, max_errors: int | float | None = None) -> LMDBCache:
-    """The cache at `path`, made from its finished shards; opened if it was joined before.
-
-    Args:
-        path: The path passed to `build_shard`.
-        max_errors: The maximum number or share of left-out samples; None for the limit of the process that
-            made the plan.
-
-    Raises:
-        FileNotFoundError: There is neither a cache nor a shard.
-        CacheMismatchError: The shards are from a different release.
-        CacheError: Shards are missing; the error names them. Or the files could not be written.
-        CacheBusyError: A different process is joining or removing the shards.
-        TooManyFailuresError: More samples than `max_errors` allows are left out; all shards are kept.
-        ValueError: `max_errors` is not valid.
-    """
-    if max_errors is not None:
-        check_max_errors(max_errors)
-    path = os.path.abspath(path)
-    if os.path.lexists(path):
+        Raises:
+            CacheError: Shards are missing.
+            TooManyFailuresError: More samples than `max_errors` allows are left out.
+        """
+        path, plan, left_out = self.path, files.plan, []
+        for shard in range(plan.num_shards):
+            found = files.finished(shard)
+            if found is None:
+                raise CacheError(
+                    f"{files.path_of(shard)} was removed or changed while the cache was built: build again"
+                )
+            left_out += found
+        check_left_out(
+            left_out,
+            self.max_errors,
+            plan.num_samples,
+            f"All shards are kept at {files.path}, with their reports: build again with a larger max_errors, "
+            f"or remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build "
+            "again",
+        )
+        files.publish(left_out)
+        if left_out:
+            log.warning(
+                "%s: %d of %d samples could not be read and are left out: see %s%s",
+                *(path, len(left_out), plan.num_samples, path, REPORT),
+            )
         cache = LMDBCache(path)
-        cache.reason = "opened, because its shards were joined before"
+        cache.reason = "built now, as it did not exist"
+        _report_shapes(cache)
         return cache
-    files = Unfinished(path)
-    if not files.open():
-        raise FileNotFoundError(f"there is neither a cache nor a shard of one at {path}")
-    with only_builder(path):
-        limit = files.max_errors if max_errors is None else max_errors
-        return _publish(files, path, limit, f"joined now, from {files.plan.num_shards} shards")
-
-
-def _publish(files: Unfinished, path: str, max_errors: int | float, reason: str) -> LMDBCache:
-    """The finished cache of a directory whose shards are all finished.
-
-    Raises:
-        CacheError: Shards are missing.
-        TooManyFailuresError: More samples than `max_errors` allows are left out.
-    """
-    plan, left_out, missing = files.plan, [], []
-    for shard in range(plan.num_shards):
-        found = files.finished(shard)
-        if found is None:
-            missing.append(shard + 1)
-        left_out += found or []
-    if missing:
-        listed = ", ".join(map(str, missing[:_MAX_LISTED])) + (", ..." if len(missing) > _MAX_LISTED else "")
-        raise CacheError(
-            f"{len(missing)} of {plan.num_shards} shards are missing or damaged: {listed}. Build each of "
-            "them with the SOURCE and the options of the others, such as 'fastload cache build-shard SOURCE "
-            f"{shlex.quote(path)} {missing[0]}/{plan.num_shards}', then join again"
-        )
-    check_left_out(
-        left_out,
-        max_errors,
-        plan.num_samples,
-        f"All shards are kept at {files.path}, with their reports: join with a larger max_errors, or "
-        f"remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build them "
-        "again",
-    )
-    files.publish(left_out)
-    if left_out:
-        log.warning(
-            "%s: %d of %d samples could not be read and are left out: see %s%s",
-            *(path, len(left_out), plan.num_samples, path, REPORT),
-        )
-    cache = LMDBCache(path)
-    cache.reason = reason
-    _report_shapes(cache)
-    return cache
 
 
 def _report_shapes(cache: LMDBCache) -> None:

@@ -1,7 +1,7 @@
-"""The lock that allows one builder per destination, and per shard.
+"""The lock that allows one builder per destination.
 
-Builds of caches and shards, and removals, take it in the parent. It ends with the process that holds it, and
-forked workers do not hold it.
+Builds of caches, and removals, take it in the parent. It ends with the process that holds it, and forked
+workers do not hold it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,21 @@ _building: dict[tuple[int, str], object] = {}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-_END = ".fastload-lock"
-
-
-def locked_by(name: str) -> str | None:
-    """The name of the file that this lock file is for; None if it is not a lock file."""
-    return name[1 : -len(_END)] if name.endswith(_END) else None
-
-
 def lock_name(path: str) -> str:
     """The path of the lock file of a destination; no other program uses this name."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f".{name}{_END}")
+    return os.path.join(directory, f".{name}.fastload-lock")
 
 
 @contextlib.contextmanager
 def only_builder(path: str, title: str | None = None) -> Iterator[None]:
-    """Hold the lock on a destination, or on a shard; never waits.
+    """Hold the lock on a destination; never waits.
 
     On a file system without locks nothing is locked, and a log line says so: the files of a build are safe
     without a lock (see `unfinished`).
 
     Args:
-        path: The path of the cache or of the shard.
+        path: The path of the cache.
         title: Its name in messages; None for its path.
 
     Raises:
@@ -77,7 +69,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
 
 
 def is_being_built(path: str) -> bool:
-    """Whether a builder holds the lock on a destination or on a shard now."""
+    """Whether a builder holds the lock on a destination now."""
     return _key(path) in _building or is_held(lock_name(path))
 
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, locked_by, only_builder
-from fastload.cache.build.names import NAMES, foreign_part
-from fastload.cache.build.unfinished import REPORT, Unfinished
+from fastload.cache.build.build_lock import is_being_built, only_builder
+from fastload.cache.build.unfinished import NAMES, REPORT, Unfinished, foreign_part
 from fastload.cache.lmdb.copies import manifest_of_copy
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
 _PARTIAL = ".partial"
 
@@ -115,8 +113,6 @@ def remove(path: str) -> tuple[list[str], int]:
     files_of(path)  # raises before anything is touched, including the lock, if no file is ours
     with only_builder(path):
         files = files_of(path)
-        if _builds_shards(path):
-            raise CacheBusyError(f"shards of {path} are being built: wait until they are finished")
         nbytes = size_of(files)
         for file in files:
             if os.path.isdir(file):
@@ -136,14 +132,6 @@ def size_of(files: list[str]) -> int:
     return nbytes
 
 
-def _builds_shards(path: str) -> bool:
-    """Whether a process of this machine builds a shard of the cache at `path`."""
-    partial = path + _PARTIAL
-    names = os.listdir(partial) if os.path.isdir(partial) else []
-    locked = filter(None, map(locked_by, names))
-    return any(is_being_built(os.path.join(partial, name)) for name in locked)
-
-
 def _look(path: str) -> Found:
     is_finished = _is_finished(path)
     try:
@@ -151,7 +139,7 @@ def _look(path: str) -> Found:
     except CacheMismatchError:  # another program's file beside it ends in .partial
         nbytes = size_of([path])
     if not is_finished:
-        state = "building" if is_being_built(path) or _builds_shards(path) else "unfinished"
+        state = "building" if is_being_built(path) else "unfinished"
         return Found(path, state, nbytes, problem=_what_is_missing(path))
     try:
         return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_copy(path))
@@ -170,9 +158,8 @@ def _what_is_missing(path: str) -> str:
         missing = [shard for shard in range(num_shards) if files.finished(shard) is None]
     except CacheError as error:
         return str(error)
-    if num_shards and not missing:
-        return f"all {num_shards} shards are built: run 'fastload cache join {shlex.quote(path)}'"
-    return f"{len(missing)} of {num_shards} shards are missing: run the build again to continue"
+    state = f"{len(missing)} of {num_shards} shards are missing" if missing else "it was interrupted"
+    return f"{state}: run the build again to continue"
 
 
 def url_of_copy(directory: str) -> str | None:

@@ -1,10 +1,10 @@
-"""Builds the shards of a cache in the tasks of an executor, such as a cluster, and joins them.
+"""Builds the shards of a cache in the tasks of an executor, such as a cluster.
 
 The driver is the user's process. An executor with `concurrent.futures`' interface (a process pool, or
 `integrations.ray_build` for a cluster) runs a task for each missing shard, anywhere and in any order. Rules:
 
-1. The driver makes the plan, counts results, and joins. It can die at any time: the next driver builds only
-   the missing shards.
+1. The driver makes the plan, counts results, and publishes the cache. It can die at any time: the next driver
+   builds only the missing shards. A task follows the plan, after comparing it with its own dataset.
 2. A task returns permanent failures, such as a damaged sample, as text, because errors of users' own classes
    might not be picklable. It raises TransientTaskError for failures that can go away on a different machine,
    such as a full disk.
@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import max_failures
-from fastload.cache.build.build import Build, BuiltShard, build_shard, join
+from fastload.cache.build.build import Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
 from fastload.cache.build.unfinished import Unfinished
-from fastload.cache.lmdb.files import check_openable
 from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import reject_random
-from fastload.errors import CacheBusyError, CacheError, TooManyFailuresError
+from fastload.errors import CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,33 +51,47 @@ class Task:
     Attributes:
         open_dataset: Makes the dataset, on the machine of the task.
         path: The absolute path of the cache.
-        num_shards: Number of shards.
         settings: The codec, the quality and `on_error`, as in `Build`.
     """
 
     open_dataset: Callable[[], Any]
     path: str
-    num_shards: int
     settings: dict[str, Any]
 
-    def __call__(self, shard: int) -> BuiltShard | str:
-        """Build a shard; returns why, if it cannot be built.
+    def __call__(self, shard: int) -> tuple[int, int] | str:
+        """Build a shard; returns how many samples it leaves out and its bytes, or why it cannot be built.
 
         Raises:
             TransientTaskError: The shard could not be written here.
         """
-        options = {**self.settings, "num_workers": 0, "progress": False}
         try:
             # `open_dataset` can change the working directory; the process continues with other tasks.
             with chdir(os.curdir):
-                source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
-                options["fingerprint"] = fingerprint
-                return build_shard(source, self.path, shard, self.num_shards, **options)
+                return self._build(shard)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - of the user's code; the driver reports it
             failure = f"on {socket.gethostname()}: {_in_one_line(error)}"
-            if type(error) in (CacheError, CacheBusyError):  # rejected, or not ended
+            if type(error) is CacheError:  # a file could not be written
                 raise TransientTaskError(failure) from None
             return failure
+
+    def _build(self, shard: int) -> tuple[int, int]:
+        source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
+        files = Unfinished(self.path)
+        if not files.open():
+            raise CacheError(f"{files.path} was removed while the cache was built: build again")
+        build = Build(
+            source,
+            self.path,
+            fingerprint=fingerprint,
+            num_workers=0,
+            progress=False,
+            max_errors=1.0,  # the driver counts over all shards
+            **self.settings,
+        )
+        files.check(build.plan(files.plan))
+        title = f"building shard {shard + 1} of {files.plan.num_shards} of {self.path}"
+        left_out = build.write(files, [shard], title)
+        return len(left_out), os.path.getsize(files.path_of(shard))
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -110,7 +123,7 @@ def build_on(
 
     Raises:
         CacheError: Shards could not be built; the error names them, with reasons and machines. Also as
-            `build_shard`.
+            `build_lmdb`.
         TooManyFailuresError: More samples than `max_errors` allows could not be read. The finished shards are
             kept.
     """
@@ -121,18 +134,8 @@ def build_on(
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))
     build = Build(source, path, shards, fingerprint=fingerprint, **options)
-    if os.path.lexists(path):
-        return build.opened()
-    with build.begun() as files:
-        check_openable(files.plan.num_shards)
-        settings = {
-            "codec": build.codec,
-            "quality": build.quality,
-            "on_error": build.on_error,
-            "max_errors": 1.0,  # they are counted here, over all shards
-        }
-        _run(executor, Task(open_dataset, path, files.plan.num_shards, settings), files, build)
-    return join(path, max_errors=build.max_errors)
+    settings = {"codec": build.codec, "quality": build.quality, "on_error": build.on_error}
+    return build.cache(lambda files: _run(executor, Task(open_dataset, path, settings), files, build))
 
 
 def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
@@ -140,17 +143,17 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
     plan = files.plan
     maximum = max_failures(build.max_errors, plan.num_samples)
     failed: dict[int, str] = {}
-    found = {shard: files.finished(shard) for shard in range(plan.num_shards)}
-    # A finished shard that leaves samples out is an error without "skip", and its task says so.
-    finished = {
-        shard: len(left_out)
-        for shard, left_out in found.items()
-        if left_out is not None and (not left_out or build.on_error == "skip")
-    }
-    num_left_out = sum(finished.values())
-    done = sum(len(plan.indices_of(shard)) for shard in finished)
+    num_left_out, done, missing = 0, 0, []
+    for shard in range(plan.num_shards):
+        left_out = files.finished(shard)
+        if left_out is None:
+            missing.append(shard)
+            continue
+        build.check_may_leave_out(shard, left_out)
+        num_left_out += len(left_out)
+        done += len(plan.indices_of(shard))
     try:
-        futures = {executor.submit(task, shard): shard for shard in found if shard not in finished}
+        futures = {executor.submit(task, shard): shard for shard in missing}
         with BuildProgress(
             f"building {task.path}", plan.num_samples, shown=build.progress, done=done
         ) as progress:
@@ -164,8 +167,9 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
                 if isinstance(built, str):
                     failed[futures[future]] = built
                     continue
-                progress.advance(built.nbytes, built.num_samples)
-                num_left_out += built.num_left_out
+                left_out_here, nbytes = built
+                progress.advance(nbytes, len(plan.indices_of(futures[future])))
+                num_left_out += left_out_here
                 if num_left_out > maximum:
                     raise TooManyFailuresError(
                         f"{num_left_out:,} samples could not be read, and `max_errors` allows "

@@ -1,38 +1,31 @@
 """The directory of an unfinished cache, DEST.partial: its plan, its finished shards, and their reports.
 
-Any number of processes build shards in it, also on several machines that share the file system. Rules:
+One build at a time works in it, and holds the lock of the destination (see `build_lock`). Tasks of its
+executor write shards there, too, also on other machines that share the file system. Rules:
 
-1. A process writes each file under a temporary name (see `names`), syncs it, and renames it. A shard with its
-   final name is finished. A process that dies loses only the shard that it is writing.
-2. Exactly one process makes the plan, by linking it to its name; all others follow it. A plan is never
-   replaced: `fastload cache rm` removes it.
+1. A process writes each file under a temporary name, syncs it, and renames it. A shard with its final name is
+   finished. A process that dies loses only the shard that it is writing.
+2. A later build follows the plan that it finds; `fastload cache rm` removes a plan.
 3. The report about the samples that a shard leaves out is complete before the shard gets its name. A shard
    whose report does not fit it is built again.
-4. Builders of one shard on one machine exclude each other by a lock (see `build_lock`). Where the file system
-   has no locks, or machines do not see each other's, the last builder's shard wins: all follow the plan.
+4. On a file system without locks, two builds can work here at once. A shard of another plan does not count,
+   and of two shards of one plan the last one wins.
+5. Only files with names that a build gives are changed or removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
+import re
 import shlex
+import stat
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_max_errors
-from fastload.cache.build.names import (
-    PLAN_NAME,
-    foreign_part,
-    own_name,
-    own_prefix,
-    remove_all_but_shards,
-    report_name,
-)
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import (
     FORMAT_VERSION,
@@ -41,18 +34,25 @@ from fastload.cache.lmdb.description import (
     parse_plan,
     why_different,
 )
-from fastload.cache.lmdb.files import open_file, shard_name
+from fastload.cache.lmdb.files import MANIFEST_NAME, open_file, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from fastload.cache.lmdb.description import Plan
 
 REPORT = ".errors.jsonl"  # the end of the name of a cache's report, beside the cache
-_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _REPORTED = ("index", "path", "type", "reason", "worker")
+_PLAN_NAME = "plan.json"
+_SHARD = r"\d{5,}-of-\d{5,}"
+_LASTING = rf"plan\.json|{_SHARD}\.lmdb|{_SHARD}\.errors\.jsonl"
+# The second is a file being written, the last two are those of a local copy (see `lmdb.copies`).
+NAMES = re.compile(
+    rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part"
+)
+_SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
 
 
 class Unfinished:
@@ -64,11 +64,9 @@ class Unfinished:
     Attributes:
         path: The directory.
         plan: The plan that all processes follow; see `begin` and `open`.
-        max_errors: The limit of the process that made the plan.
     """
 
     plan: Plan
-    max_errors: int | float = 0.01
 
     def __init__(self, destination: str) -> None:
         self.path = f"{destination}.partial"
@@ -93,38 +91,44 @@ class Unfinished:
             )
         try:
             with writing(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                fields = parse_json(Path(self.path, PLAN_NAME).read_bytes())
+                fields = parse_json(Path(self.path, _PLAN_NAME).read_bytes())
                 check_version(fields)
                 self.plan = parse_plan(fields.get("plan"))
-                limit = fields.get("max_errors")
-                check_max_errors(limit)
-                self.max_errors = limit
                 return True
         except ValueError as error:  # CacheMismatchError is a ValueError
             raise CacheMismatchError(
-                f"{self.path}/{PLAN_NAME} is damaged, or from a different release ({error}): remove it with "
+                f"{self.path}/{_PLAN_NAME} is damaged, or from a different release ({error}): remove it with "
                 f"{self._remove}, and build again"
             ) from error
         return False
 
-    def begin(self, plan: Plan, max_errors: int | float) -> None:
+    def begin(self, plan: Plan) -> None:
         """Follow the plan in the directory, which becomes this one if there is none.
 
-        Args:
-            plan: The plan of this build.
-            max_errors: The maximum number or share of left-out samples, for a new plan.
+        Files that killed processes left unfinished are removed.
 
         Raises:
             CacheMismatchError: The directory belongs to a build of other samples or settings.
             CacheError: The directory contains files that no build made, or cannot be written.
         """
         if not self.open():
-            fields = {"version": FORMAT_VERSION, "max_errors": max_errors, "plan": asdict(plan)}
             with writing(self.path):
                 os.makedirs(self.path, exist_ok=True)
-                self._make_plan(json.dumps(fields).encode())
+                own = self.own_path(_PLAN_NAME)
+                write_new(own, json.dumps({"version": FORMAT_VERSION, "plan": asdict(plan)}).encode())
+                os.rename(own, os.path.join(self.path, _PLAN_NAME))
+                sync_directory(self.path)
             self.plan = plan
-            self.open()
+        self.check(plan)
+        with writing(self.path):
+            _remove(self.path, lambda name: name.startswith("."))
+
+    def check(self, plan: Plan) -> None:
+        """Check that a process that would make this plan can follow that of the directory.
+
+        Raises:
+            CacheMismatchError: Its samples or settings are different.
+        """
         why = why_different(self.plan, plan)
         if why is not None:
             raise CacheMismatchError(
@@ -133,29 +137,11 @@ class Unfinished:
                 f"it with {self._remove}"
             )
 
-    def _make_plan(self, text: bytes) -> None:
-        """Create the plan with this text, unless there is one."""
-        path, own = os.path.join(self.path, PLAN_NAME), self.own_path(PLAN_NAME)
-        write_new(own, text)
-        try:
-            os.link(own, path)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            # If two processes get here at once, the shards of one of them do not count.
-            if not os.path.lexists(path):
-                os.rename(own, path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(own)
-        sync_directory(self.path)
-
     def remove_unused(self) -> None:
         """Remove the directory if it holds only the plan."""
         with contextlib.suppress(OSError):
-            if os.listdir(self.path) == [PLAN_NAME]:
-                os.unlink(os.path.join(self.path, PLAN_NAME))
+            if os.listdir(self.path) == [_PLAN_NAME]:
+                os.unlink(os.path.join(self.path, _PLAN_NAME))
             os.rmdir(self.path)
 
     # --- shards -------------------------------------------------------------------------------------------
@@ -166,7 +152,7 @@ class Unfinished:
 
     def own_path(self, name: str) -> str:
         """A new temporary path for a file that gets this name."""
-        return os.path.join(self.path, own_name(name))
+        return os.path.join(self.path, f".{name}.{os.urandom(8).hex()}")
 
     def finished(self, shard: int) -> list[FailedSample] | None:
         """The samples that a finished shard leaves out; None if the shard is not finished."""
@@ -179,38 +165,18 @@ class Unfinished:
         if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):
             return None
         left_out = file.left_out_indices.tolist()
-        report = read_report(report_name(path)) if left_out else []
+        report = read_report(_report_name(path)) if left_out else []
         # Without its report the shard is rebuilt, so no sample is left out without a reason.
         return report if [sample.index for sample in report] == left_out else None
-
-    def remove_remains(self, shard: int) -> None:
-        """Remove what killed processes of this machine left of a shard; the caller holds its lock."""
-        prefix = own_prefix(shard_name(self.plan, shard))
-        for name in os.listdir(self.path):
-            if name.startswith(prefix):
-                os.unlink(os.path.join(self.path, name))
 
     def complete(self, shard: int, own: str, left_out: list[FailedSample]) -> None:
         """Give a shard that this process has written at `own` its final name."""
         path = self.path_of(shard)
         with writing(self.path):
             if left_out:
-                self._write_report(left_out, report_name(path))
+                self._write_report(left_out, _report_name(path))
             os.rename(own, path)
             sync_directory(self.path)
-
-    def check_followed(self) -> None:
-        """Check that the directory still has the plan that this process follows.
-
-        Raises:
-            CacheError: A different process removed the directory.
-        """
-        now = Unfinished(self._destination)
-        if not now.open() or now.plan.build_id != self.plan.build_id:
-            raise CacheError(
-                f"{self.path} was removed while a shard was built in it, for example by 'fastload cache rm': "
-                "build again"
-            )
 
     # --- the end ------------------------------------------------------------------------------------------
 
@@ -234,18 +200,56 @@ class Unfinished:
                     os.unlink(destination + REPORT)  # the report of an older cache
             if self.plan.num_shards > 1:
                 os.rename(self.path, destination)
-                remove_all_but_shards(destination)
+                _remove_all_but_shards(destination)
             else:
                 os.rename(self.path_of(0), destination)
-                remove_all_but_shards(self.path)
+                _remove_all_but_shards(self.path)
                 with contextlib.suppress(OSError):  # another program has put a file there
                     os.rmdir(self.path)
             sync_directory(os.path.dirname(destination))
 
     def _write_report(self, left_out: list[FailedSample], path: str) -> None:
-        own = self.own_path(report_name(shard_name(self.plan, 0)))
+        own = self.own_path(_report_name(shard_name(self.plan, 0)))
         write_new(own, report_text(left_out).encode())
         os.replace(own, path)
+
+
+def foreign_part(path: str) -> str | None:
+    """The path of a file or directory at PATH that no build made; None if a build made all of them.
+
+    A build leaves a directory of regular files with known names.
+    """
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            return path
+        with os.scandir(path) as entries:
+            for entry in entries:
+                is_ours = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                if not is_ours and os.path.lexists(entry.path):  # else it was removed just now
+                    return entry.path
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # another process might have just removed the directory
+    return None
+
+
+def _remove_all_but_shards(directory: str) -> None:
+    _remove(directory, lambda name: not _SHARD_NAME.fullmatch(name))
+
+
+def _remove(directory: str, is_useless: Callable[[str], bool]) -> None:
+    """Remove files of a build, chosen by their names."""
+    for name in os.listdir(directory):
+        if NAMES.fullmatch(name) and is_useless(name):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(directory, name))
+
+
+# --- reports ----------------------------------------------------------------------------------------------
+
+
+def _report_name(shard_file: str) -> str:
+    """The path of the report about the samples that a shard leaves out."""
+    return shard_file.removesuffix(".lmdb") + REPORT
 
 
 def report_text(samples: Iterable[FailedSample]) -> str:

@@ -147,7 +147,7 @@ def _build(build: Build, upload: _Upload) -> Manifest:
     with contextlib.suppress(CacheMismatchError):
         if not local.open() or local.plan.build_id != plan.build_id:
             shutil.rmtree(local.path, ignore_errors=True)
-    local.begin(plan, build.max_errors)
+    local.begin(plan)
 
     def put(shard: int, left_out: list[FailedSample]) -> None:
         upload.put(shard, local.path_of(shard), left_out)

@@ -77,7 +77,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             cache = _attach(entry)
         except (SegmentError, CacheMismatchError) as error:
             text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
-            say_once(text, logging.WARNING if ranks.are_several() else logging.INFO)
+            say_once(text, logging.WARNING if ranks.of_host() > 1 else logging.INFO)
             continue
         try:
             _check(cache, fingerprint, num_samples, entry.pid)
@@ -96,25 +96,26 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 def create(
     fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
-) -> SharedMemoryCache:
-    """The cache of this name: a new one, or one that another process has just made.
+) -> SharedMemoryCache | None:
+    """The cache of this name: a new one, or one that another process has just made; None without a registry.
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
         SegmentError: The memory could not be allocated.
     """
     with owners.creating() as is_alone:
-        if is_alone and (cache := find(fingerprint, num_samples)) is not None:
+        if not is_alone:
+            return None
+        if (cache := find(fingerprint, num_samples)) is not None:
             return cache
         cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
-        if not is_alone:
-            cache.reason = "the registry of shared caches could not be used, so this one is private"
-            log.info("cache: %s", cache.reason)
-            return cache
+        _register(cache, fingerprint.name)
+        if cache.unregister is None:
+            cache.close()
+            return None
         cache.reason = (
             "new, as no live process held one with these parts; every process that opens it shares it"
         )
-        _register(cache, fingerprint.name)
         return cache
 
 

@@ -1,8 +1,9 @@
-"""Shards that single processes or tasks of an executor build, and the cache that is joined from them."""
+"""Unfinished builds, and shards that tasks of an executor build."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import functools
 import logging
@@ -20,10 +21,10 @@ import pytest
 
 from fastload import errors
 from fastload.cache.build import inventory
-from fastload.cache.build.build import build_lmdb, build_shard, join
+from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
-from fastload.cache.fingerprint import Fingerprint
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, TooManyFailuresError
+from fastload.cache.fingerprint import fingerprint_of
+from fastload.errors import CacheBusyError, CacheError, TooManyFailuresError
 from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages, Calling, die, exit_codes, odd, refusing
 from tests.cache.zoo import Everything, Images, RandomImages
@@ -33,12 +34,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
-    from fastload.cache.build.build import BuiltShard
-
-
-def shard_of(dataset: Any, path: Any, shard: int, num_shards: int, **options: Any) -> BuiltShard:
-    return build_shard(dataset, path, shard, num_shards, num_workers=0, progress=False, **options)
-
 
 def files_at(path: Path) -> dict[str, bytes]:
     """The content of all files of a cache."""
@@ -47,189 +42,103 @@ def files_at(path: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in path.iterdir()}
 
 
-def own_files(path: Path) -> list[str]:
-    """The names in PATH.partial that a process gives to files that it is writing."""
-    return sorted(name for name in os.listdir(f"{path}.partial") if name.startswith("."))
+def stop(path: Path, *, shards: int = 4) -> None:
+    """Leave an unfinished build of 20 images: without the shards from that of image 11."""
+    with pytest.raises(KeyboardInterrupt):
+        build_lmdb(BrokenImages(20, stop=11), path, shards=shards, num_workers=0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_shards", "options"),
-    [
-        (Images, 4, {}),
-        (Everything, 4, {"codec": "jpeg", "quality": 80}),
-        (BrokenImages, 4, {"on_error": "skip", "max_errors": 1.0}),
-        (Images, 1, {}),
-    ],
-)
-def test_a_joined_cache_is_that_of_a_local_build(
-    kind: Any, num_shards: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_lists_tell_how_many_shards_are_missing(tmp_path: Path) -> None:
+    """A build that was killed before it had a plan was interrupted."""
+    (tmp_path / "other.partial").mkdir()
+    stop(tmp_path / "cache")
+    found = inventory.list_caches(str(tmp_path))
+    assert [one.state for one in found] == ["unfinished"] * 2
+    states = ("2 of 4 shards are missing", "it was interrupted")
+    assert [one.problem for one in found] == [f"{state}: run the build again to continue" for state in states]
+
+
+@pytest.mark.parametrize("way", ["here", "by tasks"])
+def test_a_cache_that_is_being_built_is_neither_built_nor_removed(
+    way: str, executors: Callable[..., OneByOne], tmp_path: Path
 ) -> None:
-    """Byte for byte, whoever builds which shard in which order; one shard is a file."""
-    monkeypatch.setattr(os, "urandom", bytes)  # else no two builds have the same id
-    monkeypatch.setattr(time, "time", lambda: 1e9)
-    dataset = BrokenImages(30, bad=[3, 8, 29]) if kind is BrokenImages else kind(30)
-    options = {"fingerprint": Fingerprint({"files": "a"}), **options}
-    for shard in reversed(range(num_shards)):
-        num_workers = 1 if shard == 3 and kind is Images else 0
-        build_shard(dataset, tmp_path / "cache", shard, num_shards, num_workers=num_workers, **options)
-    build_lmdb(dataset, tmp_path / "twin", shards=num_shards, num_workers=0, **options).close()
-    cache = join(tmp_path / "cache")
-    assert files_at(tmp_path / "cache") == files_at(tmp_path / "twin")
-    assert (cache.num_shards, cache.parts, cache.verify()) == (num_shards, {"files": "a"}, [])
-    assert {"cache", "twin", "cache.errors.jsonl", "twin.errors.jsonl"} >= set(os.listdir(tmp_path))
-
-
-def test_building_and_joining_twice_is_harmless(tmp_path: Path) -> None:
-    """Three samples make three shards, whatever number was asked for; a second call builds or joins none."""
-    path = tmp_path / "cache"
-    built = [shard_of(Images(3), path, shard, 8) for shard in [*range(8), 1]]
-    assert [one.num_samples for one in built] == [1, 1, 1, 0, 0, 0, 0, 0, 1]
-    assert [one.was_built for one in built] == [True] * 3 + [False] * 6
-    assert built[8].nbytes == built[1].nbytes > 0
-    assert join(path).num_shards == 3
-    before = files_at(path)
-    assert "joined before" in join(path).explain()
-    assert shard_of(Images(3), path, 2, 3).is_joined
-    assert (files_at(path), os.listdir(tmp_path)) == (before, ["cache"])
-    with pytest.raises(CacheMismatchError, match="number of samples"):
-        shard_of(Images(21), path, 2, 3)
-
-
-def test_join_and_lists_name_what_is_missing(tmp_path: Path) -> None:
-    """Ten shards at most, by the numbers of `build-shard`, the first in a command; everything is kept."""
-    path = tmp_path / "cache"
-    (tmp_path / "cache.partial").mkdir()
-    with pytest.raises(FileNotFoundError, match="neither a cache nor a shard"):
-        join(path)
-    for shard in (0, 1, 3, 4, 5):
-        shard_of(Images(20), path, shard, 7)
-    with pytest.raises(ValueError, match="max_errors"):
-        join(path, max_errors=-1)
-    for problem in ("2 of 7 shards are missing: run the build", "all 7 shards are built: run 'fastload"):
-        (found,) = inventory.list_caches(str(tmp_path))
-        assert found.state == "unfinished"
-        assert (found.problem or "").startswith(problem)
-        for shard in (2, 6):
-            shard_of(Images(20), path, shard, 7)
-    assert join(path).verify() == []
-    shard_of(Images(500), tmp_path / "other", 4, 500)
-    command = f"'fastload cache build-shard SOURCE {tmp_path}/other 1/500', then join again"
-    with pytest.raises(CacheError, match=rf"^499 of 500 shards are .*: 1, .*, \.\.\.\. Build.*{command}"):
-        join(tmp_path / "other")
-
-
-def test_a_shard_above_max_errors_ends_early(tmp_path: Path) -> None:
-    """It is not finished; it is built again with a larger `max_errors`."""
-    dataset = BrokenImages(40, bad=[21, 23, 25])
-    with pytest.raises(TooManyFailuresError, match=r"2 samples .* allows 1 of 40.* build again to resume"):
-        shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=1, on_error="skip")
-    assert shard_of(dataset, tmp_path / "cache", 1, 2, max_errors=3, on_error="skip").num_left_out == 3
-
-
-def test_what_no_shard_is_built_of(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
-    """Numbers out of range, which the error states; random samples, before a plan is made."""
-    wrong: list[Any] = [*((0, number, "shards should be an int from 1") for number in (0, True, "4"))]
-    wrong += [(shard, 4, "shard should be an int from 0 to 3") for shard in (-1, 4, True, "1")]
-    for shard, num_shards, said in wrong:
-        with pytest.raises(ValueError, match=said):
-            build_shard(Images(4), tmp_path / "cache", shard, num_shards)
-    with pytest.raises(errors.RandomDatasetError):
-        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_shard_that_is_being_built_is_neither_built_nor_removed(tmp_path: Path) -> None:
     """A second builder and `rm` are told, and the first builder finishes."""
     path, said = tmp_path / "cache", []
 
     def meanwhile() -> None:
-        with pytest.raises(CacheBusyError, match=r"00001-of-00002\.lmdb is being built by another thread"):
-            shard_of(Images(20), path, 1, 2)
+        for attempt in (
+            lambda: build_lmdb(Images(20), path, num_workers=0),
+            lambda: build_on(executors(), images(20), path, num_cpus=1),
+            lambda: inventory.remove(str(path)),
+        ):
+            with pytest.raises(CacheBusyError, match=r"cache is being built by another thread"):
+                attempt()
         said.extend(one.state for one in inventory.list_caches(str(tmp_path)))
-        with pytest.raises(CacheBusyError, match=r"shards of .* are being built"):
-            inventory.remove(str(path))
 
-    assert shard_of(Calling(20, 14, meanwhile), path, 1, 2).was_built
+    if way == "here":
+        build_lmdb(Calling(20, 14, meanwhile), path, num_workers=0, shards=2).close()
+    else:
+        executor = executors(before=lambda shard: shard == 1 and meanwhile())
+        build_on(executor, images(20), path, num_cpus=1, shards=2).close()
     assert said == ["building"]
-    assert sorted(os.listdir(tmp_path / "cache.partial")) == ["00001-of-00002.lmdb", "plan.json"]
+    assert os.listdir(tmp_path) == ["cache"]
 
 
-@pytest.mark.parametrize("instead", [0, 1])
-def test_a_directory_that_is_removed_meanwhile_is_an_error(instead: int, tmp_path: Path) -> None:
-    """The error says what happened, and files of another build at the same place are not touched."""
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_directory_that_is_removed_meanwhile_is_an_error(replaces: bool, tmp_path: Path) -> None:
+    """Files that came to the same place are not touched."""
     path, partial, found = tmp_path / "cache", tmp_path / "cache.partial", []
 
     def remove() -> None:
         shutil.rmtree(partial)
-        for shard in range(instead):
-            shard_of(Images(30), path, shard, 3)
+        if replaces:
+            partial.mkdir()
+            (partial / "00000-of-00002.lmdb").write_text("another")
             found.append(files_at(partial))
 
-    with pytest.raises(CacheError, match=r"was removed while a shard was built in it"):
-        shard_of(Calling(20, 14, remove), path, 1, 2)
-    assert [files_at(partial) for _ in range(instead)] == found
+    with pytest.raises(CacheError, match="cannot write the cache"):
+        build_lmdb(Calling(20, 14, remove), path, num_workers=0, shards=2)
+    assert [files_at(partial) for _ in found] == found
 
 
-@pytest.mark.usefixtures("needs_lmdb")
-def test_processes_that_begin_at_once_agree_on_one_plan(tmp_path: Path) -> None:
-    """Three processes, released by one event; their shards have one id."""
-    barrier = multiprocessing.get_context("fork").Barrier(3)
-
-    def build(shard: int) -> None:
-        barrier.wait()
-        shard_of(Images(24), tmp_path / "cache", shard, 3)
-
-    assert exit_codes(*(functools.partial(build, shard) for shard in range(3))) == [0] * 3
-    assert own_files(tmp_path / "cache") == []
-    assert join(tmp_path / "cache").verify() == []
-
-
-@pytest.mark.parametrize("way", ["build and join", "rm"])
+@pytest.mark.parametrize("way", ["build", "rm"])
 def test_leftovers_of_a_killed_process_go(way: str, tmp_path: Path) -> None:
-    """With the next build of the same shard, with join, and with rm; the shard is built from its start."""
+    """With the next build, and with rm; the shard is built from its start."""
     pytest.importorskip("lmdb")
     path = tmp_path / "cache"
-    assert exit_codes(lambda: shard_of(Calling(20, 14, die), path, 1, 2)) == [-signal.SIGKILL]
-    (leftover,) = [path.with_name("cache.partial") / name for name in own_files(path) if "-lock" not in name]
+    killed = functools.partial(build_lmdb, Calling(20, 14, die), path, num_workers=0, shards=2)
+    assert exit_codes(killed) == [-signal.SIGKILL]
+    (leftover,) = [name for name in os.listdir(f"{path}.partial") if name.startswith(".")]
+    assert leftover.startswith(".00001-of-00002.lmdb.")
     if way == "rm":
         inventory.remove(str(path))
         assert os.listdir(tmp_path) == []
         return
-    shard_of(Images(20), path, 0, 2)
-    assert leftover.exists()
-    content = leftover.read_bytes()
-    shard_of(Images(20), path, 1, 2)
-    assert not leftover.exists()
-    # As if the process had been killed on another machine, or were alive there.
-    leftover.with_name(f".00001-of-00002.lmdb.elsewhere.{'0' * 16}").write_bytes(content)
-    shard_of(Images(20), path, 1, 2)
-    assert len(own_files(path)) == 1
-    assert join(path).verify() == []
+    again = Images(20)
+    assert build_lmdb(again, path, num_workers=0).verify() == []
+    assert again.reads[1:10] == [0] * 9
     assert sorted(os.listdir(path)) == ["00000-of-00002.lmdb", "00001-of-00002.lmdb"]
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".00000-of-00002.lmdb.swp", "00000-of-00002.errors.txt"])
 def test_foreign_files_stay(name: str, tmp_path: Path) -> None:
-    """A build of a shard, join and rm refuse a directory with a file of another program."""
+    """A build and rm refuse a directory with a file of another program."""
     path = tmp_path / "cache"
-    shard_of(Images(4), path, 0, 2)
+    stop(path)
     (tmp_path / "cache.partial" / name).write_text("mine")
     before = files_at(tmp_path / "cache.partial")
-    refused = lambda: shard_of(Images(4), path, 1, 2), lambda: join(path), lambda: inventory.remove(str(path))
-    for attempt in refused:
+    for attempt in (lambda: build_lmdb(Images(20), path, num_workers=0), lambda: inventory.remove(str(path))):
         with pytest.raises(CacheError, match=r"cache\.partial"):
             attempt()
     assert files_at(tmp_path / "cache.partial") == before
 
 
-def test_a_file_system_without_locks_and_hard_links(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    """The plan gets its name in another way, and shards are built and joined all the same."""
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """A cache is built, resumed and removed all the same."""
     monkeypatch.setattr(locks.fcntl, "lockf", refusing(errno.ENOSYS))
-    monkeypatch.setattr(os, "link", refusing(errno.ENOSYS))
-    for shard in range(2):
-        shard_of(Images(6), tmp_path / "cache", shard, 2)
+    stop(tmp_path / "cache")
     with caplog.at_level(logging.INFO, "fastload"):
-        assert join(tmp_path / "cache").verify() == []
+        assert build_lmdb(Images(20), tmp_path / "cache", num_workers=0).verify() == []
     assert "not locked, because" in caplog.text
     assert os.listdir(tmp_path) == ["cache"]
     inventory.remove(str(tmp_path / "cache"))
@@ -274,13 +183,39 @@ def images(num_samples: int = 40, bad: Sequence[int] = ()) -> Callable[[], Any]:
     return functools.partial(BrokenImages, num_samples, bad=bad)
 
 
-def test_shards_are_built_and_joined(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "shards", "options"),
+    [
+        (Images(30), 4, {}),
+        (Everything(30), 4, {"codec": "jpeg", "quality": 80}),
+        (BrokenImages(30, bad=[3, 8, 29], version="1"), 4, {"on_error": "skip", "max_errors": 1.0}),
+        (Images(30), 1, {}),
+        (Images(3), 8, {}),
+    ],
+)
+def test_the_cache_is_that_of_a_local_build(
+    dataset: Any, shards: int, options: Any, executors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte for byte; one shard is a file, and a shard has at least one sample."""
+    monkeypatch.setattr(os, "urandom", bytes)  # else no two builds have the same id
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    opened = functools.partial(copy.copy, dataset)
+    cache = build_on(executors(), opened, tmp_path / "cache", num_cpus=1, shards=shards, **options)
+    known = fingerprint_of(dataset)
+    twin = build_lmdb(dataset, tmp_path / "twin", shards=shards, num_workers=0, fingerprint=known, **options)
+    assert files_at(tmp_path / "cache") == files_at(tmp_path / "twin")
+    assert (cache.num_shards, cache.verify()) == (min(shards, len(dataset)), [])
+    assert twin.parts == cache.parts
+    assert {"cache", "twin", "cache.errors.jsonl", "twin.errors.jsonl"} >= set(os.listdir(tmp_path))
+
+
+def test_shards_are_built_by_tasks(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
     """A few for each CPU, and one where an autoscaled cluster has none yet; the executor is not ended."""
     executor = executors()
     cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2, progress=False)
     assert executor.ran == list(range(8))
     assert not executor.is_ended.is_set()
-    assert "from 8 shards" in cache.explain()
+    assert cache.num_shards == 8
     assert build_on(executors(), images(), tmp_path / "other", num_cpus=0).num_shards == 1
     again = executors()
     assert "match the dataset" in build_on(again, images(), tmp_path / "cache", num_cpus=3).explain()
@@ -295,11 +230,36 @@ def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> 
 
     def opened() -> Any:
         os.chdir(tmp_path)
-        return Calling(8, 3, lambda: during.append(os.getcwd()))
+        return Calling(20, 13, lambda: during.append(os.getcwd()))
 
     settings = {"codec": None, "quality": None, "on_error": "raise"}
-    assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), 1, settings)(0), str)
+    stop(tmp_path / "cache", shards=2)
+    assert not isinstance(Task(opened, os.fspath(tmp_path / "cache"), settings)(1), str)
     assert (during, os.getcwd()) == ([os.fspath(tmp_path)], before)
+
+
+def test_random_samples_are_refused_before_a_plan_is_made(executors: Any, tmp_path: Path) -> None:
+    """Tasks would read other samples than the driver."""
+    with pytest.raises(errors.RandomDatasetError):
+        build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("state", ["another dataset", "removed"])
+def test_a_task_that_cannot_follow_the_plan_fails(state: str, tmp_path: Path) -> None:
+    """Its machine sees other files than the driver, or the build was removed; nothing is written."""
+    path = tmp_path / "cache"
+    stop(path)
+    if state == "removed":
+        inventory.remove(str(path))
+    before = sorted(tmp_path.rglob("*"))
+    task = Task(images(21), os.fspath(path), {"codec": None, "quality": None, "on_error": "raise"})
+    if state == "removed":
+        with pytest.raises(TransientTaskError, match="was removed while the cache was built"):
+            task(3)
+    else:
+        assert "number of samples is 21 here and 20 there" in str(task(3))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_driver_that_died_is_followed(executors: Callable[..., OneByOne], tmp_path: Path) -> None:
