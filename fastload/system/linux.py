@@ -118,9 +118,3 @@ def started_with() -> dict[str, str]:
     """The environment that this process was started with; empty if unknown."""
     lines = read_text(Path("/proc/self/environ")).split("\0")
     return {name: value for name, is_set, value in (line.partition("=") for line in lines) if is_set}
-
-
-def queued_s() -> float:
-    """How long this thread could have run and others had the CPU; 0 if unknown."""
-    scheduled = read_text(Path("/proc/thread-self/schedstat")).split()  # CPU time, this time, number of turns
-    return int(scheduled[1]) / 1e9 if scheduled else 0.0
