@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 SECONDS = st.floats(0.0, 10.0)
 PACES = st.builds(Pace, SECONDS, SECONDS, SECONDS, SECONDS)
-NO_WAITS = st.builds(Pace, SECONDS, SECONDS, st.just(0.0), SECONDS)
 CPUS, MINIMUM, CURRENT = st.integers(1, 64), st.integers(0, 1), st.integers(0, 64)
 IMAGES = datasets.Made(datasets.image, 64)
 NEED_WORKERS: Any = {
@@ -96,27 +95,22 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("pace", "num_cpus", "minimum", "current", "number"),
     [
-        (Pace(0.08, 0.02), 16, 0, 16, 5),  # 4 workers on average, 1.25 times as many because batches vary
-        (Pace(0.08, 0.02), 16, 0, 8, 8),  # between 1.1 and 2 times: it stays
-        (Pace(0.08, 0.02), 16, 0, 4, 5),
-        (Pace(0.08, 0.02), 3, 0, 3, 3),  # there are no more CPUs
-        (Pace(0.08, 0.0), 16, 0, 2, 16),  # the consumer only takes batches
-        (Pace(0.001, 0.1), 16, 0, 16, 1),  # a cheap batch is ready while the consumer computes
-        (Pace(0.0001, 0.1), 16, 0, 16, 0),  # receiving it takes longer
-        (Pace(0.0001, 0.1), 16, 1, 16, 1),
-        (Pace(0.01, 0.01, start_s=0.02), 16, 0, 2, 0),  # starting workers takes longer
-        (Pace(0.01, 0.01), 1, 0, 0, 1),  # on one CPU, the consumer can wait for a GPU meanwhile
-        (Pace(0.01, 0.0), 1, 0, 0, 0),  # this one does not
-        (
-            Pace(0.04, 0.02, wait_s=0.01),
-            16,
-            0,
-            3,
-            6,
-        ),  # 4.5, because it waits though workers are idle at times
-        (Pace(0.04, 0.02, wait_s=0.001), 16, 0, 3, 3),
-        (Pace(0.0005, 0.01), 16, 0, 1, 0),  # workers save less than twice their cost
-        (Pace(0.0007, 0.01), 16, 0, 0, 1),
+        (Pace(0.08, 0.02, 0.0), 16, 0, 16, 5),  # 4 workers on average, 1.25 times as many: batches vary
+        (Pace(0.08, 0.02, 0.0), 16, 0, 8, 8),  # between 1.1 and 2 times: it stays
+        (Pace(0.08, 0.02, 0.0), 16, 0, 4, 5),
+        (Pace(0.08, 0.02, 0.08), 16, 0, 0, 5),
+        (Pace(0.08, 0.02, 0.01), 3, 0, 3, 3),  # there are no more CPUs
+        (Pace(0.08, 0.0, 0.04), 16, 0, 2, 16),  # the consumer only takes batches
+        (Pace(0.04, 0.02, 0.01), 16, 0, 3, 6),  # 4.5: it waits, though workers are idle at times
+        (Pace(0.04, 0.02, 0.001), 16, 0, 3, 3),
+        (Pace(0.001, 0.1, 0.0), 16, 0, 16, 1),  # a cheap batch is ready while the consumer computes
+        (Pace(0.0005, 0.1, 0.0), 16, 0, 16, 0),  # receiving it takes as long
+        (Pace(0.0005, 0.1, 0.0), 16, 1, 16, 1),
+        (Pace(0.01, 0.0, 0.0095), 2, 0, 2, 0),  # workers are no faster than the consumer would be
+        (Pace(0.08, 0.0, 0.08), 2, 0, 1, 2),  # but two would be
+        (Pace(0.01, 0.01, 0.0, start_s=0.02), 16, 0, 2, 0),  # starting them takes longer
+        (Pace(0.01, 0.01, 0.01), 1, 0, 0, 1),  # on one CPU, the consumer can wait for a GPU meanwhile
+        (Pace(0.01, 0.0, 0.01), 1, 0, 0, 0),  # this one does not
     ],
 )
 def test_the_formula(pace: Pace, num_cpus: int, minimum: int, current: int, number: int) -> None:
@@ -142,13 +136,18 @@ def test_slower_workers_are_never_fewer(
     assert before <= after
 
 
-@given(NO_WAITS, CPUS, MINIMUM, CURRENT)
-def test_a_number_that_was_chosen_stays_while_the_pace_does(
-    pace: Pace, num_cpus: int, minimum: int, current: int
+@given(SECONDS, SECONDS, SECONDS, CPUS, MINIMUM, CURRENT)
+def test_a_number_that_suffices_stays(
+    busy_s: float, step_s: float, start_s: float, num_cpus: int, minimum: int, current: int
 ) -> None:
-    """The formula settles at once."""
-    number = best_number(pace, num_cpus, minimum, current)
-    assert best_number(pace, num_cpus, minimum, number) == number
+    """The formula settles at once if the consumer does not wait for workers."""
+
+    def following(number: int) -> int:
+        wait_s = 0.0 if number else busy_s
+        return best_number(Pace(busy_s, step_s, wait_s, start_s), num_cpus, minimum, number)
+
+    number = following(current)
+    assert following(number) == number
 
 
 @given(st.floats(0.0, 0.1), st.floats(0.001, 1.0), CPUS, st.integers(1, 64))
@@ -163,10 +162,10 @@ def test_a_consumer_that_keeps_waiting_gets_all_cpus(
     assert numbers == sorted(numbers)
 
 
-@given(SECONDS, SECONDS, CPUS)
+@given(SECONDS, st.floats(1e-6, 10.0), CPUS)
 def test_the_number_suffices(busy_s: float, step_s: float, num_cpus: int) -> None:
     """With workers that are always as fast, the consumer never waits, or every CPU has a worker."""
-    number = best_number(Pace(busy_s, step_s), num_cpus, 1, num_cpus)
+    number = best_number(Pace(busy_s, step_s, 0.0), num_cpus, 1, num_cpus)
     assert busy_s / number <= step_s or number == num_cpus
 
 
@@ -191,7 +190,7 @@ def add(recorder: Recorder, num_batches: int, num_epochs: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "pace"), [(0, Pace(0.01, 0.02)), (2, Pace(0.03, 0.02, 0.01, 0.06 / 20))]
+    ("num_workers", "pace"), [(0, Pace(0.01, 0.02, 0.01)), (2, Pace(0.03, 0.02, 0.01, 0.06 / 20))]
 )
 def test_a_pace_is_made_of_means(num_workers: int, pace: Pace) -> None:
     """Without workers, the waits are the time that batches take to make."""
@@ -290,7 +289,7 @@ def test_a_sampler_without_a_length_limits_nothing(cpus: Any) -> None:
 
 def test_every_epoch_is_chosen_by_the_pace_of_those_before(paces: Any, cpus: Any, chosen: Any) -> None:
     """A cache that is full needs fewer workers than one that fills; a change is logged with its figures."""
-    filling, full = Pace(0.08, 0.02, wait_s=0.01), Pace(0.01, 0.02)
+    filling, full = Pace(0.08, 0.02, 0.01), Pace(0.01, 0.02, 0.0)
     paces(None, filling, full, None, full)
     with fastload.DataLoader(IMAGES, 2, num_workers="auto") as loader:
         assert numbers_of(loader, 5) == [4, 4, 1, 1, 1]
@@ -302,9 +301,8 @@ def test_every_epoch_is_chosen_by_the_pace_of_those_before(paces: Any, cpus: Any
 
 def test_the_start_of_workers_counts_from_the_second_time(paces: Any, cpus: Any) -> None:
     """The first one contains the start of everything else; it is remembered while there are no workers."""
-    pace = Pace(0.002, 0.01)
-    slow = pace._replace(start_s=0.01)
-    paces(None, slow, slow, pace, pace)
+    slow, without = Pace(0.002, 0.01, 0.0, start_s=0.01), Pace(0.002, 0.01, 0.002)
+    paces(None, slow, slow, without, without)
     with fastload.DataLoader(IMAGES, 2, num_workers="auto") as loader:
         assert numbers_of(loader, 5) == [4, 1, 0, 0, 0]
 
@@ -395,7 +393,7 @@ def test_a_resumed_loader_chooses_by_its_own_batches(paces: Any, cpus: Any) -> N
         taken = [next(batches) for _ in range(20)]
         state = first.state_dict()
         rest = [batch.tolist() for batch in batches]
-    paces(None, Pace(0.01, 0.01))
+    paces(None, Pace(0.01, 0.01, 0.0))
     with fastload.DataLoader(range(64), 2, num_workers="auto") as resumed:
         resumed.load_state_dict(state)
         assert [batch.tolist() for batch in resumed] == rest

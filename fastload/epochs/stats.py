@@ -205,7 +205,7 @@ class Recorder:
         step_s = counts.step_ns / _NS_PER_S / counts.num_batches
         wait_s = counts.wait_ns / _NS_PER_S / num_waits
         if not num_workers:
-            return Pace(wait_s, step_s)
+            return Pace(wait_s, step_s, wait_s)
         busy_s = counts.busy_us / _US_PER_S / counts.num_batches
         start_s = max(0.0, counts.first_wait_ns / _NS_PER_S - counts.num_epochs * busy_s) / counts.num_batches
         return Pace(busy_s, step_s, wait_s, start_s)

@@ -26,15 +26,15 @@ class Pace(NamedTuple):
     """How batches were made and used: means per batch, in seconds.
 
     Attributes:
-        busy_s: How long a worker was busy with a batch; without workers, how long the consumer waited for it.
+        busy_s: How long a worker was busy with a batch; without workers, the same as `wait_s`.
         step_s: How long the consumer used it.
-        wait_s: How long the consumer waited for it; 0 without workers.
+        wait_s: How long the consumer waited for it.
         start_s: The wait for the workers to start, divided by the batches of an epoch.
     """
 
     busy_s: float
     step_s: float
-    wait_s: float = 0.0
+    wait_s: float
     start_s: float = 0.0
 
 
@@ -47,8 +47,9 @@ def best_number(pace: Pace, num_cpus: int, minimum: int, current: int) -> int:
     same, for example if the mean of its steps contains a long validation. Its workers then count as busy all
     the time, for n * (step + wait) seconds per batch.
 
-    Workers save busy + step - max(step, busy / n) seconds per batch. They cost the time to receive a batch,
-    and to start, if they do so in each epoch. Unless they save twice their cost, there are none: a worker
+    Without workers, the consumer would wait for busy seconds per batch; with them, it waits as measured, or
+    for max(0, busy / n - step) seconds if n changes. The difference has to be twice what they cost, which is
+    the time to receive a batch, and to start, if they do so in each epoch. Else there are none: a worker
     takes up to twice as long for a cheap batch as the consumer, whose memory stays warm.
 
     Args:
@@ -58,15 +59,18 @@ def best_number(pace: Pace, num_cpus: int, minimum: int, current: int) -> int:
         current: The number of workers so far.
     """
     busy_s, step_s, wait_s, start_s = needed_s, *_ = pace
-    if current and wait_s > _SHORT * step_s + _RECEIVE_S:
+    if wait_s > _SHORT * step_s + _RECEIVE_S:
         needed_s = max(busy_s, current * (step_s + wait_s))
 
     def workers(factor: float) -> int:
         return max(1, math.ceil(min(num_cpus, factor * needed_s / max(step_s, 1e-9))))
 
     number = current if workers(_MIN_NEEDED) <= current <= workers(_MAX_NEEDED) else workers(_GOOD)
-    saved_s = busy_s + step_s - max(step_s, busy_s / number)
-    return number if minimum or saved_s > 2 * (_RECEIVE_S + start_s) else 0
+    if number != current:  # with more workers, the consumer never waits longer
+        predicted_s = max(0.0, busy_s / number - step_s)
+        wait_s = min(wait_s, predicted_s) if number > current else max(wait_s, predicted_s)
+    pays = busy_s - wait_s > 2 * (_RECEIVE_S + start_s)
+    return number if minimum or pays else 0
 
 
 class AutoWorkers:
