@@ -32,7 +32,6 @@ SHOWN = {
         'Seconds per epoch while a RAM cache fills. The cached rows minus "import only" are the cost of '
         "filling."
     ),
-    "auto_workers": 'Seconds per epoch by number of workers, and the choice of `num_workers="auto"`.',
     "peers": (
         "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
         "best rows of each loader; above 1 fastload is faster."

@@ -68,12 +68,11 @@ class DataLoader(LoaderSettings):
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
-        num_workers: As in torch, or ``"auto"``: the number of workers with the shortest epochs. The first
-            `iter(loader)` measures some batches in a separate process, for at most 2 s or a tenth of the
-            epoch, whichever is longer. The loader chooses again once an epoch has shown how long the consumer
-            computes, and once the cache of a `CachedDataset` is full. The attribute is always an int: before
-            the first `iter(loader)`, this rank's share of the CPUs, at most 16. One log line explains each
-            choice. Needs a map-style dataset. With ``rng="worker"`` the random streams depend on the number.
+        num_workers: As in torch, or ``"auto"``: the first epoch has this rank's share of the CPUs, at most 16
+            workers, and none where the share is one CPU. Each later `iter(loader)` chooses as many workers as
+            the consumer needs, at most this share, from the times of earlier batches (see `stats`). One log
+            line explains each choice. The attribute is always an int. Needs a map-style dataset. With
+            ``rng="worker"`` the random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
             strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
@@ -215,7 +214,7 @@ class DataLoader(LoaderSettings):
             self.prefetch_factor = 2  # torch's default
 
     def check_worker_number_rationality(self) -> None:
-        """Warn, as torch does, if this machine has fewer CPUs; a measured number needs no warning."""
+        """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
         if vars(self).get("_auto_workers") is None and vars(self).get("worker_type") != "ray":
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
@@ -266,14 +265,23 @@ class DataLoader(LoaderSettings):
             persistent.close()  # a notebook's user who stops a cell runs it again
             self._iterator = None
         if self._auto_workers is not None:
-            self._set_num_workers(self._auto_workers.choose(self))
+            self._set_num_workers(self._chosen_number(self._auto_workers))
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
         if isinstance(iterator, EpochIterator):
             num_workers = iterator.num_measured_workers
-            iterator.clock = Clock(recorder_of(self), num_workers, self._auto_workers, began_ns)
+            iterator.clock = Clock(recorder_of(self), num_workers, began_ns)
         return iterator
+
+    def _chosen_number(self, auto_workers: AutoWorkers) -> int:
+        if resume.has_dataset_states(self):
+            return auto_workers.keep(self.num_workers)
+        try:
+            num_batches = len(self)
+        except (TypeError, NotImplementedError):  # a sampler without a length
+            num_batches = None
+        return auto_workers.choose(recorder_of(self).new_pace(self.num_workers), num_batches)
 
     def _get_iterator(self) -> Any:
         if self.device is None:

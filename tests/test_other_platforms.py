@@ -131,7 +131,6 @@ def test_the_public_contract_holds_whatever_a_system_lacks(system: str, programs
 
     assert found["layouts"]["ram"] == ("uniform" if system in SHARED_CACHES else "private")
     assert found["layouts"]["file"] == "lmdb"
-    assert not any("the trial failed" in line for line in lines)
     told = [sum(text in line for line in lines) for text in (TORCHS_TRANSPORT, OWN_COPY)]
     is_slow = system not in OWN_WORKERS and not {"fork", "SCM_RIGHTS"} & set(SYSTEMS[system])
     assert told == [int(is_slow), 0 if system in SHARED_CACHES else 2]  # of the cache, and of the list

@@ -274,7 +274,7 @@ def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     """Two workers that were busy for 3 s together, in an epoch of 2 s."""
     loader = DataLoader(ROWS, 4)
     recorder = recorder_of(loader)
-    measured = stats.Clock(recorder, 2, None, clock[0])
+    measured = stats.Clock(recorder, 2, clock[0])
     clock[0] += 2 * S
     measured.count(clock[0] - 2 * S, (4, 0))
     recorder.add(Work(1_000_000))

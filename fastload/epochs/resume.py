@@ -565,8 +565,8 @@ def _keep_num_workers(loader: DataLoader[Any], state: Position) -> None:
     """Let `num_workers="auto"` choose the number that the state of a dataset needs: one copy for each."""
     auto_workers = getattr(loader, "_auto_workers", None)
     if auto_workers is not None and state.dataset_states is not None:
-        auto_workers.keep(0 if state.iterator_kind == "local" else len(state.dataset_states))
-        loader._set_num_workers(auto_workers.number)  # type: ignore[attr-defined]  # a loader of ours
+        number = auto_workers.keep(0 if state.iterator_kind == "local" else len(state.dataset_states))
+        loader._set_num_workers(number)  # type: ignore[attr-defined]  # a loader of ours
 
 
 def _set_own_dataset(loader: DataLoader[Any], state: Position) -> None:

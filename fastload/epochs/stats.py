@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size, readable_time
+from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.workers.auto_workers import AutoWorkers
     from fastload.workers.messages import Work
 
 _NS_PER_S = 1_000_000_000
@@ -158,6 +158,7 @@ class Recorder:
         self.lock = threading.RLock()
         self.reports = False
         self._reset = Counts()  # the figures at the last reset
+        self._paced = Counts()  # the figures at the last `new_pace`
         self._every_ns = 0
         self._due_ns = 0
         self._callback: Callable[[LoaderStats], Any] | None = None
@@ -192,6 +193,26 @@ class Recorder:
             if reset:
                 self._reset = counts
         return stats_of(counts.since(before))
+
+    def new_pace(self, num_workers: int) -> Pace | None:
+        """The pace since the last one; None: in too few batches, or of workers that do not tell their work.
+
+        Args:
+            num_workers: Their number since then.
+        """
+        with self.lock:
+            counts = self.counts.since(self._paced)
+            num_waits = counts.num_batches - counts.num_epochs
+            if num_waits < ENOUGH_BATCHES or (num_workers and not counts.busy_us):
+                return None
+            self._paced = self.copied_counts()
+        step_s = counts.step_ns / _NS_PER_S / counts.num_batches
+        wait_s = counts.wait_ns / _NS_PER_S / num_waits
+        if not num_workers:
+            return Pace(wait_s, step_s, wait_s)
+        busy_s = counts.busy_us / _US_PER_S / counts.num_batches
+        start_s = max(0.0, counts.first_wait_ns / _NS_PER_S - counts.num_epochs * busy_s) / counts.num_batches
+        return Pace(busy_s, step_s, wait_s, start_s)
 
     def report_every(self, every_s: float | None, callback: Callable[[LoaderStats], Any] | None) -> None:
         """Report the figures of each interval; None ends it."""
@@ -241,25 +262,19 @@ class Clock:
     Args:
         recorder: Counts them for the loader.
         num_workers: The number of workers; None: they do not report how busy they are.
-        auto_workers: Gets the epoch's times; None if the number of workers was not measured.
         began_ns: When the epoch began, in the time of `perf_counter_ns`.
 
     Attributes:
         recorder: As given.
     """
 
-    def __init__(
-        self, recorder: Recorder, num_workers: int | None, auto_workers: AutoWorkers | None, began_ns: int
-    ) -> None:
+    def __init__(self, recorder: Recorder, num_workers: int | None, began_ns: int) -> None:
         self.recorder = recorder
         self._num_workers = num_workers or 0
-        self._auto_workers = None if num_workers is None else auto_workers
         # When the loader last returned to its caller, at first from iter(loader).
         self._returned_ns = time.perf_counter_ns()
         self._iter_ns = self._returned_ns - began_ns
         self._has_first = self._has_ended = False
-        self._num_steps = self._step_ns = self._wait_ns = 0  # of this epoch, without its first batch
-        self._began_ns = began_ns
 
     def count(self, called_ns: int, size: Size | None, device_wait_ns: int = 0) -> None:
         """Count a call that ends now; an error, and the end, have None instead of the size of a batch.
@@ -289,9 +304,6 @@ class Clock:
             counts.num_unknown += nbytes is None
             if self._has_first:
                 counts.add_wait(wait_ns)
-                self._num_steps += 1
-                self._step_ns += step_ns
-                self._wait_ns += wait_ns
             else:
                 self._has_first = True
                 counts.num_epochs += 1
@@ -304,11 +316,6 @@ class Clock:
             return
         self._has_ended = True
         self.count(called_ns, None, device_wait_ns)
-        if self._auto_workers is not None and self._num_steps:
-            per_step_s = _NS_PER_S * self._num_steps
-            means_s = self._step_ns / per_step_s, self._wait_ns / per_step_s
-            epoch_s = (self._returned_ns - self._began_ns) / _NS_PER_S
-            self._auto_workers.note_epoch(self._num_workers, *means_s, epoch_s)
 
 
 def stats_of(counts: Counts) -> LoaderStats:

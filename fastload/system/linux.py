@@ -112,9 +112,3 @@ def start_time(pid: int) -> int | None:
     """The start of a process in clock ticks since boot; None if there is no process with that number."""
     fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return None if not fields or fields[0] in "ZX" else int(fields[_START_TIME_FIELD])
-
-
-def queued_s() -> float:
-    """How long this thread could have run and others had the CPU; 0 if unknown."""
-    scheduled = read_text(Path("/proc/thread-self/schedstat")).split()  # CPU time, this time, number of turns
-    return int(scheduled[1]) / 1e9 if scheduled else 0.0

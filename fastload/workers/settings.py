@@ -105,11 +105,11 @@ class Options:
 
         Args:
             loader: The loader.
-            is_auto: Whether the number of workers is measured.
+            is_auto: Whether `num_workers` is "auto".
 
         Raises:
             ValueError: The dataset is not map-style, or has its own `__getitems__`; or the loader has a
-                `multiprocessing_context` and no worker processes; or Ray's workers are to be measured.
+                `multiprocessing_context` and no worker processes; or "auto" is to choose Ray's workers.
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
@@ -123,7 +123,7 @@ class Options:
             )
         if self.worker_type == "ray" and is_auto:
             raise ValueError(
-                'num_workers="auto" measures workers on this machine, but worker_type="ray" starts them on '
+                'num_workers="auto" counts the CPUs of this machine, but worker_type="ray" starts workers on '
                 "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
             )
         needs_map = {

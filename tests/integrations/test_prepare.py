@@ -266,7 +266,7 @@ def assert_kept(prepared: Any, loader: Any) -> None:
 
 
 def test_accelerate_keeps_all_arguments(hf: Any) -> None:
-    """Those of torch's and of fastload; `device` and `num_workers="auto"`, which does not measure again."""
+    """Those of torch's and of fastload; `device` and `num_workers="auto"`, which keeps its number."""
     loader = DataLoader(IMAGES, 4, **OWN | {"device": "auto"}, **TORCH)
     loader._auto_workers = auto = type("Auto", (), {})()
     accelerator = Accelerator()
