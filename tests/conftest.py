@@ -142,14 +142,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches store each sample at its first access, however long that takes: no timing decides a test."""
-    from fastload.cache import rate_limit
-
-    monkeypatch.setattr(rate_limit, "CHEAP_S", float("inf"))
-
-
-@pytest.fixture(autouse=True)
 def no_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process does not become Lightning's rank 0, although a test may have imported Lightning."""
     from fastload.cache import launch

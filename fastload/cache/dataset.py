@@ -3,9 +3,8 @@
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
 method. It pickles as handles, so all workers read and fill one cache. Rules:
 
-1. The first access to a sample reads the source, in any process; later accesses read the cache. If the
-   machine provides memory so slowly that an epoch would take much longer, some samples are stored in a later
-   epoch (see `rate_limit`).
+1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
+   the cache.
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +27,6 @@ from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.rate_limit import RateLimit
 from fastload.cache.sources import StoredSamples
 from fastload.cache.stack import Stack
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
@@ -81,9 +78,8 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
-    A cache in RAM fills as epochs run, which adds about a fifth and some tenths of a second to an epoch, at
-    most. Where page allocation is slow, a sample can be decoded two or three times before it is stored.
-    `fill` stores all samples at once.
+    A cache in RAM fills during the first epoch, which takes longer by the time of storing. `fill` stores all
+    samples before it.
 
     Public attributes of the wrapped dataset (`classes`, `targets`, `class_to_idx`) are also attributes of
     this one, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
@@ -161,7 +157,6 @@ class CachedDataset(Dataset[Any]):
         self.prepare = prepare
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
-        self._rate_limit = RateLimit()
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
@@ -303,15 +298,13 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
-        self._rate_limit.hits += 1
         counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
-        """Read the sample from its source, and store it if `max_memory` and the rate limit allow it."""
+        """Read the sample from its source, and store it if `max_memory` allows it."""
         counts.misses += 1
         restore = mark() if self._stores else None
-        started_s = time.perf_counter()
         try:
             fresh = self._source[index]
         except Exception as error:
@@ -324,7 +317,6 @@ class CachedDataset(Dataset[Any]):
                     f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
-        read_s = time.perf_counter() - started_s
         if restore is None:
             return read_only_views(fresh)
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
@@ -333,7 +325,7 @@ class CachedDataset(Dataset[Any]):
         except UnsupportedSampleError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        self._rate_limit.put(self.cache, index, sample, read_s=read_s)
+        self.cache.put(index, sample)
         return sample
 
     def read_ahead(self, indices: Sequence[int]) -> None:
@@ -371,7 +363,6 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            self._rate_limit.hits += len(positions)
             counts.hits += len(positions)
         return batch
 

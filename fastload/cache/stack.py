@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.cache.encoded import decode_images
-from fastload.cache.rate_limit import RateLimit
 from fastload.cache.record import ALIGNMENT_BYTES
 from fastload.cache.sample_cache import BaseCache, SampleCache
 from fastload.nested.tree import read_only
@@ -56,7 +54,6 @@ class Stack(BaseCache):
         self.stores = stores
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
-        self._rate_limit = RateLimit()
         self._num_rejected = 0  # decoded samples in a row that did not fit into the first store
         self._generation = 0
 
@@ -110,15 +107,10 @@ class Stack(BaseCache):
         for store in self.stores:
             sample = store.get(index)
             if sample is not None:
-                self._rate_limit.hits += 1
                 return sample
-        if self.behind is None:
-            return None
-        started_s = time.perf_counter()
-        sample = self.behind.get(index)
-        read_s = time.perf_counter() - started_s
+        sample = None if self.behind is None else self.behind.get(index)
         if sample is not None:
-            self._rate_limit.put(self, index, sample, read_s=read_s)
+            self.put(index, sample)
         return sample
 
     def put(self, index: int, sample: Any) -> bool:
@@ -141,10 +133,7 @@ class Stack(BaseCache):
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
-        batch = self.stores[0].gather(indices, allocate) if self.stores else None
-        if batch is not None:
-            self._rate_limit.hits += len(indices)
-        return batch
+        return self.stores[0].gather(indices, allocate) if self.stores else None
 
     def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
         """Drop all samples but these from the stores, and store no others there."""

@@ -45,9 +45,7 @@ NODES = """
 import os, sys
 from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from fastload.cache import rate_limit
 from tests.distributed import rank_zoo
-rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py
 children = []
 for node in range(2):
     children.append(os.fork())
