@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
@@ -37,8 +36,6 @@ from fastload.rng.sample_rng import mark
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import numpy.typing as npt
-
     from fastload.cache.columns import Allocate
     from fastload.cache.sample_cache import SampleCache
 
@@ -52,8 +49,6 @@ _NOT_FORWARDED = frozenset(
         *("set_format", "reset_format", "set_transform"),
     }
 )
-
-_RETAIN_USAGE = "retain() needs a one-dimensional sequence, range, array or tensor of int indices, or None"
 
 
 @dataclass(frozen=True)
@@ -383,64 +378,10 @@ class CachedDataset(Dataset[Any]):
         fill(self, self.cache, num_workers=num_workers, shown=progress)
         return self.cache_info()
 
-    def retain(self, indices: Any) -> None:
-        """Let the cache in RAM hold only these samples; all other samples are read from their source.
-
-        Other samples are dropped and not stored again. This makes room in a cache that cannot hold the whole
-        dataset, for example if each node reads a different part of it for some epochs. All processes that
-        share the cache follow on their next access: workers, persistent ones too, and other ranks. Each rank
-        of a host can call this with the same indices; the first call does the work.
-
-        The cache starts empty and fills again: samples that stay are read from their source once more. The
-        old memory is freed once all processes have followed and no sample in it is in use, so a sample that
-        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the old
-        memory and the new. Calling it again with the same indices changes nothing.
-
-        If the new memory cannot be allocated, or there is no /proc, the cache keeps its samples, and the log
-        gives the reason. Without shared memory, each process has its own cache, and running workers do not
-        follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`, only the cache in RAM does.
-
-        Args:
-            indices: A sequence, range, array or tensor of ints, each `0 <= index < len(self)`; duplicates
-                count once. None lets the cache hold any sample again.
-
-        Raises:
-            TypeError: The indices are not ints in one dimension, or a custom cache object has no method
-                `retain`.
-            IndexError: An index is out of range.
-        """
-        method = getattr(self.cache, "retain", None)
-        if method is None:
-            raise TypeError(
-                f"{type(self.cache).__name__} has no method retain(indices): add one that drops all samples "
-                "but these and stores no others (indices is an ascending integer array, or None for all "
-                "samples), or inherit from one of fastload's caches"
-            )
-        method(None if indices is None else _checked_indices(indices, self._num_samples))
-
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and how many bytes they take."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.max_bytes, cache.layout)
-
-
-def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
-    """The distinct indices, ascending.
-
-    Raises:
-        TypeError: They are not ints in one dimension.
-        IndexError: One of them is out of range.
-    """
-    try:
-        given = np.asarray(indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices)
-    except ValueError:  # nested lists of several lengths
-        given = np.empty((0, 0))
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise TypeError(f"{_RETAIN_USAGE} for all samples, but got {indices!r:.80}")
-    if given.size and (given.min() < 0 or given.max() >= num_samples):
-        outside = given[(given < 0) | (given >= num_samples)][0]
-        raise IndexError(f"retain() got the index {outside}, but the dataset has {num_samples} samples")
-    return np.unique(given.astype(np.intp))
 
 
 def _check_map_style(dataset: Any) -> None:

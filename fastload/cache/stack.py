@@ -55,7 +55,6 @@ class Stack(BaseCache):
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
         self._num_rejected = 0  # decoded samples in a row that did not fit into the first store
-        self._generation = 0
 
     @property
     def num_cached(self) -> int:
@@ -120,10 +119,6 @@ class Stack(BaseCache):
         first, second = self.stores
         if index in self:
             return True
-        if not first.is_retained(index):
-            return False
-        if first.generation != self._generation:
-            self._generation, self._num_rejected = first.generation, 0
         if self._num_rejected < _MAX_REJECTED:
             if first.put(index, read_only(decode_images(sample))):
                 self._num_rejected = 0
@@ -134,11 +129,6 @@ class Stack(BaseCache):
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
         return self.stores[0].gather(indices, allocate) if self.stores else None
-
-    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples but these from the stores, and store no others there."""
-        for store in self.stores:
-            store.retain(indices)
 
     def close(self) -> None:
         """Release this process's resources of all caches."""

@@ -49,7 +49,7 @@ class Photos:
 
 
 def partitioned(dataset: Any, num_workers: int) -> fastload.DataLoader:
-    sampler = fastload.NodePartitionSampler(dataset, seed=7, epochs_per_partition=2)
+    sampler = fastload.NodePartitionSampler(dataset, seed=7)
     return fastload.DataLoader(dataset, BATCH_SIZE, sampler=sampler, num_workers=num_workers)
 
 
@@ -58,7 +58,7 @@ def indices(batch: Any) -> list[int]:
 
 
 def epochs(folder: Path) -> None:
-    """Two epochs of one partition over a cache in RAM; says what came, and what the node's cache holds."""
+    """Two epochs over a cache in RAM; says what came, and what the node's cache holds."""
     dist.init_process_group("gloo")
     dataset = fastload.CachedDataset(Numbers(), cache="ram")
     loader = partitioned(dataset, num_workers=1)

@@ -173,7 +173,7 @@ def test_ranks_of_torchrun_share_and_go_on_after_a_kill(when: str, launch: Any, 
     assert_shared(tmp_path)
     for number, rank in enumerate(read(tmp_path, "rank", 2)):
         numbers = rank_zoo.Numbers()
-        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7, epochs_per_partition=2)
+        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)
