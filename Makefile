@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 $(BIN)/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --upgrade pip==26.3  # the first pip that reads dependency groups is 25.1
-	$(BIN)/pip install --quiet --group dev
+	$(BIN)/pip install --group dev  # not quiet: it shows how far the downloads are
 	$(BIN)/pip install --quiet --no-deps --editable .
 	touch $@
 
@@ -21,7 +21,11 @@ $(PHOTOS)/.ready: $(BIN)/.ready benchmarks/photos.py
 
 photos: $(PHOTOS)/.ready
 
-demo: $(PHOTOS)/.ready
+demo:
+	@test -e $(PHOTOS)/.ready || echo "The first run installs PyTorch and the packages of the tests into .venv (2 GB, and 4 GB" \
+	  "more if PyTorch comes with CUDA), and draws 2,000 JPEGs (180 MB) into build/photos: five minutes, or" \
+	  "as long as the download takes. Each run then takes one or two minutes."
+	@$(MAKE) --no-print-directory photos
 	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
 
 test: $(BIN)/.ready

@@ -1,9 +1,7 @@
 """What filling a RAM cache costs the first epochs, and what the cache gives back over ten.
 
 Question: with photographs that two workers decode and crop, how long is each of ten epochs through a RAM
-cache beside the same epoch of torch's loader? With the cache filled as `CachedDataset` does it (storing takes
-a fifth of the time that reading takes, see fastload/cache/rate_limit.py), and with every sample stored
-on first access.
+cache beside the same epoch of torch's loader? The first epoch stores every sample that it reads.
 
 On a virtual machine the answer depends on whether the guest has touched the memory before: its host provides
 a page on first touch, some five times as slowly as the guest writes it, and can reclaim free pages.
@@ -33,12 +31,11 @@ from rich.table import Table
 from training import Photos
 
 import fastload
-from fastload.cache import rate_limit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TORCH, IMPORT, CACHED, AT_ONCE = "torch", "fastload, import only", "fastload, cached", "cached, all at once"
+TORCH, IMPORT, CACHED = "torch", "fastload, import only", "fastload, cached"
 
 
 def make_loader(label: str, photos: str) -> Any:
@@ -49,8 +46,6 @@ def make_loader(label: str, photos: str) -> Any:
         dataset: Any = Photos(folder, crop)
     else:
         dataset = fastload.CachedDataset(folder, transform=crop)
-    if label == AT_ONCE:
-        rate_limit.CHEAP_S = float("inf")  # workers are forked, so they have it, too
     loader = torch.utils.data.DataLoader if label == TORCH else fastload.DataLoader
     return loader(dataset, batch_size=64, shuffle=True, num_workers=2, multiprocessing_context="fork")
 
@@ -83,7 +78,7 @@ def in_own_process(function: Callable[..., None], *args: Any) -> None:
 
 def question(photos: str, epochs: int, runs: int, touched_bytes: int) -> dict[str, Any]:
     """All contenders in turn, ``runs`` times."""
-    labels = (TORCH, IMPORT, CACHED, AT_ONCE)
+    labels = (TORCH, IMPORT, CACHED)
     runs_s: dict[str, list[list[float]]] = {label: [] for label in labels}
     for _ in range(runs):
         for label in labels:
@@ -108,7 +103,7 @@ def report(photos: str, epochs_s: dict[str, list[float]], *, is_touched: bool) -
     console.print(table)
     base_s = statistics.median(epochs_s[TORCH])
     ratios = {}
-    for label in (IMPORT, CACHED, AT_ONCE):
+    for label in (IMPORT, CACHED):
         seconds = epochs_s[label]
         ratios[f"first epoch: torch / {label}"] = (base_s / seconds[0], 0.85)
         ratios[f"slowest epoch: torch / {label}"] = (base_s / max(seconds), 0.8)

@@ -47,33 +47,24 @@ RANKS_PER_NODE = 2
 RANK_BATCH = 8
 EPOCHS = 10
 NODES = (2, 8, 64)
-WAYS = {"no parts": None, "parts for 1 epoch": 1, "parts for 5 epochs": 5}
+WAYS = {"no parts": False, "a part per node": True}
 
 TRAINED_RANKS = 4
 TRAINED_BATCH = 16
 SIZE = (96, 128)
 
 
-def samplers(
-    length: int, num_nodes: int, per_node: int, epochs_per_partition: int | None, seed: int
-) -> list[Any]:
+def samplers(length: int, num_nodes: int, per_node: int, has_parts: bool, seed: int) -> list[Any]:
     """The samplers of all ranks."""
     dataset: Any = range(length)
     num_ranks = num_nodes * per_node
-    if epochs_per_partition is None:
+    if not has_parts:
         return [
             DistributedSampler(dataset, num_ranks, rank, seed=1000 * seed)  # its seed and epoch are added
             for rank in range(num_ranks)
         ]
     return [
-        fastload.NodePartitionSampler(
-            dataset,
-            num_ranks,
-            rank,
-            seed=seed,
-            num_nodes=num_nodes,
-            epochs_per_partition=epochs_per_partition,
-        )
+        fastload.NodePartitionSampler(dataset, num_ranks, rank, seed=seed, num_nodes=num_nodes)
         for rank in range(num_ranks)
     ]
 
@@ -98,9 +89,9 @@ def mark_pairs(pairs: Any, batches: Any) -> None:
         pairs[np.ix_(batch, batch)] = True
 
 
-def counted(num_nodes: int, epochs_per_partition: int | None, seed: int) -> tuple[float, float]:
+def counted(num_nodes: int, has_parts: bool, seed: int) -> tuple[float, float]:
     """Both shares in percent; see the questions."""
-    ranks = samplers(NUM_SAMPLES, num_nodes, RANKS_PER_NODE, epochs_per_partition, seed)
+    ranks = samplers(NUM_SAMPLES, num_nodes, RANKS_PER_NODE, has_parts, seed)
     met = np.zeros((NUM_SAMPLES, NUM_SAMPLES), bool)
     before: Any = None
     num_again, num_mates = 0, 0
@@ -126,12 +117,12 @@ def pairs(runs: int) -> list[dict[str, Any]]:
     for num_nodes in NODES:
         chance = (num_nodes * RANKS_PER_NODE * RANK_BATCH - 1) / (NUM_SAMPLES - 1)
         expected[f"{num_nodes} nodes"] = 100 * (1 - (1 - chance) ** EPOCHS)
-        for name, epochs_per_partition in WAYS.items():
+        for name, has_parts in WAYS.items():
             label = f"{num_nodes} nodes, {name}"
             met.append(Contender(label, f"{num_nodes} nodes", lambda: 0.0))
             again.append(Contender(label, f"{num_nodes} nodes", lambda: 0.0))
             for seed in range(runs):
-                shares = counted(num_nodes, epochs_per_partition, seed)
+                shares = counted(num_nodes, has_parts, seed)
                 met[-1].figures.append(shares[0])
                 again[-1].figures.append(shares[1])
     first = report(f"Pairs that met in a global batch within {EPOCHS} epochs", "% of all", met, {}, digits=2)
@@ -153,8 +144,8 @@ def pairs(runs: int) -> list[dict[str, Any]]:
 class Steps:
     """A batch sampler: a step has the batches of all ranks, one after another."""
 
-    def __init__(self, epochs_per_partition: int | None, seed: int) -> None:
-        self.ranks = samplers(NUM_TRAIN, 2, TRAINED_RANKS // 2, epochs_per_partition, seed)
+    def __init__(self, has_parts: bool, seed: int) -> None:
+        self.ranks = samplers(NUM_TRAIN, 2, TRAINED_RANKS // 2, has_parts, seed)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -173,11 +164,11 @@ def dataset_of(folder: Path, *transforms: Any) -> fastload.CachedDataset:
     return fastload.CachedDataset(fastload.ImageFolder(folder, size=SIZE), A.Compose([*transforms]))
 
 
-def trained(dataset: fastload.CachedDataset, epochs_per_partition: int | None, seed: int) -> torch.nn.Module:
+def trained(dataset: fastload.CachedDataset, has_parts: bool, seed: int) -> torch.nn.Module:
     """A network after all epochs."""
     torch.manual_seed(seed)
     model = network()
-    steps = Steps(epochs_per_partition, seed)
+    steps = Steps(has_parts, seed)
     loader = fastload.DataLoader(
         dataset, batch_sampler=steps, generator=torch.Generator().manual_seed(seed), rng="sample"
     )
@@ -215,8 +206,8 @@ def training(runs: int) -> dict[str, Any]:
         crop = A.RandomResizedCrop((SIDE, SIDE), scale=(0.3, 1.0))
         train_set = dataset_of(learnt, crop, A.HorizontalFlip(p=0.5))
         test_set = dataset_of(tested, A.Resize(SIDE, SIDE))
-        for seed, (name, epochs_per_partition) in itertools.product(range(runs), WAYS.items()):
-            rows[name].figures.append(accuracy(trained(train_set, epochs_per_partition, seed), test_set))
+        for seed, (name, has_parts) in itertools.product(range(runs), WAYS.items()):
+            rows[name].figures.append(accuracy(trained(train_set, has_parts, seed), test_set))
     title = f"Accuracy after {NUM_EPOCHS} epochs, 2 nodes of 2 ranks, {runs} seeds"
     answer = report(title, "%", list(rows.values()), {}, digits=1)
     means = {name: float(np.mean(row.figures)) for name, row in rows.items()}

@@ -141,14 +141,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("matrix")
 
 
-@pytest.fixture(autouse=True)
-def unpaced_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches store each sample at its first access, however long that takes: no timing decides a test."""
-    from fastload.cache import rate_limit
-
-    monkeypatch.setattr(rate_limit, "CHEAP_S", float("inf"))
-
-
 _frozen_modules = [0]  # how many modules were imported at the last gc.freeze()
 
 

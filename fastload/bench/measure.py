@@ -160,9 +160,6 @@ def measure(
     )
     try:
         first_s = _epoch_s(loader)
-        if contender.cache == "ram":
-            # The first epoch might have left samples for later ones (see cache/rate_limit.py).
-            dataset.fill(contender.num_workers, progress=False)
         later_s, num_epochs = 0.0, 0
         while later_s < LATER_S:
             later_s += _epoch_s(loader)

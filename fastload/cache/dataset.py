@@ -3,9 +3,8 @@
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
 method. It pickles as handles, so all workers read and fill one cache. Rules:
 
-1. The first access to a sample reads the source, in any process; later accesses read the cache. If the
-   machine provides memory so slowly that an epoch would take much longer, some samples are stored in a later
-   epoch (see `rate_limit`).
+1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
+   the cache.
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
@@ -16,12 +15,10 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
@@ -29,7 +26,6 @@ from fastload.cache.build.fill import fill
 from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.rate_limit import RateLimit
 from fastload.cache.sources import StoredSamples
 from fastload.cache.stack import Stack
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
@@ -39,8 +35,6 @@ from fastload.rng.sample_rng import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-
-    import numpy.typing as npt
 
     from fastload.cache.columns import Allocate
     from fastload.cache.sample_cache import SampleCache
@@ -55,8 +49,6 @@ _NOT_FORWARDED = frozenset(
         *("set_format", "reset_format", "set_transform"),
     }
 )
-
-_RETAIN_USAGE = "retain() needs a one-dimensional sequence, range, array or tensor of int indices, or None"
 
 
 @dataclass(frozen=True)
@@ -81,9 +73,8 @@ class CacheInfo:
 class CachedDataset(Dataset[Any]):
     """A map-style dataset whose samples are decoded once and then read from a cache.
 
-    A cache in RAM fills as epochs run, which adds about a fifth and some tenths of a second to an epoch, at
-    most. Where page allocation is slow, a sample can be decoded two or three times before it is stored.
-    `fill` stores all samples at once.
+    A cache in RAM fills during the first epoch, which takes longer by the time of storing. `fill` stores all
+    samples before it.
 
     Public attributes of the wrapped dataset (`classes`, `targets`, `class_to_idx`) are also attributes of
     this one, except for `fingerprint`, `state_dict`, `load_state_dict`, `set_epoch`, `set_format`,
@@ -161,7 +152,6 @@ class CachedDataset(Dataset[Any]):
         self.prepare = prepare
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
-        self._rate_limit = RateLimit()
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
@@ -302,15 +292,13 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
-        self._rate_limit.hits += 1
         counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
-        """Read the sample from its source, and store it if `max_memory` and the rate limit allow it."""
+        """Read the sample from its source, and store it if `max_memory` allows it."""
         counts.misses += 1
         restore = mark() if self._stores else None
-        started_s = time.perf_counter()
         try:
             fresh = self._source[index]
         except Exception as error:
@@ -323,7 +311,6 @@ class CachedDataset(Dataset[Any]):
                     f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
-        read_s = time.perf_counter() - started_s
         if restore is None:
             return read_only_views(fresh)
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
@@ -332,7 +319,7 @@ class CachedDataset(Dataset[Any]):
         except UnsupportedSampleError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        self._rate_limit.put(self.cache, index, sample, read_s=read_s)
+        self.cache.put(index, sample)
         return sample
 
     def read_ahead(self, indices: Sequence[int]) -> None:
@@ -370,7 +357,6 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            self._rate_limit.hits += len(positions)
             counts.hits += len(positions)
         return batch
 
@@ -391,64 +377,10 @@ class CachedDataset(Dataset[Any]):
         fill(self, self.cache, num_workers=num_workers, shown=progress)
         return self.cache_info()
 
-    def retain(self, indices: Any) -> None:
-        """Let the cache in RAM hold only these samples; all other samples are read from their source.
-
-        Other samples are dropped and not stored again. This makes room in a cache that cannot hold the whole
-        dataset, for example if each node reads a different part of it for some epochs. All processes that
-        share the cache follow on their next access: workers, persistent ones too, and other ranks. Each rank
-        of a host can call this with the same indices; the first call does the work.
-
-        The cache starts empty and fills again: samples that stay are read from their source once more. The
-        old memory is freed once all processes have followed and no sample in it is in use, so a sample that
-        you hold never changes. Until then, the cache takes at most `cache_info().nbytes + max_bytes`: the old
-        memory and the new. Calling it again with the same indices changes nothing.
-
-        If the new memory cannot be allocated, or there is no /proc, the cache keeps its samples, and the log
-        gives the reason. Without shared memory, each process has its own cache, and running workers do not
-        follow. A cache on disk does not change. Of `["ram", "lmdb:PATH"]`, only the cache in RAM does.
-
-        Args:
-            indices: A sequence, range, array or tensor of ints, each `0 <= index < len(self)`; duplicates
-                count once. None lets the cache hold any sample again.
-
-        Raises:
-            TypeError: The indices are not ints in one dimension, or a custom cache object has no method
-                `retain`.
-            IndexError: An index is out of range.
-        """
-        method = getattr(self.cache, "retain", None)
-        if method is None:
-            raise TypeError(
-                f"{type(self.cache).__name__} has no method retain(indices): add one that drops all samples "
-                "but these and stores no others (indices is an ascending integer array, or None for all "
-                "samples), or inherit from one of fastload's caches"
-            )
-        method(None if indices is None else _checked_indices(indices, self._num_samples))
-
     def cache_info(self) -> CacheInfo:
         """How many samples are cached, and how many bytes they take."""
         cache = self.cache
         return CacheInfo(self._num_samples, cache.num_cached, cache.nbytes, cache.max_bytes, cache.layout)
-
-
-def _checked_indices(indices: Any, num_samples: int) -> npt.NDArray[np.intp]:
-    """The distinct indices, ascending.
-
-    Raises:
-        TypeError: They are not ints in one dimension.
-        IndexError: One of them is out of range.
-    """
-    try:
-        given = np.asarray(indices.detach().cpu() if isinstance(indices, torch.Tensor) else indices)
-    except ValueError:  # nested lists of several lengths
-        given = np.empty((0, 0))
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise TypeError(f"{_RETAIN_USAGE} for all samples, but got {indices!r:.80}")
-    if given.size and (given.min() < 0 or given.max() >= num_samples):
-        outside = given[(given < 0) | (given >= num_samples)][0]
-        raise IndexError(f"retain() got the index {outside}, but the dataset has {num_samples} samples")
-    return np.unique(given.astype(np.intp))
 
 
 def _check_map_style(dataset: Any) -> None:

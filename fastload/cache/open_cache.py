@@ -37,7 +37,7 @@ from fastload.cache.fingerprint import (
 from fastload.cache.in_memory import held_bytes
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.generation import log_short
+from fastload.cache.ram.arena import log_short
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.record import encode

@@ -1,7 +1,6 @@
 """SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
-A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process can use it. A cache can
-have one more method, `retain(indices)`, which `CachedDataset.retain` needs; see `BaseCache`.
+A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process can use it.
 """
 
 from __future__ import annotations
@@ -96,13 +95,6 @@ class BaseCache(SampleCache):
     def missing(self) -> npt.NDArray[np.intp]:
         """Empty: `put` accepts nothing."""
         return np.empty(0, np.intp)
-
-    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples but these, and store no others; nothing to do for a cache that takes no memory.
-
-        Args:
-            indices: Of the samples, ascending, each `0 <= index < num_samples`; None for all samples.
-        """
 
     def put(self, index: int, sample: Any) -> bool:
         """False: the cache stores nothing more."""

@@ -10,13 +10,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.cache.encoded import decode_images
-from fastload.cache.rate_limit import RateLimit
 from fastload.cache.record import ALIGNMENT_BYTES
 from fastload.cache.sample_cache import BaseCache, SampleCache
 from fastload.nested.tree import read_only
@@ -56,9 +54,7 @@ class Stack(BaseCache):
         self.stores = stores
         self.behind = behind
         self._caches = [*stores] if behind is None else [*stores, behind]
-        self._rate_limit = RateLimit()
         self._num_rejected = 0  # decoded samples in a row that did not fit into the first store
-        self._generation = 0
 
     @property
     def num_cached(self) -> int:
@@ -110,15 +106,10 @@ class Stack(BaseCache):
         for store in self.stores:
             sample = store.get(index)
             if sample is not None:
-                self._rate_limit.hits += 1
                 return sample
-        if self.behind is None:
-            return None
-        started_s = time.perf_counter()
-        sample = self.behind.get(index)
-        read_s = time.perf_counter() - started_s
+        sample = None if self.behind is None else self.behind.get(index)
         if sample is not None:
-            self._rate_limit.put(self, index, sample, read_s=read_s)
+            self.put(index, sample)
         return sample
 
     def put(self, index: int, sample: Any) -> bool:
@@ -128,10 +119,6 @@ class Stack(BaseCache):
         first, second = self.stores
         if index in self:
             return True
-        if not first.is_retained(index):
-            return False
-        if first.generation != self._generation:
-            self._generation, self._num_rejected = first.generation, 0
         if self._num_rejected < _MAX_REJECTED:
             if first.put(index, read_only(decode_images(sample))):
                 self._num_rejected = 0
@@ -141,15 +128,7 @@ class Stack(BaseCache):
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
-        batch = self.stores[0].gather(indices, allocate) if self.stores else None
-        if batch is not None:
-            self._rate_limit.hits += len(indices)
-        return batch
-
-    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples but these from the stores, and store no others there."""
-        for store in self.stores:
-            store.retain(indices)
+        return self.stores[0].gather(indices, allocate) if self.stores else None
 
     def close(self) -> None:
         """Release this process's resources of all caches."""

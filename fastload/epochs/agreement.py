@@ -122,7 +122,6 @@ def _facts(sampler: DistributedSampler[Any]) -> dict[str, int]:
     }
     if isinstance(sampler, NodePartitionSampler):
         found["num_nodes of the sampler"] = sampler.num_nodes
-        found["epochs_per_partition of the sampler"] = sampler.epochs_per_partition
     return {name: number for name, value in found.items() if (number := integer_or_none(value)) is not None}
 
 

@@ -1,18 +1,18 @@
-"""NodePartitionSampler: each node trains on its own part of the dataset, for several epochs.
+"""NodePartitionSampler: each node trains on its own part of the dataset.
 
 Every rank computes its indices from its arguments and the epoch alone; the ranks do not communicate. Rules:
 
-1. A partition of the indices stays the same for some consecutive epochs: ``partition = epoch //
-   epochs_per_partition``. A permutation of all indices depends on (seed, partition); node k gets every
-   num_nodes-th index of it, starting with the k-th.
-2. In each epoch, each node shuffles its part. The order depends on (seed, partition, epoch, node). The node's
-   ranks take indices in turn.
+1. A permutation of all indices depends on the seed; node k gets every num_nodes-th index of it, starting with
+   the k-th, for the whole run.
+2. In each epoch, each node shuffles its part. The order depends on (seed, epoch, node). The node's ranks take
+   indices in turn.
 3. Every rank gets as many indices as from torch's DistributedSampler. To this end, a node repeats indices of
    its own part, or drops the last indices of its shuffled part.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
 import os
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import DistributedSampler
 
 from fastload.errors import ResumeError
 from fastload.system.cpus import RANKS_OF_HOST
@@ -33,42 +33,34 @@ if TYPE_CHECKING:
 class NodePartitionSampler(DistributedSampler[int]):
     """A `DistributedSampler` with which each node caches only its own part of the dataset.
 
-    The dataset is partitioned into one part per node, of equal size (plus or minus one sample). For
-    `epochs_per_partition` epochs, the ranks of a node read only samples of their node's part; then the
-    dataset is repartitioned. The parts depend on the seed and the epoch, without communication. Over all
-    ranks, each epoch has every sample at least once, and no sample twice except for the padding that makes
-    all ranks equally long. With `drop_last`, up to ``num_replicas - 1`` samples are left out instead,
-    different ones in each epoch.
+    The dataset is partitioned into one part per node, of equal size (plus or minus one sample). The ranks of
+    a node read only its part, throughout the run, in a new order in each epoch. The parts depend on the seed,
+    without communication. Over all ranks, each epoch has every sample at least once, and no sample twice
+    except for the padding that makes all ranks equally long. With `drop_last`, up to ``num_replicas - 1``
+    samples are left out instead, different ones in each epoch.
+
+    A cache keeps the samples that it has stored: to give a node a different part, make a new `CachedDataset`,
+    and a sampler with a different seed.
 
     As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
     rank.
-
-    When the first epoch of a partition begins, the sampler calls ``dataset.retain(part)`` if the dataset has
-    that method, so a cache drops the samples that left the part. For a `Subset`, it calls the method of the
-    wrapped dataset, with that dataset's indices. The cache then drops samples outside the part even if a
-    different loader uses them: give a validation set its own cache. With one node nothing is dropped.
 
     Args:
         dataset: As for torch's sampler; its length is read once.
         num_replicas: The number of ranks; default: from the process group, else from WORLD_SIZE.
         rank: This rank; default: from the process group, else from RANK. The ranks of a node are consecutive:
             ``rank = node * ranks_per_node + local_rank``.
-        shuffle: False: a fixed order: node k always has the indices k, k + num_nodes, ..., and the parts
-            never change. All ranks together then read the dataset from its beginning to its end, and
-            `drop_last` always drops its last samples.
+        shuffle: False: a fixed order: node k has the indices k, k + num_nodes, .... All ranks together then
+            read the dataset from its beginning to its end, and `drop_last` always drops its last samples.
         seed: The same on every rank.
         drop_last: Drop samples, instead of repeating some, to make all ranks equally long.
         num_nodes: The number of nodes; default: the number of ranks divided by LOCAL_WORLD_SIZE, which
             torchrun sets (or the variables of mpirun).
-        epochs_per_partition: For how many epochs a node keeps its part. At 1, each epoch reads different
-            samples, and a cache in RAM is useless.
-        retain: False: never call ``dataset.retain()``.
 
     Attributes:
         epoch: The epoch of the last `set_epoch`; 0 at first.
         num_samples: How many indices each rank gets in an epoch; also the length of the sampler.
         num_nodes, ranks_per_node, node, local_rank: The place of this rank.
-        epochs_per_partition: As given.
 
     Raises:
         RuntimeError: A missing number is in neither the process group nor the environment.
@@ -87,8 +79,6 @@ class NodePartitionSampler(DistributedSampler[int]):
         drop_last: bool = False,
         *,
         num_nodes: int | None = None,
-        epochs_per_partition: int = 1,
-        retain: bool = True,
     ) -> None:
         num_replicas = _place("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
         rank = _place("rank", rank, "RANK", "get_rank")
@@ -96,49 +86,31 @@ class NodePartitionSampler(DistributedSampler[int]):
             raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
         if not 0 <= rank < num_replicas:
             raise ValueError(f"rank should be from 0 to {num_replicas - 1}, but got {rank}")
-        if _integer("epochs_per_partition", epochs_per_partition) < 1 or isinstance(
-            epochs_per_partition, bool
-        ):
-            raise ValueError(
-                f"epochs_per_partition should be an int of at least 1, but got {epochs_per_partition!r}"
-            )
         self.num_nodes = _num_nodes(num_nodes, num_replicas)
         super().__init__(dataset, num_replicas, rank, shuffle, _integer("seed", seed), drop_last)
         self.ranks_per_node = num_replicas // self.num_nodes
         self.node, self.local_rank = divmod(rank, self.ranks_per_node)
-        self.epochs_per_partition = operator.index(epochs_per_partition)
-        self.retain = retain
         self._length = len(dataset)
         if self.num_samples and self._length < self.num_nodes:
             raise ValueError(
                 f"the dataset has {self._length} samples, fewer than the {self.num_nodes} nodes, so some "
                 "nodes would have none: use torch's DistributedSampler, or drop_last=True"
             )
-        self._part: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = None  # and its partition
-        self._retained_partition: int | None = None
         self._loaded: dict[str, int] | None = None  # a state
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_part": None, "_retained_partition": None}
+        return {name: value for name, value in self.__dict__.items() if name != "part"}
 
-    @property
-    def partition(self) -> int:
-        """The number of the current epoch's partition."""
-        return self.epoch // self.epochs_per_partition
-
-    @property
+    @functools.cached_property
     def part(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The indices of this node's part of the current partition: `(N,)` int64, read-only, unordered."""
-        partition = self.partition if self.shuffle else 0
-        if self._part is None or self._part[0] != partition:
-            if self.shuffle:
-                everything = _permutation(self._length, "partition", self.seed, partition)
-            else:
-                everything = np.arange(self._length, dtype=np.int64)
-            part = everything[self.node :: self.num_nodes].copy()
-            part.flags.writeable = False
-            self._part = partition, part
-        return self._part[1]
+        """The indices of this node's part: `(N,)` int64, read-only, unordered."""
+        if self.shuffle:
+            everything = _permutation(self._length, "part", self.seed)
+        else:
+            everything = np.arange(self._length, dtype=np.int64)
+        part = everything[self.node :: self.num_nodes].copy()
+        part.flags.writeable = False
+        return part
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next epoch; call it on every rank with the same number.
@@ -152,19 +124,16 @@ class NodePartitionSampler(DistributedSampler[int]):
         """This rank's indices of the epoch, as Python ints.
 
         Raises:
-            ResumeError: The loaded state belongs to this partition, and was saved with different arguments.
+            ResumeError: The loaded state belongs to this epoch, and was saved with different arguments.
         """
         self._check_state()
         part = self.part
-        if self.retain and self.num_nodes > 1 and self._retained_partition != self.partition:
-            _retain(self.dataset, part)
-            self._retained_partition = self.partition
         positions = np.arange(self.local_rank, self.num_samples * self.ranks_per_node, self.ranks_per_node)
         if not self.num_samples:
             return iter(())
         positions %= len(part)  # the padding begins again at the start of the part
         if self.shuffle:
-            shuffled = _permutation(len(part), "epoch", self.seed, self.partition, self.epoch, self.node)
+            shuffled = _permutation(len(part), "epoch", self.seed, self.epoch, self.node)
             positions = shuffled[positions]
         return iter(part[positions].tolist())
 
@@ -182,7 +151,6 @@ class NodePartitionSampler(DistributedSampler[int]):
             "num_samples": self._length,
             "num_nodes": self.num_nodes,
             "num_replicas": self.num_replicas,
-            "epochs_per_partition": self.epochs_per_partition,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "drop_last": int(self.drop_last),
@@ -191,16 +159,15 @@ class NodePartitionSampler(DistributedSampler[int]):
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Continue from the epoch of a state that any rank has saved.
 
-        A sampler with different arguments (for example, number of nodes or ranks) can only begin a new
-        partition: call `set_epoch` with the first epoch of one. Otherwise the next `iter()` raises
-        ResumeError.
+        A sampler with different arguments (for example, number of nodes or ranks) can only begin a new epoch:
+        call `set_epoch` with the next one. Otherwise the next `iter()` raises ResumeError.
 
         Raises:
             ResumeError: This is not a state of a NodePartitionSampler.
         """
         known = self.state_dict()
         is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in known)
-        if not is_state or state_dict["epochs_per_partition"] < 1:
+        if not is_state:
             raise ResumeError(
                 f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(known)}, "
                 f"but got {state_dict!r:.200}"
@@ -209,22 +176,18 @@ class NodePartitionSampler(DistributedSampler[int]):
         self.epoch = self._loaded["epoch"]
 
     def _check_state(self) -> None:
-        """Do not continue a loaded state's partition with different arguments: the parts would differ."""
+        """Do not continue a loaded state's epoch with different arguments: the order would differ."""
         theirs, ours = self._loaded, self.state_dict()
-        if theirs is None:
+        if theirs is None or self.epoch != theirs["epoch"]:
             return
-        per_partition = theirs["epochs_per_partition"]
-        partition = theirs["epoch"] // per_partition
-        names = [name for name in ours if name != "epoch" and theirs[name] != ours[name]]
-        if not names or self.epoch // per_partition != partition:
+        names = [name for name in ours if theirs[name] != ours[name]]
+        if not names:
             return
-        end = (partition + 1) * per_partition
         saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (theirs, ours))
         raise ResumeError(
-            f"epoch {self.epoch} cannot be resumed: the state was saved within partition {partition} (epochs "
-            f"{partition * per_partition} to {end - 1}) with {saved}, but this NodePartitionSampler has "
-            f"{own}. Train with {saved} until epoch {end - 1} has ended, or begin a new partition: load a "
-            f"state that was saved between two epochs, and then call loader.set_epoch({end})"
+            f"epoch {self.epoch} cannot be resumed: the state was saved within it with {saved}, but this "
+            f"NodePartitionSampler has {own}. Train with {saved} until this epoch has ended, or load a state "
+            "that was saved between two epochs, and then call loader.set_epoch() with the next epoch"
         )
 
 
@@ -235,16 +198,6 @@ def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     found: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(length, generator=generator).numpy()
     return found
-
-
-def _retain(dataset: Any, indices: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Call the `retain` of the dataset, or of the one that torch's subsets wrap."""
-    while type(dataset) is Subset:
-        indices = np.asarray(dataset.indices, dtype=np.int64)[indices]
-        dataset = dataset.dataset
-    retain = getattr(dataset, "retain", None)
-    if callable(retain):
-        retain(indices)
 
 
 # --- the place of this rank ------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ Where no lock is held, one of these gives the order:
    segments of jobs, shared lists, the registry, and the cursor of a cache (under flock).
 2. An address dependency. A load whose address is computed from a loaded value comes after that load, also if
    the value passes through a Python int or an array of indices. A branch on the value does not order loads.
-   Samples are found through the table of their cache (see `cache.ram.generation`).
-3. `fence`, for all else: between a sample and its entry, and between a new generation and its number.
+   Samples are found through the table of their cache (see `cache.ram.arena`).
+3. `fence`, between a sample and its entry.
 
 The number that publishes must also appear at once, as an aligned store of eight bytes does. With pwrite it
 might appear byte by byte, because kernels copy with `rep movsb` or ARM's `cpyf`, which promise no more.

@@ -55,7 +55,7 @@ def test_a_segment_fits_its_examples(
 ) -> None:
     """If the budget is enough for samples like the largest example the segment is too; it has a bound."""
     examples = [np.zeros(size, np.uint8) for size in sizes]
-    plan = Layout.plan(num_samples, max_bytes, examples, Origin(1, 0.0, None), segment_limit)
+    plan = Layout.plan(num_samples, max_bytes, examples, Origin("id", 1, 0.0, None), segment_limit)
     table_bytes = -(-num_samples * 8 // 4096) * 4096
     record_bytes = max(sizes) + 1024  # at most, with frame, header and spec
     granted = max(1, min(max_bytes, segment_limit - TABLE_AT)) if segment_limit else max_bytes

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from fastload.cache.ram import generation
-from fastload.cache.ram.layout import CURSOR_AT, DESCRIPTION_AT, SUCCESSOR_AT, TABLE_AT
+from fastload.cache.ram import arena
+from fastload.cache.ram.layout import CURSOR_AT, TABLE_AT
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages
@@ -80,14 +80,12 @@ def steps(monkeypatch: Any) -> list[Step]:
     recorded: list[Step] = []
 
     def name(offset: int, nbytes: int) -> list[str]:
-        if SUCCESSOR_AT <= offset < DESCRIPTION_AT:
-            return ["number" if offset == SUCCESSOR_AT else "holder"]
         if TABLE_AT <= offset < TABLE_AT + 4096:
             return ["entry"]
         halves = [f"sample at {offset}", f"sample at {offset + nbytes // 2}"]
         return ["cursor"] if offset == CURSOR_AT else halves
 
-    write, pread, store_number = Segment.write, os.pread, generation.Generation._store
+    write, pread, publish = Segment.write, os.pread, arena.Arena.publish
 
     def recorded_write(segment: Segment, data: Any, offset: int = 0) -> None:
         places = name(offset, len(data))
@@ -98,22 +96,22 @@ def steps(monkeypatch: Any) -> list[Step]:
         recorded.extend(map(load, name(offset, nbytes)))
         return pread(fd, nbytes, offset)
 
-    def recorded_number(self: generation.Generation, offset: int, number: int) -> None:
+    def recorded_publish(self: arena.Arena, index: int, entry: int) -> None:
         fences_after: list[Step] = []
 
         def recorded_fence() -> None:
-            is_stored = self._memory[offset : offset + 8].cast("Q")[0] == number
+            is_stored = self.entries[index] == entry
             (fences_after if is_stored else recorded).append(Step(FENCE))
 
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "fence", recorded_fence)
-            store_number(self, offset, number)
-        recorded.extend([*map(store, name(offset, 8)), *fences_after])
+            patch.setattr(arena, "fence", recorded_fence)
+            publish(self, index, entry)
+        recorded.extend([store("entry"), *fences_after])
 
     monkeypatch.setattr(Segment, "write", recorded_write)
     monkeypatch.setattr(os, "pread", recorded_pread)
-    monkeypatch.setattr(generation.Generation, "_store", recorded_number)
-    monkeypatch.setattr(generation, "fence", lambda: recorded.append(Step(FENCE)))
+    monkeypatch.setattr(arena.Arena, "publish", recorded_publish)
+    monkeypatch.setattr(arena, "fence", lambda: recorded.append(Step(FENCE)))
     return recorded
 
 
@@ -152,30 +150,9 @@ def test_rows_are_read_where_their_entries_lead() -> None:
     for index in range(8):
         cache.put(index, samples[index])
     for index in range(8):
-        cache._now.publish(index, 2 * (7 - index) + 1)
+        cache._arena.publish(index, 2 * (7 - index) + 1)
 
     images, _ = cache.gather(np.arange(8), np.empty)
     for index in range(8):
         np.testing.assert_array_equal(cache.get(index)[0], samples[7 - index][0])
         np.testing.assert_array_equal(images[index], samples[7 - index][0])
-
-
-def test_who_sees_a_new_generation_sees_where_it_is(steps: list[Step]) -> None:
-    """`announce` and `newer` are safe on ARM, and without the fence of either side they are not."""
-    cache = SharedMemoryCache(8, [1], max_memory=1 << 20)
-    steps.clear()
-    cache.retain(np.arange(4))
-    announced = of(steps, "holder", "number")
-    writer = announced[announced.index(store("holder")) :]
-    old = SharedMemoryCache(8, [1], max_memory=1 << 20)._now
-    steps.clear()
-    assert old.newer() is None
-    reader = [load("number"), *of(steps, "holder")]
-
-    places = [step.place for step in writer + reader if step.kind != FENCE]
-    assert places == ["holder", "number", "number", "holder"]
-    assert is_safe([writer, reader], "number", on_arm)
-    for process in (writer, reader):
-        weaker = [[s for s in p if s.kind != FENCE or p is not process] for p in (writer, reader)]
-        assert not is_safe(weaker, "number", on_arm)
-        assert is_safe(weaker, "number", on_x86)

@@ -1,4 +1,4 @@
-"""Caches in RAM against a set: several handles and processes, `retain`, held samples, locks, and kills."""
+"""Caches in RAM against a set: several handles and processes, held samples, locks, and kills."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fastload.cache.ram import generation, shared
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import SegmentError
 from fastload.memory.segment import Segment
 from fastload.nested.tree import first_difference
 from fastload.system.locks import try_lock
@@ -28,22 +25,13 @@ from tests.kit.jobs import Job
 
 NUM_SAMPLES = 24
 INDICES = st.integers(0, NUM_SAMPLES - 1)
-PARTS = st.none() | st.just(set(range(NUM_SAMPLES))) | st.sets(INDICES, max_size=NUM_SAMPLES)
 NUMBERS = st.integers(0, 9)  # of a handle, or of another process
-
-
-def as_indices(part: set[int] | None) -> Any:
-    """In any order, and repeated."""
-    return None if part is None else np.array([*part, *sorted(part)], np.intp)
 
 
 def use(cache: SharedMemoryCache, dataset: Images, work: str, indices: Any) -> Any:
     """Let a handle do something, in any process; gives whether each sample was taken, or is there."""
     if work == "put":
         return [cache.put(index, dataset.sample(index)) for index in indices]
-    if work == "retain":
-        cache.retain(as_indices(indices))
-        return cache.generation
     samples = [cache.get(index) for index in indices]
     for index, sample in zip(indices, samples, strict=True):
         assert (sample is not None) == (index in cache)
@@ -79,15 +67,8 @@ def die_in_write(call: int) -> None:
     os.pwritev, os.pwrite = write, lambda fd, data, offset: write(fd, [data], offset)  # type: ignore[assignment]
 
 
-# Where a process dies in retain(): before the segment, the pointer or the number, or behind it.
-DEATHS = [(SharedMemoryCache, "_succeed"), (generation.Generation, "announce"), (generation, "fence"), None]
-
-
 class RamMachine(RuleBasedStateMachine):
-    """Handles of one cache, in this process and in another one.
-
-    The model is the set of samples that may be stored, and the set of those that are stored.
-    """
+    """Handles of one cache, in this process and in another one; the model is the set of stored samples."""
 
     @initialize(
         kind=st.sampled_from([Images, RaggedImages, MixedImages]),
@@ -98,7 +79,6 @@ class RamMachine(RuleBasedStateMachine):
         examples = [self.dataset.sample(index) for index in (0, NUM_SAMPLES // 2, NUM_SAMPLES - 1)]
         self.handles = [SharedMemoryCache(NUM_SAMPLES, examples, max_memory=max_memory)]
         self.max_memory = max_memory
-        self.retained = set(range(NUM_SAMPLES))
         self.stored: set[int] = set()
         self.held: list[tuple[int, Any]] = []
         self.leaks = False  # whether space can be claimed for samples that a killed process did not publish
@@ -122,7 +102,7 @@ class RamMachine(RuleBasedStateMachine):
     @contextlib.contextmanager
     def locked(self) -> Any:
         """Somebody else holds the lock, which nobody else held before."""
-        fd = self.handles[0]._newest().segment.reopen()
+        fd = self.handles[0]._arena.segment.reopen()
         assert try_lock(fd)
         yield
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -130,20 +110,20 @@ class RamMachine(RuleBasedStateMachine):
 
     @rule(indices=st.lists(INDICES, min_size=1, max_size=6), number=NUMBERS)
     def put(self, indices: Any, number: int) -> None:
-        """A sample that was taken is retained, and stays; to store it again takes no memory."""
+        """A sample that was taken stays; to store it again takes no memory."""
         before = self.handles[0].nbytes
         answers = self.ask(number, "put", indices)
         taken = {index for index, was_taken in zip(indices, answers, strict=True) if was_taken}
-        assert self.stored & set(indices) <= taken <= self.retained
+        assert self.stored & set(indices) <= taken
         assert not taken <= self.stored or self.handles[0].nbytes == before
         self.stored |= taken
 
     @rule(number=NUMBERS)
     def put_all(self, number: int) -> None:
-        """As many as fit, whichever they are, also where dropped samples were before."""
+        """As many as fit, whichever they are."""
         self.put(range(NUM_SAMPLES), number)
         if self.capacity is not None:
-            assert len(self.stored) == min(self.capacity, len(self.retained))
+            assert len(self.stored) == self.capacity
 
     @rule(index=INDICES)
     def put_under_a_held_lock(self, index: int) -> None:
@@ -155,7 +135,7 @@ class RamMachine(RuleBasedStateMachine):
 
     @rule(index=INDICES, number=NUMBERS)
     def get(self, index: int, number: int) -> None:
-        """What was stored and is retained is there, in all processes; what is not retained is not."""
+        """What was stored is there, in all processes."""
         assert self.ask(number, "get", [index]) == [index in self.stored]
         self.held.append((index, self.handles[0].get(index)))
 
@@ -172,48 +152,13 @@ class RamMachine(RuleBasedStateMachine):
                 assert np.array_equal(batch[0][row].numpy(), self.dataset.sample(index)[0])
                 assert batch[1][row] == index
 
-    @rule(part=PARTS, numbers=st.lists(NUMBERS, min_size=1, max_size=3))
-    def retain(self, part: set[int] | None, numbers: list[int]) -> None:
-        """All handles see the same part from here on; the calls after the first one change nothing."""
-        assert len({self.ask(number, "retain", part) for number in numbers}) == 1
-        retained = set(range(NUM_SAMPLES)) if part is None else part
-        if retained != self.retained:
-            self.stored.clear()
-            self.leaks = False
-        self.retained = retained
-        assert [self.handles[0].is_retained(i) for i in range(NUM_SAMPLES)] == [
-            index in retained for index in range(NUM_SAMPLES)
-        ]
-
-    @rule(part=PARTS, refusal=st.sampled_from(["cannot create a shared segment", "held its lock"]))
-    def retain_is_refused(self, part: set[int] | None, refusal: str) -> None:
-        """Nothing changes, a warning says so, and nobody waits for long; see `let_go` for the samples."""
-        retained = set(range(NUM_SAMPLES)) if part is None else part
-        error = None if "lock" in refusal else SegmentError(refusal)
-        with (
-            self.locked() if error is None else mock.patch.object(Segment, "create", side_effect=error),
-            mock.patch.object(shared, "_RETAIN_WAIT_S", 0.001),
-            mock.patch.object(shared.log, "warning") as warning,
-        ):
-            before = self.handles[0].generation
-            assert self.ask(0, "retain", part) == before
-        assert [refusal in str(call) for call in warning.mock_calls] == [True] * (retained != self.retained)
-
-    @rule(part=PARTS, place=st.sampled_from(DEATHS))
-    def kill_a_maker(self, part: set[int] | None, place: Any) -> None:
-        """Its generation is gone with it, and no lock is left."""
-        cache = self.handles[0]
-        killed(lambda: (place and setattr(*place, die), cache.retain(as_indices(part))))
-        with self.locked():
-            pass
-
     @rule(indices=st.lists(INDICES, min_size=1, max_size=8, unique=True), call=st.integers(1, 12))
     def kill_a_writer(self, indices: list[int], call: int) -> None:
         """Nothing wrong is left, and nothing locked."""
         cache = self.handles[0]
         killed(lambda: (die_in_write(call), [cache.put(i, self.dataset.sample(i)) for i in indices]))
         self.leaks = True
-        self.stored |= {index for index in set(indices) & self.retained if index in cache}
+        self.stored |= {index for index in set(indices) if index in cache}
         with self.locked():
             pass
 
@@ -229,10 +174,8 @@ class RamMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(1, 9))
     def close(self, number: int) -> None:
-        """A handle that all others have followed is closed; they live on."""
+        """A handle is closed; all others live on."""
         if len(self.handles) > 1:
-            for place in range(len(self.handles) + 1):
-                self.ask(place, "get", [0])
             self.handles.pop(1 + number % (len(self.handles) - 1)).close()
 
     @rule()
@@ -248,7 +191,7 @@ class RamMachine(RuleBasedStateMachine):
         if hasattr(self, "handles"):
             cache = self.handles[-1]
             assert cache.num_cached == len(self.stored)
-            lacking = sorted(self.retained - self.stored)
+            lacking = sorted(set(range(NUM_SAMPLES)) - self.stored)
             assert set(cache.missing()) <= set(lacking)
             if self.capacity is not None:
                 assert cache.missing().tolist() == lacking[: self.capacity - len(self.stored)]

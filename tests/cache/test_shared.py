@@ -1,32 +1,20 @@
-"""SharedMemoryCache: the contract, layouts, budget, faults and `retain`; test_ram_model.py has the rest."""
+"""SharedMemoryCache: the contract, layouts, budget and faults; test_ram_model.py has the rest."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import gc
 import logging
 import os
 import pickle
 import random
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import PIL.Image
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastload
-from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import layout, owners, registry
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
@@ -38,7 +26,7 @@ from fastload.nested.tree import first_difference
 from fastload.system import locks
 from fastload.system.logs import say_once
 from tests.cache.contract import CacheContract, SharedContract
-from tests.cache.zoo import Files, Images, KnownImages, Made, MixedImages, RaggedImages
+from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 
 MB = 1 << 20
@@ -70,10 +58,6 @@ def filled(dataset: Images) -> SharedMemoryCache:
 def cached(cache: Any) -> list[int]:
     """The indices that are cached."""
     return [index for index in range(cache.num_samples) if index in cache]
-
-
-def some(*indices: int) -> Any:
-    return np.array(sorted(indices), np.intp)
 
 
 def assert_right(cache: Any, dataset: Images) -> None:
@@ -172,15 +156,15 @@ def test_small_values_of_other_kinds_do_not_fit_columns() -> None:
 
 
 def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
-    """What was stored, in whole pages; a closed cache has none, lacks nothing and retains nothing."""
+    """What was stored, in whole pages; a closed cache has none, lacks nothing and stores nothing."""
     cache = SharedMemoryCache(1000, [np.zeros(MB, np.uint8)], max_memory=1000 * MB)
     cache.put(500, np.ones(MB, np.uint8))
     nbytes = cache.nbytes
     cache.close()
-    cache.retain(some(1))
+    assert not cache.put(1, np.ones(MB, np.uint8))
     assert MB < nbytes < MB + 64 * 1024
     assert nbytes % 4096 == 0
-    assert (cache.nbytes, cache.num_cached, cache.generation, cache.fd) == (0, 0, 0, -1)
+    assert (cache.nbytes, cache.num_cached, cache.fd) == (0, 0, -1)
     assert cache.missing().tolist() == []
 
 
@@ -200,18 +184,16 @@ def test_what_the_system_refuses_is_left_out(where: Any, name: str, monkeypatch:
     assert_right(cache, dataset)
 
 
-def test_a_half_seen_entry_is_empty_and_a_torn_pointer_leads_nowhere() -> None:
+def test_a_half_seen_entry_is_empty() -> None:
     """What another process is still writing, or has not finished, is not followed."""
     cache = filled(dataset := RaggedImages(12))
-    own, other = cache._now.entries[3], cache._now.entries[4]
+    own, other = cache._arena.entries[3], cache._arena.entries[4]
     for entry in (other, own & 0xFF00, own + 64, 1 << 60, 77):
-        cache._now.publish(3, entry)
+        cache._arena.publish(3, entry)
         assert cache.get(3) is None
-    cache._now.publish(3, own)
-    segment = cache._now.segment
-    os.pwrite(segment.fd, os.urandom(44), layout.SUCCESSOR_AT + 8)
-    os.pwrite(segment.fd, (9).to_bytes(8, "little"), layout.SUCCESSOR_AT)
-    assert state(cache, dataset) == (1, list(range(12)))
+    cache._arena.publish(3, own)
+    assert_right(cache, dataset)
+    assert cached(cache) == list(range(12))
 
 
 def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
@@ -241,282 +223,56 @@ def test_writes_that_the_system_cuts_short_go_on_where_they_ended(most: int, mon
         assert_same_samples(cache.get(index), sample)
 
 
-def state(cache: SharedMemoryCache, dataset: Images) -> tuple[int, list[int]]:
-    """The generation that a process uses, and the samples that it finds, which must be right."""
-    assert_right(cache, dataset)
-    return cache.generation, cached(cache)
-
-
-def retain(cache: SharedMemoryCache, indices: list[int]) -> int:
-    """Run in a job: retain some samples; gives the generation afterwards."""
-    cache.retain(some(*indices))
-    return cache.generation
-
-
-def is_held(cache: Any, inode: int) -> bool:
-    """Whether a process holds memory with this inode, by a descriptor or a mapping."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the descriptor of the listing itself
-            if os.stat(f"/proc/self/fd/{fd}").st_ino == inode:
-                return True
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return any(int(line.split()[4]) == inode for line in lines if layout.SEGMENT_NAME in line)
-
-
 def put_shuffled(cache: SharedMemoryCache, dataset: Images, seed: int) -> int:
     """Run in a job: store all samples in an order of its own, twice."""
     order = np.random.RandomState(seed).permutation(len(dataset)).tolist()
     return sum(cache.put(index, dataset.sample(index)) for index in [*order, *order])
 
 
-def test_old_memory_goes_once_all_have_followed_and_nobody_holds_a_sample(start: Any) -> None:
-    """A process that has followed holds the old memory neither by a descriptor nor by a mapping."""
-    cache = filled(dataset := Images(30, shape=(64, 64, 3)))
-    job = start(lambda: (cache, None))
-    job.answer()
-    sample, before = cache.get(7), cache.nbytes
-    old = os.fstat(cache.fd).st_ino
-    cache.retain(some(8, 9))
-    cache.retain(some(10, 11))
-    put_all(cache, dataset)
-    were_held = is_held(cache, old), job.ask(is_held, old)
-    assert_same_samples(sample, dataset.sample(7))
-    del sample
-    gc.collect()
-    assert were_held == (True, True)
-    assert not is_held(cache, old)
-    assert job.ask(state, dataset) == (3, [10, 11])
-    assert not job.ask(is_held, old)
-    assert before > 30 * 64 * 64 * 3
-    assert cache.nbytes < 2 * (64 * 64 * 3 + 8) + 6 * 4096
-
-
-def test_a_generation_that_went_with_its_maker_is_told(start: Any, caplog: Any) -> None:
-    """If nobody else holds it, all go on with the old one; a pickle of it says where it was looked for."""
-    cache = filled(dataset := Images(30))
-    job = start(lambda: (cache, retain(cache, [1, 2])))
-    made = job.answer()
-    job.kill()
-    with caplog.at_level(logging.INFO, "fastload"):
-        after = state(cache, dataset)
-    text = pickle.dumps(cache)
-    cache.close()
-    assert (made, after) == (2, (1, list(range(30))))
-    assert "the new one is gone" in caplog.text
-    with pytest.raises(SegmentError, match=f"the descriptor of process {os.getpid()} cannot be opened"):
-        pickle.loads(text)
-
-
-def test_threads_read_and_store_while_the_cache_moves() -> None:
-    """Each thread always sees one whole generation: samples are right, with the old descriptor closed too."""
+def test_threads_read_and_store_at_once() -> None:
+    """What they store fits, and all that they read is right."""
     cache = make(dataset := MixedImages(30), OVERHEAD + 10 * ROW_BYTES)
-    stop = threading.Event()
 
     def use(first: int) -> None:
-        while not stop.is_set():
+        for turn in range(20):
             for index in range(30):
                 cache.put((first + index) % 30, dataset.sample((first + index) % 30))
-            for index in range(30):  # other threads may drop samples meanwhile
-                if (sample := cache.get(index)) is not None:
-                    assert_same_samples(sample, dataset.sample(index))
+            for index in range(30):
+                if (sample := cache.get((turn + index) % 30)) is not None:
+                    assert_same_samples(sample, dataset.sample((turn + index) % 30))
 
     with ThreadPoolExecutor(3) as pool:
-        threads = [pool.submit(use, first) for first in (0, 10, 20)]
-        for turn in range(20):
-            cache.retain(some(*((turn * 7 + step) % 30 for step in range(12))))
-        stop.set()
-        for thread in threads:
+        for thread in [pool.submit(use, first) for first in (0, 10, 20)]:
             thread.result()
+    assert cached(cache)
     assert_right(cache, dataset)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Images, RaggedImages, MixedImages])
-def test_processes_that_store_and_retain_at_once(kind: Any, start: Any) -> None:
-    """What they store fits and is right; one of equal calls of retain() does the work; all agree."""
+def test_processes_store_at_once(kind: Any, start: Any) -> None:
+    """What they store fits and is right."""
     max_memory = OVERHEAD + 20 * ROW_BYTES
     cache = make(dataset := kind(80), max_memory)
     jobs = [start(lambda: (cache, None)) for _ in range(3)]
     for job in jobs:
         job.answer()
-    for part in (None, range(0, 80, 2), range(40, 80)):
-        cache.retain(None if part is None else some(*part))
-        for seed, job in enumerate(jobs):
-            job.begin(put_shuffled, dataset, seed)
-        for job in jobs:
-            job.answer()
-        held = cached(cache)
+    for seed, job in enumerate(jobs):
+        job.begin(put_shuffled, dataset, seed)
+    for job in jobs:
+        job.answer()
+    held = cached(cache)
 
-        assert held
-        assert cache.nbytes <= max_memory + 3 * 4096
-        assert part is None or set(held) <= set(part)
-        assert kind is not Images or len(held) <= 20
-        assert_right(cache, dataset)
-    for are_equal in (True, False):
-        before = cache.generation
-        for number, job in enumerate(jobs):
-            job.begin(retain, [1, 2] if are_equal else [1, 2, 10 + number])
-        numbers = [job.answer() for job in jobs]
-        states = [job.ask(state, dataset) for job in jobs]
-        after = before + (1 if are_equal else 3)
-
-        assert states == [(after, [])] * 3
-        assert state(cache, dataset) == (after, [])
-        # A process may see the next generation of another one before it reads the number of its own.
-        assert max(numbers) == after
-        assert min(numbers) > before
-
-
-def found(dataset: Images) -> Any:
-    """The registered cache of these samples."""
-    return registry.find(fingerprint_of(dataset), len(dataset))
-
-
-def named(dataset: KnownImages) -> Any:
-    """A registered cache of all samples."""
-    examples = [dataset.sample(0), dataset.sample(1)]
-    cache = registry.create(fingerprint_of(dataset), len(dataset), examples, 64 * MB)
-    put_all(cache, dataset)
-    return cache
-
-
-def test_ranks_find_generations_through_each_other(start: Any) -> None:
-    """A late one asks the others if the maker has died, a new one finds the newest; entries stay valid."""
-    dataset = KnownImages(30)
-    cache = named(dataset)
-    maker, other = (start(lambda: (found(dataset), None)) for _ in range(2))
-    maker.answer(), other.answer()
-    before = owners.entries()
-    maker.ask(retain, [1, 2, 3])
-    followed = other.ask(state, dataset)
-    maker.kill()
-    reached = state(cache, dataset)
-    cache.retain(some(1, 2))
-    entries = {entry.pid: entry for entry in owners.entries()}
-    (live,) = registry.live_caches()
-    owners.unregister(entries[os.getpid()])
-    late = start(lambda: ((cache := found(dataset)), state(cache, dataset)))
-    assert followed == reached == (2, [])
-    assert set(entries.values()) == {entry for entry in before if entry.pid != maker.pid}
-    assert (live.num_cached, live.nbytes) == (0, cache.nbytes)
-    assert late.answer() == (3, [])
-
-
-def test_a_generation_that_cannot_be_reached_is_followed_by_retain(monkeypatch: Any) -> None:
-    """A process without descriptors stays with its generation, which is right, until it retains itself."""
-    refuse = mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    dataset = KnownImages(30)
-    one, two = named(dataset), found(dataset)
-    states = [state(two, dataset)]
-    one.retain(some(1, 2, 3))
-    with monkeypatch.context() as patch:
-        patch.setattr("fastload.cache.ram.owners.open_in_process", refuse)
-        states.append(state(two, dataset))
-    states.append(state(two, dataset))
-    two.retain(some(1, 2, 3))
-    assert states == [(1, list(range(30)))] * 3
-    assert state(two, dataset) == (2, [])
-
-
-def test_indices_come_in_many_forms() -> None:
-    """Lists, tuples, ranges, arrays and tensors of ints, in any order; fill() then stores those alone."""
-    forms: Any = [5, 3, 3, 4], (3, 4, 5), range(3, 6), np.array([3, 4, 5], np.uint8), torch.tensor([3, 4, 5])
-    for indices in (*forms, [np.int64(5), 4, 3]):
-        ds = CachedDataset(Images(20), max_memory=MB)
-        ds.retain(indices)
-        ds.fill(num_workers=0)
-        assert cached(ds.cache) == [3, 4, 5]
-
-
-class OtherCache(PrivateCache):
-    """A cache of the user's, without `retain`."""
-
-    retain: Any = None
-
-
-ODD = [0.5], np.zeros(3), torch.zeros(3), [True, False], 3, "abc", {1, 2}, [[1], [2, 3]], [1 << 80]
-
-
-@pytest.mark.parametrize(
-    ("indices", "error", "said"),
-    [
-        *((indices, TypeError, r"retain\(\) needs a one-dimensional.*but got ") for indices in ODD),
-        *(([3, i], IndexError, f"index {i}, but the dataset has 20 samples") for i in (-1, 20, 1 << 62)),
-        ("no method", TypeError, r"OtherCache has no method retain\(indices\)"),
-    ],
-)
-def test_what_cannot_be_retained_is_an_error(indices: Any, error: Any, said: str) -> None:
-    """Anything but a list of indices, and a cache without the method; and nothing changes."""
-    cache = OtherCache(20, max_memory=MB) if "method" in said else "ram"
-    ds = CachedDataset(Images(20), cache=cache, max_memory=MB)
-    ds.fill(num_workers=0)
-    with pytest.raises(error, match=said):
-        ds.retain(indices)
-    assert ds.cache_info().num_cached == 20
-
-
-@pytest.mark.slow
-def test_workers_that_live_on_follow(tmp_path: Any) -> None:
-    """They drop and store samples as the parts change; others are read at each access; batches are right."""
-    dataset = Images(40, log=tmp_path / "reads")
-    ds = CachedDataset(dataset, max_memory=OVERHEAD + 20 * ROW_BYTES)
-    options: Any = {"persistent_workers": True, "multiprocessing_context": "forkserver"}
-    loader = fastload.DataLoader(ds, 4, shuffle=True, num_workers=2, **options)
-    for part in (range(20), range(20, 40), range(10, 30)):
-        ds.retain(part)
-        for _ in range(4):  # a sample whose worker did not get the lock is stored in a later epoch
-            for images, labels in loader:
-                for image, label in zip(images, labels.tolist(), strict=True):
-                    assert np.array_equal(image.numpy(), dataset.sample(label)[0])
-        before = dataset.reads
-        for _ in loader:
-            pass
-        reads = np.subtract(dataset.reads, before)
-        assert cached(ds.cache) == list(part)
-        assert reads.tolist() == [0 if index in part else 1 for index in range(40)]
-    del loader
-
-
-def test_a_private_cache_drops_its_own_samples() -> None:
-    """Its pickle, which is empty, retains the same ones."""
-    dataset, cache = Images(20), PrivateCache(20, max_memory=MB)
-    put_all(cache, dataset)
-    before = cache.nbytes
-    cache.retain(some(3, 4))
-    again = pickle.loads(pickle.dumps(cache))
-    left = cached(cache), cache.missing().tolist(), cache.nbytes
-    cache.retain(None)
-    assert left == ([3, 4], [], before // 10)
-    assert put_all(again, dataset) == [3, 4]
-    assert put_all(cache, dataset) == list(range(20))
+    assert held
+    assert cache.nbytes <= max_memory + 3 * 4096
+    assert kind is not Images or len(held) <= 20
     assert_right(cache, dataset)
 
 
-def test_samples_that_are_not_in_ram_come_from_where_they_are(path: Any) -> None:
-    """Only RAM retains: a file takes no memory that could be given back, and is read at every access."""
-    for cache, num_cached in ((LMDBCache(path), 20), (None, 0), (["ram", LMDBCache(path)], 2)):
-        dataset = Images(20)
-        ds = CachedDataset(dataset, cache=cache, max_memory=MB)
-        ds.retain([1, 2])
-        before = sum(dataset.reads)
-        for index in range(20):
-            assert_same_samples(ds[index], dataset.sample(index))
-        assert ds.cache_info().num_cached == num_cached
-        assert sum(dataset.reads) - before == (0 if cache else 20)
-
-
-def test_both_parts_of_decoded_and_encoded_ram_retain(tmp_path: Any) -> None:
-    """Samples that are not retained take room in neither; a full first cache is tried again later."""
-    for index in range(40):
-        PIL.Image.new("RGB", (64, 64), (index, 2 * index, 3 * index)).save(tmp_path / f"{index:02}.png")
-    decoded = Files(tmp_path, is_decoded=True)
-    ds = CachedDataset(Files(tmp_path), cache=["ram", "ram-encoded"], max_memory=240_000)
-    fast, slow = ds.cache.stores  # type: ignore[union-attr]
-    for index in range(40):
-        _ = ds[index]
-    for part in (range(20), range(20, 40)):
-        ds.retain(part)
-        for index in range(40):
-            assert_same_samples(ds[index], decoded[index])
-        assert 10 < len(cached(fast)) < 20
-        assert sorted([*cached(fast), *cached(slow)]) == list(part)
+def test_the_pickle_of_a_closed_cache_says_what_is_gone() -> None:
+    """It leads to the descriptor of the process that wrote it."""
+    cache = filled(Images(3))
+    text = pickle.dumps(cache)
+    cache.close()
+    with pytest.raises(SegmentError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"):
+        pickle.loads(text)

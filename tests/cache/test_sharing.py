@@ -265,13 +265,13 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
     fingerprint: Any = fingerprint_of(dataset := KnownImages(3))
     made = fingerprint if fault != "of another name" else Fingerprint({"any": "thing"}, None)
     cache = SharedMemoryCache(3, [dataset.sample(0)], max_memory=MB, fingerprint=made)
-    segment = cache._now.segment
+    segment = cache._arena.segment
     number = None
     if fault == "foreign":
         segment = Segment.create(MB, sealed=True)
     elif fault == "unsealed":
-        segment = Segment.create(cache._now.segment.nbytes)
-        os.pwrite(segment.fd, os.pread(cache._now.segment.fd, segment.nbytes, 0), 0)
+        segment = Segment.create(cache._arena.segment.nbytes)
+        os.pwrite(segment.fd, os.pread(cache._arena.segment.fd, segment.nbytes, 0), 0)
     elif fault == "open to others":
         os.fchmod(segment.fd, 0o644)
     elif fault == "damaged":

@@ -75,7 +75,6 @@ LENGTH = r"length of the dataset is 39 on rank 1 \(host .+\), but 40 on rank 0 \
         (lambda rank: [make(41, rank, drop_last=rank == 0)], "drop_last of the sampler is 0 on rank 1"),
         (lambda rank: [partitioned(40 + rank, rank)], "length of the dataset is 41 on rank 1"),
         (lambda rank: [partitioned(40, rank, num_nodes=1 + rank)], "num_nodes of the sampler is 2 on rank 1"),
-        (lambda rank: [partitioned(40, rank, epochs_per_partition=3 - rank)], "epochs_per_partition .* is 2"),
     ],
 )
 def test_ranks_that_split_in_different_ways_are_an_error(program: Any, text: str, ranks: Ranks) -> None:

@@ -42,9 +42,7 @@ NODES = """
 import os, sys
 from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from fastload.cache import rate_limit
 from tests.distributed import rank_zoo
-rate_limit.CHEAP_S = float("inf")  # as in tests/conftest.py
 children = []
 for node in range(2):
     children.append(os.fork())
@@ -137,7 +135,7 @@ def test_ranks_of_torchrun_cache_and_go_on_after_a_kill(launch: Any, tmp_path: P
     assert set(np.flatnonzero(reads != 1)) <= {0, rank_zoo.NUM_PHOTOS // 2, rank_zoo.NUM_PHOTOS - 1}
     for number, rank in enumerate(read(tmp_path, "rank", 2)):
         numbers = rank_zoo.Numbers()
-        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7, epochs_per_partition=2)
+        sampler = NodePartitionSampler(numbers, 2, number, num_nodes=1, seed=7)
         for epoch in range(2):
             sampler.set_epoch(epoch)
             assert rank["seen"][epoch] == list(sampler)

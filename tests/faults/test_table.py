@@ -23,7 +23,7 @@ from PIL import Image
 
 import fastload
 from fastload.cache.ram import owners
-from fastload.cache.ram.generation import Generation
+from fastload.cache.ram.arena import Arena
 from fastload.files import attempts
 from fastload.workers import pool
 from fastload.workers import process as starting
@@ -386,7 +386,7 @@ def fill_together(rank: int, store: Path, victim: int, number: signal.Signals, g
             dataset = datasets.Made(lambda index: np.full((4, 4), index), zoo.SIZE)
             cached = fastload.CachedDataset(dataset, cache_key="faults")
         dist.barrier()
-    publish: Any = Generation.publish
+    publish: Any = Arena.publish
 
     def end_self(self: Any, index: int, *args: Any) -> Any:
         if index == zoo.FAULTY:
@@ -394,7 +394,7 @@ def fill_together(rank: int, store: Path, victim: int, number: signal.Signals, g
         return publish(self, index, *args)
 
     if rank == victim:
-        Generation.publish = end_self  # type: ignore[method-assign]
+        Arena.publish = end_self  # type: ignore[method-assign]
     else:
         gate.wait()
     stored = [index for index in range(zoo.SIZE) if index in cached.cache]

@@ -42,8 +42,8 @@ class _Chunks(Dataset[int]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `_view` might have deferred storing (see `rate_limit`), or found the sample in a slower
-                # cache.
+                # `_view` stores the sample, unless another process holds the lock; `put` says whether it is
+                # stored, and else tries once more.
                 num_stored += bool(self.cache.put(index, self.dataset._view(index)))
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")

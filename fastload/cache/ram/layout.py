@@ -3,12 +3,10 @@
 The process that creates the segment plans the layout; other processes read it from the segment. In order:
 
     header       magic, format version; crc32 and length of the description
-    stamp        at byte 32: which generation of which cache this is, and which samples it retains
-    cursor       at byte 64: how much of the rows and of the ragged area is used (see `generation`)
-    successor    at byte 128: the number of the next generation and a process that holds it (see `generation`)
-    description  at byte 1024: JSON, ASCII
-    table        at 1 MiB, 8 bytes a sample: 0 = empty, 2 = not retained, an odd number 2 * row + 1 = a
-                 uniform row, else the offset of a ragged record
+    cursor       at byte 64: how much of the rows and of the ragged area is used (see `arena`)
+    description  at byte 128: JSON, ASCII
+    table        at 1 MiB, 8 bytes a sample: 0 = empty, an odd number 2 * row + 1 = a uniform row, else the
+                 offset of a ragged record
     columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
                  assigned one after another, so any subset of the samples can be stored
     ragged       records (see `record`), each after a frame that names its sample
@@ -25,9 +23,10 @@ import json
 import logging
 import os
 import struct
+import time
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastload.cache.columns import Column, plan_columns
 from fastload.cache.fingerprint import Fingerprint
@@ -46,10 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SEGMENT_NAME = "fastload-cache"
-STAMP_AT = 32
 CURSOR_AT = 64
-SUCCESSOR_AT = 128
-DESCRIPTION_AT = 1024
+DESCRIPTION_AT = 128
 TABLE_AT = 1 << 20  # address space: unwritten pages take no memory
 ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
@@ -58,55 +55,12 @@ _RAGGED_MULTIPLE = 8
 _MIN_RAGGED_BYTES = 256 << 20
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
-_STAMP = struct.Struct("<QQ16s")
 _MAGIC = b"FLcache\0"
-_VERSION = 5
+_VERSION = 6
 _PLAIN_FIELDS = (
     *("num_samples", "max_bytes", "rows", "is_packed"),
     *("ragged_at", "ragged_bytes", "room_bytes"),
 )
-
-RETAINS_ALL = bytes(16)
-"""The digest of a generation in which every sample can be stored."""
-
-
-class Stamp(NamedTuple):
-    """Which generation of which cache a segment is.
-
-    Attributes:
-        number: Of the generation; the first one is 1.
-        cache_id: A random number that all generations of a cache share.
-        digest: Of the indices that can be stored; `RETAINS_ALL` for all of them.
-    """
-
-    number: int
-    cache_id: int
-    digest: bytes
-
-    @classmethod
-    def parse(cls, memory: bytes | mmap.mmap) -> Stamp:
-        """The stamp in the memory of a segment."""
-        return cls(*_STAMP.unpack_from(memory, STAMP_AT))
-
-    @classmethod
-    def read(cls, segment: Segment) -> Stamp:
-        """The stamp of a segment.
-
-        Raises:
-            CacheMismatchError: The segment is not a cache of this format version, or its size could change.
-        """
-        if not segment.is_sealed or not segment.is_own:
-            raise CacheMismatchError(
-                "not a shared cache: its size could change, or it belongs to a different user"
-            )
-        header = os.pread(segment.fd, DESCRIPTION_AT, 0)
-        magic, version, *_ = _HEADER.unpack_from(header)
-        if magic != _MAGIC or version != _VERSION:
-            raise CacheMismatchError(
-                f"not a shared cache of format {_VERSION}, which this release of fastload uses: it starts "
-                f"with {magic!r} and {version}"
-            )
-        return cls.parse(header)
 
 
 @dataclass(frozen=True)
@@ -114,14 +68,21 @@ class Origin:
     """Which process made a cache, when, and from which samples.
 
     Attributes:
+        cache_id: A random name, different for each cache of all machines.
         pid: The process.
         created_s: Seconds since 1970.
         fingerprint: Of the samples; None for a private cache.
     """
 
+    cache_id: str
     pid: int
     created_s: float
     fingerprint: Fingerprint | None
+
+    @classmethod
+    def new(cls, fingerprint: Fingerprint | None) -> Origin:
+        """That of a cache that this process makes now."""
+        return cls(os.urandom(8).hex(), os.getpid(), time.time(), fingerprint)
 
 
 @dataclass(frozen=True)
@@ -230,11 +191,8 @@ class Layout:
         pages = sum(max(0, column.row_bytes // PAGE_BYTES - 1) for column in self.columns)
         return nbytes - pages * PAGE_BYTES
 
-    def create_segment(self, stamp: Stamp) -> tuple[Segment, mmap.mmap]:
+    def create_segment(self) -> tuple[Segment, mmap.mmap]:
         """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
-
-        Args:
-            stamp: Which generation it is.
 
         Raises:
             SegmentError: The memory could not be allocated.
@@ -244,6 +202,7 @@ class Layout:
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
             "spec": None if self.spec is None else self.spec.text.decode("ascii"),
             "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
+            "cache_id": self.origin.cache_id,
             "pid": self.origin.pid,
             "created_s": self.origin.created_s,
             "parts": None if fingerprint is None else dict(fingerprint.parts),
@@ -257,7 +216,6 @@ class Layout:
         try:
             mapping = segment.map(writable=False)
             segment.write(text, DESCRIPTION_AT)
-            segment.write(_STAMP.pack(*stamp), STAMP_AT)
             # Last: a segment without a header is not a cache.
             segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
         except (SegmentError, OSError) as error:
@@ -272,8 +230,16 @@ class Layout:
         Raises:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
-        Stamp.read(segment)
-        _, _, crc, length = _HEADER.unpack(os.pread(segment.fd, _HEADER.size, 0))
+        if not segment.is_sealed or not segment.is_own:
+            raise CacheMismatchError(
+                "not a shared cache: its size could change, or it belongs to a different user"
+            )
+        magic, version, crc, length = _HEADER.unpack(os.pread(segment.fd, _HEADER.size, 0))
+        if magic != _MAGIC or version != _VERSION:
+            raise CacheMismatchError(
+                f"not a shared cache of format {_VERSION}, which this release of fastload uses: it starts "
+                f"with {magic!r} and {version}"
+            )
         text = os.pread(segment.fd, min(length, TABLE_AT), DESCRIPTION_AT)
         if zlib.crc32(text) != crc:
             raise CacheMismatchError("not a shared cache: its description is damaged")
@@ -291,14 +257,14 @@ class Layout:
             **{name: fields[name] for name in _PLAIN_FIELDS},
             spec=spec,
             columns=tuple(columns),
-            origin=Origin(fields["pid"], fields["created_s"], fingerprint),
+            origin=Origin(fields["cache_id"], fields["pid"], fields["created_s"], fingerprint),
         )
 
 
 def create(
     num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
-) -> tuple[Layout, Segment, mmap.mmap]:
-    """Make the layout, segment and mapping of a new cache, smaller than `max_bytes` if the system demands it.
+) -> tuple[Segment, Layout, mmap.mmap]:
+    """Make the segment, layout and mapping of a new cache, smaller than `max_bytes` if the system demands it.
 
     Args:
         num_samples: As for `Layout.plan`.
@@ -310,12 +276,11 @@ def create(
         SegmentError: The system denied even a segment that holds little more than the examples, or the lock
             under which space is claimed.
     """
-    stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
     layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""
     while True:
         try:
-            segment, mapping = layout.create_segment(stamp)
+            segment, mapping = layout.create_segment()
             break
         except SegmentError as error:
             reason = reason or str(error)
@@ -333,4 +298,4 @@ def create(
     if reason:
         level = logging.INFO if layout.rows == num_samples else logging.WARNING
         log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), reason)
-    return layout, segment, mapping
+    return segment, layout, mapping

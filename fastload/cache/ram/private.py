@@ -47,15 +47,13 @@ class PrivateCache(BaseCache):
         self.max_bytes = parse_memory(max_memory)
         self.reason = reason
         self.nbytes = 0
-        self.generation = 1
         self._records: dict[int, bytes] = {}
-        self._retained = np.ones(num_samples, np.bool_)
         self._is_full = False
         self._checked_bytes = 0
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.num_samples, self.max_bytes, self.reason, self._retained)
+        return _empty, (self.num_samples, self.max_bytes, self.reason)
 
     @property
     def num_cached(self) -> int:
@@ -67,12 +65,8 @@ class PrivateCache(BaseCache):
         return f"private memory, {self.num_cached:,} of {self.num_samples:,} samples: {self.reason}"
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that are not stored in this process and are retained, ascending."""
-        return np.array([i for i in np.flatnonzero(self._retained) if i not in self._records], np.intp)
-
-    def is_retained(self, index: int) -> bool:
-        """Whether the sample can be stored."""
-        return bool(self._retained[index])
+        """Indices of the samples that are not stored in this process, ascending."""
+        return np.array([i for i in range(self.num_samples) if i not in self._records], np.intp)
 
     def __contains__(self, index: object) -> bool:
         return index in self._records
@@ -83,20 +77,20 @@ class PrivateCache(BaseCache):
         return None if record is None else decode(record)
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample; False if it does not fit or is not retained.
+        """Store a sample; False if it does not fit.
 
         Raises:
             UnsupportedSampleError: A value in the sample cannot be cached.
         """
         if index in self._records:
             return True
-        if self._is_full or not self.is_retained(index):
+        if self._is_full:
             return False
         record = encode(sample)
         # Worker threads share the cache. Each process has its own lock, because a fork can copy a held one.
         with self._lock():
             nbytes = self.nbytes + len(record)
-            if index in self._records or nbytes > self.max_bytes or not self.is_retained(index):
+            if index in self._records or nbytes > self.max_bytes:
                 return index in self._records
             if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
                 # Every worker has a cache of this size; together they can need more than there is.
@@ -114,23 +108,6 @@ class PrivateCache(BaseCache):
             self.nbytes = nbytes
             return True
 
-    def retain(self, indices: npt.NDArray[np.intp] | None) -> None:
-        """Drop all samples but these, and store no others, in this process and in those that it starts.
-
-        Running worker processes keep their own samples.
-
-        Args:
-            indices: Of the samples, each `0 <= index < num_samples`; None for all samples.
-        """
-        retained = np.zeros(self.num_samples, np.bool_)
-        retained[slice(None) if indices is None else indices] = True
-        with self._lock():
-            self._retained = retained
-            self._records = {i: record for i, record in self._records.items() if retained[i]}
-            self.nbytes = self._checked_bytes = sum(map(len, self._records.values()))
-            self._is_full = False
-            self.generation += 1
-
     def _lock(self) -> threading.Lock:
         return self._locks.setdefault(os.getpid(), threading.Lock())
 
@@ -140,7 +117,5 @@ class PrivateCache(BaseCache):
         self.nbytes = self.max_bytes = 0
 
 
-def _empty(num_samples: int, max_bytes: int, reason: str, retained: npt.NDArray[np.bool_]) -> PrivateCache:
-    cache = PrivateCache(num_samples, max_memory=max(1, max_bytes), reason=reason)
-    cache._retained = retained
-    return cache
+def _empty(num_samples: int, max_bytes: int, reason: str) -> PrivateCache:
+    return PrivateCache(num_samples, max_memory=max(1, max_bytes), reason=reason)

@@ -12,7 +12,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-import os
 import time
 import weakref
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache import ranks
 from fastload.cache.fingerprint import Fingerprint
 from fastload.cache.ram import owners
-from fastload.cache.ram.layout import RETAINS_ALL, Origin, Stamp
+from fastload.cache.ram.layout import Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
@@ -119,22 +118,19 @@ def create(
         return cache
 
 
-def of_this_machine(layout: Layout, cache_id: int) -> SampleCache:
+def of_this_machine(layout: Layout) -> SampleCache:
     """The cache of this machine for a cache that another one made; all its workers share it.
 
     Args:
         layout: Of that cache.
-        cache_id: Of that cache; names this one if it has no fingerprint.
     """
-    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {cache_id:016x}")
+    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {layout.origin.cache_id}")
     max_bytes = max(1, min(layout.max_bytes, parse_memory("auto")))
     try:
         with owners.creating() as is_alone:
             if is_alone and (cache := find(fingerprint, layout.num_samples)) is not None:
                 return cache
-            planned = layout.on_machine(max_bytes, Origin(os.getpid(), time.time(), fingerprint))
-            stamp = Stamp(1, int.from_bytes(os.urandom(8), "little"), RETAINS_ALL)
-            segment, _ = planned.create_segment(stamp)
+            segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
             cache = SharedMemoryCache.attach(segment)
             cache.reason = "new: the cache of this machine"
             _register(cache, fingerprint.name)
@@ -146,7 +142,7 @@ def of_this_machine(layout: Layout, cache_id: int) -> SampleCache:
 
 def live_caches() -> list[LiveCache]:
     """Every shared cache of this user that can be reached from this process, by age."""
-    found: dict[tuple[str, int, float], LiveCache] = {}
+    found: dict[tuple[str, str], LiveCache] = {}
     for entry in owners.entries():
         try:
             cache = _attach(entry)
@@ -154,7 +150,7 @@ def live_caches() -> list[LiveCache]:
             continue
         origin = cache.origin
         live = found.setdefault(
-            (entry.name, origin.pid, origin.created_s),
+            (entry.name, origin.cache_id),
             LiveCache(
                 name=entry.name,
                 key=origin.fingerprint.key if origin.fingerprint else None,
@@ -180,12 +176,7 @@ def _attach(entry: Entry) -> SharedMemoryCache:
         SegmentError: It cannot be reached.
         CacheMismatchError: Its descriptor is not a valid cache of this name.
     """
-    segment = entry.attach()
-    try:
-        cache = SharedMemoryCache.attach(segment)
-    except CacheMismatchError:
-        segment.close()
-        raise
+    cache = SharedMemoryCache.attach(entry.attach())
     if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
         cache.close()
         raise CacheMismatchError("the descriptor now refers to a different cache")
@@ -205,11 +196,6 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
 
 
 def _register(cache: SharedMemoryCache, name: str) -> None:
-    try:
-        fd = cache.anchor_fd()
-    except OSError as error:
-        log.info("cache: not registered, so other jobs make their own: %s", error.strerror)
-        return
-    entry = owners.register(name, fd)
+    entry = owners.register(name, cache.fd)
     if entry is not None:
         cache.unregister = weakref.finalize(cache, owners.unregister, entry)

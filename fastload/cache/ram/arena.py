@@ -1,5 +1,6 @@
-"""One generation of a shared cache: its segment, mapped in this process, and how samples are read and stored.
+"""Arena: the segment of a shared cache, mapped in this process, and how samples are read and stored.
 
+Space in it is claimed, and never given back: the memory goes with the last process that holds the segment.
 Rules:
 
 1. Processes read through a PROT_READ mapping. They write samples with pwrite, which reports missing memory,
@@ -13,22 +14,7 @@ Rules:
 3. The claims together never exceed `max_bytes`.
 4. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
    share an inherited one.
-5. The descriptor is closed with the object, so a thread that still writes to an old generation never writes
-   to a different file. Views of samples keep the mapping, and with it the memory.
-
-`SharedMemoryCache.retain` makes a new generation. The process that makes it writes to the old segment where
-to reach the new one: its own descriptor, as an entry of the registry. Rules:
-
-1. A generation is complete before any other process can find it. If the maker dies before that, nothing has
-   changed for the others.
-2. The entry is written before the number that announces it, and read after it, with a `fence` in between.
-   Followers check what it leads to.
-3. Every access compares the announced number with the last number that this process has handled. If they
-   differ, the process attaches to the new generation and releases the old one.
-4. The entry names the maker's anchor (see `shared`), which always refers to the newest generation that the
-   maker holds. So one step is enough for a process that missed several generations.
-5. If the maker is gone, the process tries the cache's other owners, if it is registered. If it cannot reach
-   the new generation at all, it continues with the old one.
+5. The descriptor is closed with the object. Views of samples keep the mapping, and with it the memory.
 """
 
 from __future__ import annotations
@@ -42,18 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fastload.cache.columns import ColumnReader
-from fastload.cache.ram import owners
-from fastload.cache.ram.layout import (
-    CURSOR_AT,
-    ENTRY_BYTES,
-    FRAME_BYTES,
-    SUCCESSOR_AT,
-    TABLE_AT,
-    Layout,
-    Stamp,
-)
+from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout
 from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import SegmentError
 from fastload.memory.order import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
 from fastload.system.locks import locked
@@ -62,24 +39,21 @@ from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from fastload.cache.columns import Allocate
-    from fastload.cache.ram.owners import Entry
     from fastload.memory.segment import Segment
     from fastload.nested.spec import Spec
 
-EMPTY, NOT_RETAINED = 0, 2
-
+_EMPTY = 0
 _CURSOR = struct.Struct("<qqqq")
 _FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
 _FRAME_MAGIC = b"FLragged"
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
-_HOLDER_AT, _HOLDER_BYTES = SUCCESSOR_AT + ENTRY_BYTES, 256
 
 
 class Cursor(NamedTuple):
-    """How much of a generation is claimed.
+    """How much of an arena is claimed.
 
     Attributes:
         ragged_bytes: Claimed bytes of the ragged area.
@@ -94,20 +68,17 @@ class Cursor(NamedTuple):
     is_short: int
 
 
-class Generation:
+class Arena:
     """One segment of a shared cache, mapped; without a segment, it holds and stores nothing.
 
     Args:
-        segment: The segment; the generation owns it from here on.
+        segment: The segment; the arena owns it from here on.
         plan: Its layout.
         mapping: The segment, read-only; None to map it now.
 
     Attributes:
         segment: As given.
         plan: As given.
-        stamp: Which generation it is; its number is 0 without a mapping.
-        successor: A view of one item: the number of the next generation, or 0 before there is one.
-        followed: The successor's number that this process has handled.
         entries: The table of all samples, of Python numbers.
         table: The same, `(num_samples,) intp`.
         columns: Reads uniform samples; None if there are none.
@@ -116,7 +87,7 @@ class Generation:
 
     __slots__ = (
         *("__weakref__", "_allocated", "_cursor", "_memory", "_pages", "_words", "columns", "entries"),
-        *("followed", "is_full", "plan", "segment", "stamp", "successor", "table"),
+        *("is_full", "plan", "segment", "table"),
     )
 
     def __init__(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
@@ -136,13 +107,10 @@ class Generation:
         self.is_full = memory is None
         if memory is None:
             memory = bytes(TABLE_AT + plan.num_samples * ENTRY_BYTES)
-        self.stamp = Stamp.parse(memory)
-        self.followed = 0
         self._memory = memoryview(memory)
         self.entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
         self.table = np.frombuffer(self.entries, np.intp)
         self._cursor = self._memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
-        self.successor = self._memory[SUCCESSOR_AT : SUCCESSOR_AT + ENTRY_BYTES].cast("Q")
         self._pages: mmap.mmap | None = None  # writable, from the start to the end of the table
         self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
         self.columns: ColumnReader | None = None
@@ -154,7 +122,7 @@ class Generation:
     @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        return int(np.count_nonzero(self.table & ~NOT_RETAINED))
+        return int(np.count_nonzero(self.table))
 
     @property
     def nbytes(self) -> int:
@@ -171,7 +139,7 @@ class Generation:
         if self.is_full:
             return np.empty(0, np.intp)
         plan, cursor = self.plan, self.cursor
-        empty = np.flatnonzero(self.table == EMPTY)
+        empty = np.flatnonzero(self.table == _EMPTY)
         if not plan.is_packed:
             return empty
         rows = min(plan.rows - cursor.rows, (plan.room_bytes - cursor.used_bytes) // max(1, plan.row_bytes))
@@ -182,7 +150,7 @@ class Generation:
     def holds(self, index: int) -> bool:
         """Whether a sample is stored now."""
         entry: int = self.entries[index]
-        return entry not in (EMPTY, NOT_RETAINED)
+        return entry != _EMPTY
 
     def ragged_sample(self, index: int, offset: int) -> Any | None:
         """The sample of a ragged record; None if the entry is not, or not completely, that of a record."""
@@ -207,14 +175,14 @@ class Generation:
     # --- writing ------------------------------------------------------------------------------------------
 
     def put(self, index: int, spec: Spec, values: list[Any]) -> bool:
-        """Store a sample; False if it does not fit, is not retained, or another process holds the lock.
+        """Store a sample; False if it does not fit, or another process holds the lock.
 
         Raises:
             OSError: The system has no memory left.
             MemoryError: This process gets no more memory.
         """
-        if self.entries[index] != EMPTY:
-            return self.holds(index)
+        if self.holds(index):
+            return True
         plan = self.plan
         if plan.spec is not None and spec.node == plan.spec.node:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
@@ -245,7 +213,7 @@ class Generation:
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
             return None  # usually `max_memory` is too small, and a warning has said so
         with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
-            if not has_lock or self.entries[index] != EMPTY:
+            if not has_lock or self.holds(index):
                 return None
             cursor = self._locked_cursor()
             after = self._after(cursor, nbytes, rows, ragged_bytes)
@@ -279,15 +247,12 @@ class Generation:
                 self._set(self._locked_cursor()._replace(is_short=1))
 
     def publish(self, index: int, entry: int) -> None:
-        """Write an entry of the table; the payload must be written before.
+        """Show an entry of the table to all processes, at once and after the payload written before.
 
         Raises:
             SegmentError: There is no memory for the table, or it cannot be mapped.
         """
-        self._store(TABLE_AT + index * ENTRY_BYTES, entry)
-
-    def _store(self, offset: int, number: int) -> None:
-        """Show a number to all processes, at once and after all that this thread has written before."""
+        offset = TABLE_AT + index * ENTRY_BYTES
         if self._pages is None:
             nbytes = TABLE_AT + self.plan.num_samples * ENTRY_BYTES
             self._words = memoryview(pages := self.segment.map(writable=True, nbytes=nbytes)).cast("Q")
@@ -297,7 +262,7 @@ class Generation:
             populate(self._pages, page * PAGE_BYTES, PAGE_BYTES)
             self._allocated.add(page)
         fence()
-        self._words[offset // ENTRY_BYTES] = number
+        self._words[offset // ENTRY_BYTES] = entry
 
     def _write(self, buffers: Sequence[Any], offset: int) -> None:
         """Write buffers one after another; joining them would take as much memory again."""
@@ -306,77 +271,6 @@ class Generation:
             if view.nbytes:
                 self.segment.write(view.cast("B"), offset)
             offset += view.nbytes
-
-    # --- the next generation ------------------------------------------------------------------------------
-
-    def begin(self, retained: npt.NDArray[np.bool_], *, is_short: int) -> None:
-        """Mark the samples that can be stored in this new, empty generation, which is not announced yet.
-
-        Args:
-            retained: `(num_samples,) bool`.
-            is_short: As in the cursor of the previous generation.
-
-        Raises:
-            OSError: The table's memory could not be allocated.
-        """
-        self._set(Cursor(0, 0, 0, is_short))
-        self.segment.write(np.where(retained, EMPTY, NOT_RETAINED).astype("<i8").tobytes(), TABLE_AT)
-
-    def announce(self, number: int, holder: Entry) -> None:
-        """Write to this generation where its successor is; the caller holds its lock.
-
-        Args:
-            number: The successor's number.
-            holder: The process that holds the successor, and its descriptor.
-
-        Raises:
-            OSError, SegmentError: The memory could not be allocated.
-        """
-        self.segment.write(holder.file_name.encode("ascii").ljust(_HOLDER_BYTES, b"\0"), _HOLDER_AT)
-        self._store(SUCCESSOR_AT, number)
-
-    def newer(self) -> Generation | None:
-        """The newest generation that this process can reach and map; None if there is none after this one."""
-        fence()
-        for entry in self._holders():
-            try:
-                segment = attach(entry, self.stamp)
-            except SegmentError as error:
-                log.info("cache: process %d cannot reach process %d: %s", os.getpid(), entry.pid, str(error))
-                continue
-            newer = Generation(segment, self.plan)
-            if not newer.is_full:
-                return newer
-        return None
-
-    def _holders(self) -> Iterator[Entry]:
-        """Processes that might hold a later generation."""
-        text = os.pread(self.segment.fd, _HOLDER_BYTES, _HOLDER_AT).rstrip(b"\0").decode("ascii", "replace")
-        entry = owners.Entry.parse(text)
-        if entry is not None:
-            yield entry
-        if self.plan.origin.fingerprint is not None:
-            yield from owners.entries(self.plan.origin.fingerprint.name)
-
-
-def attach(entry: Entry, after: Stamp) -> Segment:
-    """The segment of a later generation of a cache that another process holds.
-
-    Raises:
-        SegmentError: The process is gone or inaccessible, or its descriptor is something else.
-    """
-    if not entry.is_alive:
-        raise SegmentError(f"process {entry.pid} has ended")
-    segment = entry.attach()
-    try:
-        stamp = Stamp.read(segment)
-        if stamp.cache_id == after.cache_id and stamp.number > after.number:
-            return segment
-        text = "it holds no later part of this cache"
-    except CacheMismatchError as error:
-        text = str(error)
-    segment.close()
-    raise SegmentError(text)
 
 
 def _lock_denied(error: OSError) -> None:
