@@ -281,7 +281,7 @@ class CopiesAhead(Iterator[T]):
                 moved = {key: backend.move(leaf) for key, leaf in ahead.late.items()}
             finally:
                 moves = backend.record_event(consumer)
-                self._reading.keep(moves, list(ahead.late.values()))
+                self._reading.keep(moves, list(ahead.late.values()), is_batch=ahead.event is None)
                 # Slots are unregistered once the side stream is done: let it wait for these reads, too.
                 backend.wait_event(self._stream, moves)
             batch = map_movable(batch, lambda leaf: moved.get(id(leaf), leaf))
@@ -389,27 +389,36 @@ class _HostMemory:
         self._backend = backend
         self._pid = os.getpid()
         self.waited_ns = 0
-        self._kept: collections.deque[tuple[Any, list[Any]]] = collections.deque()
+        self._kept: collections.deque[tuple[Any, list[Any], bool]] = collections.deque()
+        self._num_batches = 0
 
-    def keep(self, event: Any, sources: list[Any]) -> None:
-        """Keep the memory that the device reads until the device has reached this event."""
-        self._kept.append((event, sources))
+    def keep(self, event: Any, sources: list[Any], *, is_batch: bool = True) -> None:
+        """Keep the memory that the device reads until the device has reached this event.
+
+        Args:
+            event: Recorded behind the reads.
+            sources: Whatever holds the memory.
+            is_batch: Whether this counts as a batch; False for the second event of one.
+        """
+        self._kept.append((event, sources, is_batch))
+        self._num_batches += is_batch
 
     def release_done(self, max_left: float) -> None:
-        """Release memory that the device has read; wait for the oldest if more than ``max_left`` remain."""
+        """Release memory that the device has read; wait while more than ``max_left`` batches remain."""
         while self._kept:
-            event = self._kept[0][0]
+            event, _, is_batch = self._kept[0]
             if not self._backend.is_done(event):
-                if len(self._kept) <= max_left:
+                if self._num_batches <= max_left:
                     return
                 start_ns = time.perf_counter_ns()
                 self._backend.synchronize(event)
                 self.waited_ns += time.perf_counter_ns() - start_ns
             self._kept.popleft()
+            self._num_batches -= is_batch
 
     def release_all(self) -> None:
         """Wait for all copies; a forked child, which has no device, keeps memory that it cannot free."""
         if os.getpid() == self._pid:
-            self.release_done(max_left=0)
+            self.release_done(max_left=-1)
         else:  # torch's pinned allocator would call the device, and end the process when that fails
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._kept))

@@ -143,3 +143,24 @@ def test_ready_batches_are_handed_over_without_waiting_for_the_next(clock: Clock
     copies_ahead = CopiesAhead(TimedLoader(clock, [0.0, 100.0, 100.0]), backend, backend.make_stream(), 2)
     assert int(next(copies_ahead)) == 0
     assert clock.now_ns == 0
+
+
+class Moves:
+    """A leaf that moves itself, at hand-over."""
+
+    def to(self, device: torch.device) -> Moves:
+        return self
+
+
+def test_leaves_that_move_late_do_not_shorten_the_lead(clock: Clock) -> None:
+    """The host may be as many steps ahead of its device as with other batches."""
+    leads = []
+    for batch in (torch.zeros(3), [torch.zeros(3), Moves()]):
+        clock.now_ns = 0
+        backend = TimedBackend(clock)
+        lead = 0
+        for _ in CopiesAhead(iter([batch] * 20), backend, backend.make_stream(), 2):
+            backend.kernel(50)
+            lead += clock.now_ns < 40 * MS  # before the first kernel has ended
+        leads.append(lead)
+    assert leads[0] == leads[1] > 1
