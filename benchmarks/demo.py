@@ -63,7 +63,7 @@ SOURCE_NOTE = (
 
 BUSY_PERCENT = 25  # of all CPUs, used by others before the demo begins
 BUSY_S = 2.0
-EPOCH_S = (1.5, 5.0)  # of 2,000 pictures with two workers, on a fast machine and on a slow or busy one
+EPOCH_S = (1.5, 5.0)  # of 2,000 pictures with two workers, on a fast machine and on a slow one
 
 console = Console()
 
@@ -376,8 +376,8 @@ def main() -> None:
     results = [Result(label) for label, _ in CONTENDERS]
     num_epochs = args.rounds * args.epochs * len(results)
     least, most = (math.ceil(num_epochs * seconds / 60) for seconds in EPOCH_S)
-    duration = f"{num_epochs} epochs over {num_read(setting):,} JPEGs take {least} to {most} minutes."
-    console.print(duration, soft_wrap=True)
+    work = f"{num_epochs} epochs over {num_read(setting):,} JPEGs"
+    console.print(f"{work} take {least} to {most} minutes on a quiet machine.", soft_wrap=True)
     warn_if_busy()
     measure(results, setting)
     show_table(results)
