@@ -43,15 +43,6 @@ class Signalled(Plain):
         return super().__getitem__(index)
 
 
-class InterruptedInText(Plain):
-    """Is interrupted while it executes text, as dataclasses do where a module is imported."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == SIGNAL_AT:
-            exec("raise KeyboardInterrupt")
-        return super().__getitem__(index)
-
-
 class Chatty(Plain):
     """Prints, in Python and below it."""
 

@@ -547,14 +547,6 @@ def test_a_build_that_was_ended_goes_on(sent: str, workers: str, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
-@pytest.mark.slow
-def test_ctrl_c_while_text_is_executed_has_the_same_exit_code(tmp_path: Path) -> None:
-    """CPython would end the process by the signal, though the command has handled it."""
-    words = ("tests.cli_zoo:InterruptedInText", str(tmp_path / "cache"), "--workers", "0")
-    stopped = from_shell("-m", "fastload", "cache", "build", *words)
-    assert stopped.returncode == 130, stopped.stderr
-
-
 def test_ctrl_c_ends_every_command_with_130(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Typer would end it without a word; --json has its object here too."""
     monkeypatch.setattr(inventory, "list_caches", Mock(side_effect=KeyboardInterrupt))

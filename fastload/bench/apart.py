@@ -9,8 +9,7 @@ Memory, file handles, caches, threads and worker processes of a run end with its
    interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
    `_PATIENCE_S` is killed.
 3. If this process dies, the run ends too.
-4. A signal that comes while the process starts is handled after the start. If another thread receives it, its
-   handler can raise before; the process is then ended, although multiprocessing has not recorded it.
+4. A signal that comes while the process starts is handled after the start.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fastload.workers.process import start_helpers, start_process, without_handlers
+from fastload.workers.process import start_helpers, without_handlers
 from fastload.workers.worker import drop_signal_handlers, leave_with
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         with without_handlers() as mask:
             process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
-            start_process(process, context.get_start_method())
+            process.start()
         sender.close()  # the run has its own end: when the run ends, so does the pipe
         try:
             succeeded, result = receiver.recv()

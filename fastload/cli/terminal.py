@@ -103,10 +103,6 @@ class CommandGroup(TyperGroup):
             if "--debug" in words or is_debugging():
                 traceback.print_exception(error)
             code = _fail(error, words)
-        # If a KeyboardInterrupt has left an exec() of text (for example of a dataclass in a module that is
-        # being imported), CPython ends `python -m` by SIGINT, even if the interrupt was handled. Another
-        # exec() of text resets this.
-        exec("")
         if callable(code):  # the user's own script: its errors are shown as plain python shows them
             code()
             code = ExitCode.FINE

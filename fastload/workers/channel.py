@@ -24,12 +24,9 @@ import select
 import socket
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastload.memory.segment import Segment
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MESSAGE_BYTES = 4096
 _HEADER = struct.Struct("<?BQQ")  # is in a segment, number of descriptors, number, bytes of the message
@@ -39,42 +36,20 @@ _INT_BYTES = array.array("i").itemsize
 class Received:
     """A message that has arrived; it owns its descriptors until `close`.
 
-    An exception from a signal handler loses no descriptor: each of the two steps that could lose one is one C
-    call, and the channel closes its last message.
+    Args:
+        data: The bytes that came through the socket.
+        fds: The descriptors that came with them.
 
     Attributes:
-        data: The bytes that came through the socket; empty if the other end has gone.
         number: The number that the sender gave it.
         is_cut: Whether descriptors are missing, because this process has reached its limit.
     """
 
-    def __init__(self) -> None:
-        self._arrived: list[Any] = []  # the result of recvmsg
-        self._unclosed: Iterator[int] | None = None
-
-    def arrive(self, end: socket.socket, flags: int) -> None:
-        """Receive it, once.
-
-        Raises:
-            BlockingIOError, ConnectionResetError: No message has arrived.
-        """
-        flags |= socket.MSG_CMSG_CLOEXEC
-        # A message has at most two descriptors: of its segment, and the caller's.
-        ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
-        self._arrived.extend(map(end.recvmsg, (MESSAGE_BYTES,), (ancillary_bytes,), (flags,)))
-        self.data: bytes = self._arrived[0][0]
-        self._fds = self._descriptors()
-        if self.data:
-            self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(self.data)
-            self.is_cut = len(self._fds) < num_fds
-
-    def _descriptors(self) -> list[int]:
-        fds: list[int] = []
-        for _, ancillary, _, _ in self._arrived:
-            for level, kind, payload in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                    fds += array.array("i", payload[: len(payload) - len(payload) % _INT_BYTES])
-        return fds
+    def __init__(self, data: bytes, fds: list[int]) -> None:
+        self._data = data
+        self._fds = fds
+        self._is_in_segment, num_fds, self.number, self._nbytes = _HEADER.unpack_from(data)
+        self.is_cut = len(fds) < num_fds
 
     def load(self) -> Any:
         """Unpickle the message, which must not be cut.
@@ -85,7 +60,7 @@ class Received:
         if self._is_in_segment:
             with mmap.mmap(self._fds[0], self._nbytes, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
                 return pickle.loads(pages)
-        return pickle.loads(memoryview(self.data)[_HEADER.size :])
+        return pickle.loads(memoryview(self._data)[_HEADER.size :])
 
     @property
     def fd(self) -> int | None:
@@ -95,9 +70,8 @@ class Received:
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
-        if self._unclosed is None:
-            self._unclosed = iter(self._descriptors())
-        deque(map(os.close, self._unclosed), maxlen=0)
+        while self._fds:
+            os.close(self._fds.pop())
 
 
 class Channel:
@@ -113,7 +87,7 @@ class Channel:
         self._socket = end
         # Messages, their descriptors, and the segment of a long one.
         self._outbox: deque[tuple[bytes, list[int], Segment | None]] = deque()
-        self._last = Received()
+        self._last: Received | None = None  # closed with this end, if an error came before its `close`
 
     def fileno(self) -> int:
         """The socket's descriptor, for poll."""
@@ -172,16 +146,21 @@ class Channel:
         Args:
             waits: Whether a blocking end waits for a message.
         """
+        flags = socket.MSG_CMSG_CLOEXEC | (0 if waits else socket.MSG_DONTWAIT)
+        # A message has at most two descriptors: of its segment, and the caller's.
+        ancillary_bytes = socket.CMSG_SPACE(2 * _INT_BYTES)
         for _ in range(2):
-            received = self._last = Received()
             try:
-                received.arrive(self._socket, 0 if waits else socket.MSG_DONTWAIT)
+                data, ancillary, _, _ = self._socket.recvmsg(MESSAGE_BYTES, ancillary_bytes, flags)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
                 # The other end closed with messages unread. Linux reports that once, before what it had sent.
                 continue
-            return received if received.data else None
+            if not data:
+                return None
+            self._last = Received(data, _descriptors(ancillary))
+            return self._last
         return None
 
     @property
@@ -212,8 +191,18 @@ class Channel:
             if segment is not None:
                 segment.close()
         self._outbox.clear()
-        self._last.close()
+        if self._last is not None:
+            self._last.close()
         self._socket.close()
+
+
+def _descriptors(ancillary: list[Any]) -> list[int]:
+    """The descriptors in the ancillary data of a message."""
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % _INT_BYTES])
+    return fds.tolist()
 
 
 def why_no_channel() -> str | None:

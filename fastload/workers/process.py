@@ -8,9 +8,7 @@ Rules:
 2. Signals are sent through the pidfd, so they cannot reach a process that reuses the process id.
 3. Signals that have a Python handler are blocked while a process is started: their handlers run when this
    process has recorded the worker, and never in the worker. A fork server can take long to import what it
-   preloads; it manages its children itself, and signals are not blocked. A signal can also arrive in a thread
-   that does not block it, and Python then runs the handler in this thread all the same: if that raises,
-   `start_process` ends the process.
+   preloads; it manages its children itself, and signals are not blocked.
 """
 
 from __future__ import annotations
@@ -24,8 +22,7 @@ import select
 import signal
 import sys
 import time
-import traceback
-from multiprocessing import forkserver, popen_fork, resource_tracker, spawn
+from multiprocessing import forkserver, resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import WorkerStartError
@@ -84,7 +81,7 @@ class WorkerProcess:
                 daemon=True,
             )
             try:
-                start_process(self.process, method)
+                self.process.start()
             except (EOFError, ConnectionError) as error:
                 raise WorkerStartError(  # a fork server that cannot fork ends
                     f"worker {self._worker_id} could not be started: the fork server, or the new process, "
@@ -171,49 +168,6 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
-
-
-def start_process(process: Any, method: str) -> None:
-    """Start one of multiprocessing's processes; if the call raises, no process is left.
-
-    Args:
-        process: Was not started yet.
-        method: Its start method.
-    """
-    try:
-        process.start()
-    except BaseException as error:
-        if method != "forkserver":
-            _end_unrecorded(error)
-        raise
-
-
-def _end_unrecorded(error: BaseException) -> None:
-    """End a process whose start was interrupted by ``error`` before multiprocessing had recorded it.
-
-    Only the frames of the traceback know it: multiprocessing's Popen, with the process id, and the two pipes.
-    A fork server manages its children itself.
-    """
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):  # the frame of the pipes first
-        known = frame.f_locals
-        popen: Any = known.get("self")
-        if not isinstance(popen, popen_fork.Popen):
-            continue
-        for ours, theirs in (("parent_r", "child_w"), ("parent_w", "child_r")):
-            if known.get(ours) is None or known.get(theirs) is None:
-                continue
-            with contextlib.suppress(OSError):  # it is closed
-                # Otherwise the number can belong to a different file by now.
-                if os.path.samestat(os.fstat(known[theirs]), os.fstat(known[ours])):
-                    os.close(known[theirs])
-            if popen.finalizer is None:
-                os.close(known[ours])
-        if getattr(popen, "finalizer", None) is not None:
-            popen.close()
-        if getattr(popen, "pid", None):
-            popen.kill()
-            popen.wait()
-        return
 
 
 @contextlib.contextmanager
