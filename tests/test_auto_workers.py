@@ -106,6 +106,7 @@ def paces(monkeypatch: pytest.MonkeyPatch) -> Any:
         (Pace(0.001, 0.1, 0.0), 16, 0, 16, 1),  # a cheap batch is ready while the consumer computes
         (Pace(0.0005, 0.1, 0.0), 16, 0, 16, 0),  # receiving it takes as long
         (Pace(0.0005, 0.1, 0.0), 16, 1, 16, 1),
+        (Pace(0.001, 0.1, 0.001), 16, 0, 0, 0),  # to begin again, workers must save more
         (Pace(0.01, 0.0, 0.0095), 2, 0, 2, 0),  # workers are no faster than the consumer would be
         (Pace(0.08, 0.0, 0.08), 2, 0, 1, 2),  # but two would be
         (Pace(0.01, 0.01, 0.0, start_s=0.02), 16, 0, 2, 0),  # starting them takes longer

@@ -50,7 +50,8 @@ def best_number(pace: Pace, num_cpus: int, minimum: int, current: int) -> int:
     Without workers, the consumer would wait for busy seconds per batch; with them, it waits as measured, or
     for max(0, busy / n - step) seconds if n changes. The difference has to be twice what they cost, which is
     the time to receive a batch, and to start, if they do so in each epoch. Else there are none: a worker
-    takes up to twice as long for a cheap batch as the consumer, whose memory stays warm.
+    takes up to twice as long for a cheap batch as the consumer, whose memory stays warm. Where there are
+    none, the difference has to be four times their cost.
 
     Args:
         pace: Measured with the current number.
@@ -69,7 +70,7 @@ def best_number(pace: Pace, num_cpus: int, minimum: int, current: int) -> int:
     if number != current:  # with more workers, the consumer never waits longer
         predicted_s = max(0.0, busy_s / number - step_s)
         wait_s = min(wait_s, predicted_s) if number > current else max(wait_s, predicted_s)
-    pays = busy_s - wait_s > 2 * (_RECEIVE_S + start_s)
+    pays = busy_s - wait_s > (2 if current else 4) * (_RECEIVE_S + start_s)
     return number if minimum or pays else 0
 
 

@@ -11,6 +11,8 @@ descriptors (unix(7), SCM_RIGHTS). Rules:
    written before it was sent, in slots and in segments.
 5. A message whose descriptors did not arrive (this process has reached its limit) is marked as cut, and keeps
    its number. The receiver never mistakes it for a message without descriptors.
+6. If a signal handler raises while a message is received, the message is lost, and its descriptors can stay
+   open. The owner then closes the connection.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class WorkerCore:
         """Take the first steps, once, in the worker itself."""
         try:
             if not self._is_thread:
-                be_quiet()
+                _be_quiet()
             job = self._job.load()
             seed = job.base_seed + self._id
             if self._is_thread:  # torch's get_worker_info() is None here
@@ -242,7 +242,7 @@ def dataset_state_of(fetcher: Fetcher, where: str) -> IterableState:
         return IterableState("unknown", error=SentError.current(where))
 
 
-def be_quiet() -> None:
+def _be_quiet() -> None:
     """Use one thread in this worker: thread pools that compete for busy cores are up to ten times slower."""
     torch.multiprocessing._set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
