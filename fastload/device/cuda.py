@@ -167,6 +167,22 @@ def copy_parameters(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_like(host, pin_memory=True).copy_(host).to(device, non_blocking=True)
 
 
+def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A block in which a CUDA device is the current one: kernels that name none are launched there."""
+    return torch.cuda.device(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """The free memory of a CUDA device, as its driver counts it."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+def finish_all_work() -> None:
+    """Let the host wait until the current CUDA device is idle, if this process uses CUDA."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 @functools.cache
 def _freeze_in_children() -> None:
     """Let no collection of garbage in a forked child destroy tensors of this process's device.

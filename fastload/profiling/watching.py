@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
-import torch
 from torch.utils.data import dataloader as torch_loader
 
+from fastload.device.cuda import finish_all_work
 from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
 from fastload.profiling.hooks import (
     NO_LOADER,
@@ -230,7 +230,7 @@ class _Watched:
         place = self._num_steps % (self._num_new + replay) if replay else 0
         is_replayed = place >= self._num_new > 0
         if replay and self._num_steps and place in (0, self._num_new):
-            _finish_device_work()
+            finish_all_work()  # or this stretch would pay for the one before
         start_cpu_ns, start_ns = time.thread_time_ns(), time.perf_counter_ns()
         before_ns = getattr(iterator, "device_wait_ns", 0)
         try:
@@ -263,12 +263,6 @@ class _Watched:
                 own_bytes = psutil.Process(iterator._workers[0].pid).memory_full_info().uss
                 watched.facts["own_bytes"] = max(watched.facts["own_bytes"], own_bytes)
         return batch
-
-
-def _finish_device_work() -> None:
-    """Let the device do what the loop has queued, or the next stretch would pay for it."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
 
 
 def _watched_next(original: Callable[[Any], Any]) -> Callable[[Any], Any]:

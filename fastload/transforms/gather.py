@@ -8,6 +8,7 @@ import torch
 import torch.utils.data
 from torch import nn
 
+from fastload.device.cuda import free_bytes
 from fastload.nested.device_tree import map_movable
 from fastload.system.sizes import readable_size
 
@@ -84,11 +85,11 @@ class Gather(nn.Module):
         if not here:
             return
         if device.type == "cuda":
-            nbytes, (free_bytes, _) = sum(tensor.nbytes for tensor in here), torch.cuda.mem_get_info(device)
-            if nbytes > free_bytes:
+            nbytes, num_free = sum(tensor.nbytes for tensor in here), free_bytes(device)
+            if nbytes > num_free:
                 raise torch.OutOfMemoryError(
                     f"the columns of Gather take {readable_size(nbytes)}, but {device} has only "
-                    f"{readable_size(free_bytes)} free: give the loader the dataset itself, with workers"
+                    f"{readable_size(num_free)} free: give the loader the dataset itself, with workers"
                 )
         self.columns = map_movable(self.columns, lambda column: column.to(device))
 

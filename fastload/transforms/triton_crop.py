@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from fastload.device.cuda import as_current
+
 _PIXELS_PER_PROGRAM = 256
 
 
@@ -84,7 +86,7 @@ def crop_and_resize(images: torch.Tensor, boxes: torch.Tensor, size: tuple[int, 
     num_images, num_channels = len(images), images.shape[3]
     result = torch.empty((num_images, *size, num_channels), dtype=images.dtype, device=images.device)
     programs = (triton.cdiv(size[0] * size[1], _PIXELS_PER_PROGRAM), num_images)
-    with torch.cuda.device(images.device):
+    with as_current(images.device):
         _kernel[programs](
             images,
             result,
