@@ -58,8 +58,8 @@ SHOWN = {
     ),
     "cached": "The same crops from decoded images in RAM; torch's loader decodes in every epoch.",
     "augment": (
-        "Crops and flips of whole batches by a `device_transform`, on the CPU; rates on a GPU are unknown. "
-        "Above 1, fastload is faster."
+        "Crops and flips of whole batches by a `device_transform`, on the CPU; [on a GPU](#gpu), other "
+        "kernels make them. Above 1, fastload is faster."
     ),
     "decode_quality": 'The effect of `decode="fast"` on the pixels of crops and on the accuracy of a model.',
     "remote": (
@@ -141,6 +141,7 @@ def tables() -> str:
     return "\n".join(
         [
             *lines,
+            f"## gpu\n\n{on_a_gpu()}\n",
             "## compatibility\n",
             f"`make test-matrix`; [What runs where](../docs/support.md) has the table.\n\n{tested()[1]}",
         ]
@@ -327,6 +328,70 @@ def latencies() -> str:
     )
 
 
+def on_a_gpu() -> str:
+    """What the checks on a GPU measured, a line for each question."""
+    results = json.loads((RESULTS / "gpu.json").read_text())
+    checks, machine = {name: one["result"] for name, one in results["checks"].items()}, results["machine"]
+    copies, loaders = checks["copy_bandwidth"], checks["loaders_to_the_device"]
+    registered = [
+        row for rows in checks["cost_of_registering"].values() if isinstance(rows, list) for row in rows
+    ]
+    wait = checks["waits_against_the_devices_idle_time"]["device=, step of 30.0 ms"]
+    crops, rows = checks["ways_to_crop_and_resize"], checks["dataset_on_the_device"]
+    without_triton = crops["torch's operations, 256 px"]["ms"]
+    leaves, training = checks["cost_of_leaves"], checks["resnet_50_from_a_cache"]
+    decode = checks["decode_on_the_device"]
+
+    def medians(way: dict[str, Any]) -> str:
+        return digits(statistics.median(way["images_per_s"][1:]))
+
+    def steps(source: str, what: str) -> float:
+        return statistics.median(run[what] for run in training["figures"][source])
+
+    found = {
+        "copies of 256 MB, GB/s: from slots, pinned, pageable memory": ", ".join(
+            digits(copies[f"{kind}, 256 MB"]["GB_per_s"]) for kind in ("registered", "pinned", "pageable")
+        ),
+        "share of a copy from slots that a step hides": digits(
+            checks["copies_overlap_with_compute"]["registered"]["hidden_share_of_copy"]
+        ),
+        "page-locking a slot of 38.5 MB, once, ms": digits(
+            statistics.median(row["register_ms"] for row in registered)
+        ),
+        "uint8 images of 224 x 224 to the GPU, 8 workers, images/s": f"{medians(loaders['device='])} "
+        f"(`pin_memory=True` and `to()`: {medians(loaders['pin_memory and to()'])})",
+        "ResNet-50, bfloat16, batch 256: step from a cache in RAM / step on resident data": (
+            f"{steps(\'fastload\', \'step_ms\') / steps(\'resident\', \'step_ms\'):.3f}"
+            ),
+        "the GPU's wait for data in these steps": f"{steps('fastload', 'wait_share'):.2%} (torch's loader: "
+        f"{steps('torch', 'wait_share'):.1%})",
+        "a step of 30 ms that the host launches at once: idle share of the GPU, and `wait_share`": (
+            f"{wait['idle_share']:.2%}, {wait['stats']['wait_share']:.1%}"
+        ),
+        "`RandomResizedCrop` of 256 images of 256 x 256, ms": f"{digits(crops['resample, 256 px']['ms'])} "
+        f"(without Triton: {digits(without_triton)})",
+        "`Normalize` of 256 images of 256 x 256 to bfloat16, ms": digits(
+            checks["transforms_on_the_device"]["Normalize"]["ms"]
+        ),
+        "`Gather` of 32 x 32 images, batch 2,048, rows/s": ", ".join(
+            digits(statistics.median(rows[f"{name}, batch 2048"]["rows_per_s"])) + note
+            for name, note in (
+                ("gather", ""),
+                ("gather, crop, flip, Normalize", " with crop, flip and Normalize"),
+            )
+        ),
+        "a batch of 4 tensors, and of 1,024 small ones, ms": ", ".join(
+            digits(way["ms_per_batch"]) for way in leaves.values()
+        ),
+        "JPEGs of 500 x 375, images/s: torchvision's decoder on the GPU, OpenCV on one core": ", ".join(
+            digits(decode[f"{way}, images/s"]) for way in ("torchvision on the device", "OpenCV on one core")
+        ),
+    }
+    lines = ["| | |", "|---|---:|", *(f"| {question} | {answer} |" for question, answer in found.items())]
+    where = f"{machine['gpu']}, {machine['cores']} cores of an {machine['cpu']}, torch {machine['torch']}"
+    return f"`{results['command']}` ({where}):\n\n" + "\n".join(lines)
+
+
 def small_images() -> str:
     """Images a second of small images, beside FFCV."""
     results = json.loads((RESULTS / "peers_small_images.json").read_text())
@@ -397,6 +462,7 @@ def blocks() -> dict[Path, dict[str, str]]:
         ROOT / "docs" / "support.md": {"tested": tested()[0]},
         ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
         ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
+        ROOT / "docs" / "howto" / "gpu.md": {"gpu": on_a_gpu()},
         ROOT / "docs" / "howto" / "small-images.md": {"small_images": small_images()},
         ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
     }
