@@ -361,8 +361,8 @@ def on_a_gpu() -> str:
         "uint8 images of 224 x 224 to the GPU, 8 workers, images/s": f"{medians(loaders['device='])} "
         f"(`pin_memory=True` and `to()`: {medians(loaders['pin_memory and to()'])})",
         "ResNet-50, bfloat16, batch 256: step from a cache in RAM / step on resident data": (
-            f"{steps(\'fastload\', \'step_ms\') / steps(\'resident\', \'step_ms\'):.3f}"
-            ),
+            f"{steps('fastload', 'step_ms') / steps('resident', 'step_ms'):.3f}"
+        ),
         "the GPU's wait for data in these steps": f"{steps('fastload', 'wait_share'):.2%} (torch's loader: "
         f"{steps('torch', 'wait_share'):.1%})",
         "a step of 30 ms that the host launches at once: idle share of the GPU, and `wait_share`": (

@@ -74,7 +74,7 @@ def parts(runs: int) -> dict[str, float]:
         "a PCG64 for pipelines": microseconds(lambda: setattr(bits, "state", bits.state), runs),
     }
     for num_transforms in (0, 1, 100):
-        rng = SampleRng(Augmented(num_transforms), with_pipelines=True, is_guest=False)
+        rng = SampleRng(Augmented(num_transforms), None, with_transforms=True, role="process")
         name = f"all, {num_transforms} transforms"
         found[name] = microseconds(lambda rng=rng: rng.begin(draw, 12345, 0), runs)  # type: ignore[misc]
         rng.end()

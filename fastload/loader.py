@@ -59,7 +59,8 @@ _live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
-    Only albumentations pipelines draw different numbers than under torch's loader; see `seed_albumentations`.
+    Only transforms of albumentations and MONAI draw differently from torch's loader; see
+    `seed_albumentations`.
 
     Workers write batches directly into reused shared memory; your tensors are views of it. A batch stays
     valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists all
@@ -78,11 +79,11 @@ class DataLoader(LoaderSettings):
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
         prefetch_memory: Upper bound on the memory for batches in flight: bytes, ``"2GB"``, a share of free
             memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_albumentations: Give every albumentations pipeline in the dataset and in the `collate_fn` its own
-            random stream in each worker. Without workers, the pipelines use the stream of worker 0 during
-            each batch and are restored after it. False leaves the pipelines alone, as torch does:
-            albumentations 2.0.8 then draws the same "random" numbers in all workers, and without workers no
-            seed controls its draws.
+        seed_albumentations: Give every albumentations pipeline its own random stream in each worker, wherever
+            it is kept, and MONAI's random transforms one stream; what a `worker_init_fn` seeds keeps its
+            seed. Without workers, pipelines use the streams of worker 0 while batches are read. False leaves
+            both alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in all
+            workers, and without workers no seed controls its draws.
         rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue from
             one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
@@ -297,8 +298,7 @@ class DataLoader(LoaderSettings):
     def _host_iterator(self, backend: Backend | None = None) -> Any:
         if self._looks_for_generators:
             self._looks_for_generators = False
-            in_threads = self.worker_type == "thread" and self.num_workers > 0
-            warn_of_unseeded(self.dataset, vars(self)["collate_fn"], in_threads=in_threads)
+            warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
         reason = self._why_torch()
         iterator: Any
         if reason is not None:

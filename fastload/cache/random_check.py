@@ -18,10 +18,12 @@ from fastload.cache.record import decode, encode
 from fastload.errors import CacheError, RandomDatasetError, add_note
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
-from fastload.rng.pipelines import find_pipelines, parts_of
+from fastload.rng.entry_points import Source, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from fastload.rng.entry_points import Pair
 
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
@@ -44,16 +46,15 @@ def probe(
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
-    transforms = _transforms(dataset)
-    with _random_state_kept(transforms):
+    with _random_state_kept():
         for index in indices:
             # Copied as bytes: a dataset can reuse its buffer on the next access.
-            fresh = _read(dataset, index, transforms, _SEEDS[0])
+            fresh = _read(dataset, index, _SEEDS[0])
             if look is not None:
                 look(fresh)
             samples[index] = decode(encode(fresh))
             if index in rechecked:
-                path = first_difference(samples[index], _read(dataset, index, transforms, _SEEDS[1]))
+                path = first_difference(samples[index], _read(dataset, index, _SEEDS[1]))
                 if path is not None:
                     of_user = (
                         dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
@@ -68,31 +69,49 @@ def probe(
 
 def read_unnoticed(dataset: Any, index: int) -> Any:
     """One sample; the generators of the libraries and of pipelines stay as they were."""
-    with _random_state_kept(_transforms(dataset)):
+    with _random_state_kept(), reading(_Probe(_SEEDS[0])):
         return dataset[index]
 
 
-def _transforms(dataset: Any) -> list[Any]:
-    """The transforms of albumentations that the dataset holds, with their own generators."""
-    return [
-        transform
-        for transform in parts_of(find_pipelines(dataset))
-        if hasattr(transform, "py_random") and hasattr(transform, "random_generator")
-    ]
+class _Probe(Source):
+    """Each transform draws from generators of its own that start from the same seed, so all coins differ.
+
+    Args:
+        seed: One of `_SEEDS`.
+    """
+
+    groups = False
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._made: dict[int, tuple[Any, Any]] = {}  # by id of a transform, which is kept alive
+
+    def pair(self, pipeline: Any) -> Pair:
+        """The generators of one transform."""
+        make = lambda: (np.random.default_rng(self._seed), random.Random(self._seed))  # noqa: E731
+        return self._generators_of(pipeline, make)  # type: ignore[no-any-return]
+
+    def state(self, randomizable: Any) -> np.random.RandomState:
+        """The generator of one of MONAI's objects."""
+        return self._generators_of(randomizable, lambda: np.random.RandomState(self._seed))  # type: ignore[no-any-return]
+
+    def _generators_of(self, transform: Any, make: Callable[[], Any]) -> Any:
+        if id(transform) not in self._made:
+            self._made[id(transform)] = transform, make()
+        return self._made[id(transform)][1]
 
 
-def _read(dataset: Any, index: int, transforms: list[Any], seed: int) -> Any:
+def _read(dataset: Any, index: int, seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    for transform in transforms:
-        transform.py_random.seed(seed)
-    return dataset[index]
+    with reading(_Probe(seed)):
+        return dataset[index]
 
 
 @contextlib.contextmanager
-def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
-    own = [(t, t.py_random.getstate(), t.random_generator.bit_generator.state) for t in transforms]
+def _random_state_kept() -> Iterator[None]:
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -100,9 +119,6 @@ def _random_state_kept(transforms: list[Any]) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.default_generator.set_state(pytorch)
-        for transform, py_state, np_state in own:
-            transform.py_random.setstate(py_state)
-            transform.random_generator.bit_generator.state = np_state
 
 
 def reject_random(dataset: Any) -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.rng.pipelines import attributes
+from fastload.rng.generators import attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

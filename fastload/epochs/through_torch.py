@@ -7,7 +7,6 @@ middle.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
@@ -24,16 +23,16 @@ from fastload.device.copies import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
+from fastload.rng.entry_points import reading
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
-from fastload.rng.seeding import SeedWorker
-from fastload.rng.takeover import local_pipelines
+from fastload.rng.seeding import local_streams, seed_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from fastload.epochs.resume import Epoch
     from fastload.epochs.stats import Size
+    from fastload.rng.seeding import WorkerStreams
     from fastload.workers.settings import LoaderSettings
 
 
@@ -54,7 +53,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(
-            loader.dataset, own_collate(loader.collate_fn), with_pipelines=loader.seed_albumentations
+            loader.dataset, own_collate(loader.collate_fn), with_transforms=loader.seed_albumentations
         )
     # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
     vars(twin).update(
@@ -67,7 +66,6 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)
     if loader.seed_albumentations and loader.num_workers > 0:
         init = loader.worker_init_fn
-        seed_worker = SeedWorker(_collate_fn=own)
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
     if loader.num_workers > 0:
         twin.check_worker_number_rationality()
@@ -78,7 +76,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     iterator.reason = reason
     iterator.begin_transform()
     if loader.seed_albumentations and loader.num_workers == 0:
-        iterator.pipelines = local_pipelines(loader.dataset, base_seed, own)
+        iterator.streams = local_streams(base_seed)
     return iterator
 
 
@@ -88,13 +86,13 @@ class TorchIterator(EpochIterator):
     Attributes:
         epoch: The epoch of this iterator; a different iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
-        pipelines: The block in which batches are fetched in this process, without workers.
+        streams: What albumentations draws from in this process, without workers.
         transform: The loader's `batch_transform`, which is applied in this process.
     """
 
     epoch: Epoch
     reason: str
-    pipelines: AbstractContextManager[None] = contextlib.nullcontext()
+    streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
 
     def begin_transform(self) -> None:
@@ -105,7 +103,7 @@ class TorchIterator(EpochIterator):
 
     def _next_data(self) -> Any:
         try:
-            with self.pipelines:
+            with reading(self.streams):
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.epoch.ended()

@@ -37,7 +37,6 @@ from fastload.errors import (
     short_repr,
 )
 from fastload.memory.ring import Ring
-from fastload.rng.pipelines import Search
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.logs import say_once
 from fastload.workers.core import AT_START
@@ -55,9 +54,6 @@ if TYPE_CHECKING:
     from fastload.epochs.stats import Size
     from fastload.workers.messages import Answer
     from fastload.workers.settings import LoaderSettings
-
-
-_searched: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders
 
 
 class WorkerIterator(HostIterator):
@@ -114,10 +110,6 @@ class WorkerIterator(HostIterator):
             if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
                 self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
-        is_forked = isinstance(self._pool, Pool) and context.get_start_method() == "fork"
-        if loader.seed_albumentations and is_forked and loader not in _searched:
-            _searched.add(loader)
-            Search(job.dataset, job.collate_fn)  # forked workers, which search too, inherit what it learns
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()

@@ -6,7 +6,6 @@ buffers belong to the iterator; other threads wait for their turn.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,14 @@ from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.rng.takeover import local_pipelines
+from fastload.rng.entry_points import reading
+from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.workers.core import dataset_state_of, make_fetcher
 from fastload.workers.job import Job
 from fastload.workers.messages import Work
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from fastload.batch.iterable_state import IterableState
     from fastload.rng.sample_streams import StreamOrigin
     from fastload.workers.settings import LoaderSettings
@@ -69,10 +67,9 @@ class LocalIterator(HostIterator):
         job = Job.of(loader, self._epoch.position.base_seed)
         states = self._epoch.position.dataset_states
         self._keeps_state = states is not None
-        self._pipelines: AbstractContextManager[None] = contextlib.nullcontext()
-        if job.seed_albumentations and not job.seeds_samples:
-            self._pipelines = local_pipelines(job.dataset, job.base_seed, job.collate_fn)
-        with self._pipelines:  # iter() of an iterable dataset can draw
+        is_seeded = job.seed_albumentations and not job.seeds_samples
+        self._streams = local_streams(job.base_seed) if is_seeded else None
+        with reading(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
         if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
@@ -120,7 +117,7 @@ class LocalIterator(HostIterator):
         try:
             self._is_fetching = True
             self._buffers.begin()
-            with self._pipelines:
+            with reading(self._streams):
                 batch = self._fetcher.fetch(index, origin, batch_id)
         except StopIteration:
             raise  # the iterable dataset has ended: there is no such batch

@@ -115,7 +115,7 @@ def _report(pid: int) -> None:
     if os.getpid() == pid and (number or (has_begun and not _is_child())):
         loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
         state.say(f"{loaders} replaced in process {pid}")
-    if os.getpid() == pid and state.has_seeded_pipelines:
+    if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
             "those under torch's loader; --no-seed-albumentations leaves them alone"

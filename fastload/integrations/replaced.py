@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from typing import Any
 
 import torch.utils.data
 
 import fastload.loader
-from fastload.batch.loader_collate import carried_settings, own_collate
+from fastload.batch.loader_collate import carried_settings
 from fastload.errors import add_note
 from fastload.integrations.ram_cache import cached
 from fastload.integrations.state import state
-from fastload.rng.seeding import pipeline_streams
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
 _COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments
@@ -50,14 +48,7 @@ class DataLoader(fastload.loader.DataLoader):
                 add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {given}")
             raise
         state.num_replaced += state.is_patched
-
-    def _get_iterator(self) -> Any:
-        iterator = super()._get_iterator()
-        is_asked = state.is_verbose and self.seed_albumentations and not state.has_seeded_pipelines
-        if is_asked and "albumentations" in sys.modules:  # or else no pipeline can exist
-            streams = pipeline_streams(self.dataset, 0, own_collate(self.collate_fn))
-            state.has_seeded_pipelines = bool(streams)
-        return iterator
+        state.seeds_pipelines |= state.is_patched and self.seed_albumentations
 
 
 def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

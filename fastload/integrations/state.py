@@ -19,7 +19,7 @@ class State:
         cache: `"ram"` to wrap the datasets that can be cached; None to wrap none.
         is_verbose: Whether `fastload run` requested lines on standard error.
         num_replaced: Loaders built instead of torch's.
-        has_seeded_pipelines: Whether one of them has seeded an albumentations pipeline, if `is_verbose`.
+        seeds_pipelines: Whether one of them seeds albumentations pipelines.
     """
 
     is_patched: bool = False
@@ -27,7 +27,7 @@ class State:
     cache: str | None = None
     is_verbose: bool = False
     num_replaced: int = 0
-    has_seeded_pipelines: bool = False
+    seeds_pipelines: bool = False
 
     def say(self, text: str) -> None:
         """Log a line; under `fastload run` the first rank also writes it to standard error.

@@ -1,15 +1,22 @@
-"""Seed the generators that a dataset or a collate_fn holds: a part of `rng="sample"`.
+"""Find and seed the generators in attributes of a dataset or a collate_fn: a part of `rng="sample"`.
 
-`sample_rng` seeds them before each sample. Rules:
+Nothing tells when a generator of numpy or torch draws, so they are searched for; `sample_rng` seeds those
+found before each sample. Rules:
 
 1. Generators draw from different random streams: the stream of a generator depends on the sample and on the
    generator's position among those of the dataset, or among those of the collate_fn.
 2. Only generators of numpy, random and torch are seeded whose classes are known, and of torch those on the
    CPU. Unseeded generators get a warning, once each.
+3. The search changes no object, and its work is bounded, however large the dataset is. It runs no user code:
+   no property, no ``__getattr__``, no ``__iter__``, no ``__eq__``. So none of them can raise.
 """
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import itertools
+import logging
 import random
 import types
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,14 +24,173 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.rng.pipelines import Search
-from fastload.system.logs import say_once
+from fastload.rng.entry_points import Source, random_bases
+from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-# Values of these types are shared by all objects of a class, or their contents cannot be replaced.
-FIXED = (type, types.FunctionType, property, staticmethod, classmethod, set, frozenset)
+_CHUNK_ELEMENTS = 100  # elements of a container that one round of the search visits
+_MAX_VISITS = 100_000  # objects in one search; a fraction of a second
+
+Path = tuple[tuple[bool, Any], ...]  # steps: whether it is an element, and its key or name
+
+
+class Search:
+    """Find the generators in attributes of a dataset, and then what others a collate_fn has.
+
+    The search is breadth-first. It follows attributes, also in ``__slots__`` and of partials and bound
+    methods, and the elements of dicts, lists, tuples and deques. It does not follow functions, classes,
+    modules, sets and object arrays.
+
+    Containers are visited 100 elements at a time, in rounds; the search ends after a round that finds nothing
+    new. So in a list of 1,001 datasets with one generator each all generators are found, and a list of a
+    million paths takes no longer than a list of a hundred.
+
+    Attributes:
+        of_dataset: The generators in the dataset and the paths to them, nearest first, except the libraries'
+            own, and those that transforms of albumentations and MONAI draw from.
+        of_collate: Those that only the collate_fn has.
+        transforms: The transforms of albumentations and MONAI on the way.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Any = None) -> None:
+        self.transforms: list[Any] = []
+        self._holders: collections.defaultdict[int, list[Any]] = collections.defaultdict(list)
+        self._seen: dict[int, Any] = {}  # keeps the objects alive, so ids stay unique
+        self.of_dataset = self._below(dataset)
+        self.of_collate = self._below(collate_fn)
+
+    def holding(self, values: list[Any]) -> dict[int, Any]:
+        """By id, these objects and all objects that hold them, directly or indirectly."""
+        held = {id(value): value for value in values}
+        queue = collections.deque(values)
+        while queue:
+            for holder in self._holders.get(id(queue.popleft()), ()):
+                if id(holder) not in held:
+                    held[id(holder)] = holder
+                    queue.append(holder)
+        return held
+
+    def _below(self, root: Any) -> list[tuple[Any, Path]]:
+        found: list[tuple[Any, Path]] = []
+        bases = set(map(id, random_bases()))
+        self._seen[id(root)] = root
+        queue: collections.deque[tuple[Any, Path, int]] = collections.deque([(root, (), 0)])
+        long: list[tuple[Any, Path, int]] = []  # containers, and how many of their elements were visited
+        num_before, max_seen = 0, len(self._seen) + _MAX_VISITS
+        while queue:
+            value, path, start = queue.popleft()
+            is_transform = not bases.isdisjoint(map(id, _read_mro(type(value))))
+            if issubclass(type(value), _GENERATORS):
+                found.append((value, path))
+            elif is_transform and start == 0:
+                self.transforms.append(value)
+            elements = list(itertools.islice(_elements(value), start, start + _CHUNK_ELEMENTS))
+            if len(elements) == _CHUNK_ELEMENTS:
+                long.append((value, path, start + _CHUNK_ELEMENTS))
+            parts = [((True, key), part) for key, part in elements]
+            if start == 0 and id(type(value)) not in _BUILTIN and not issubclass(type(value), _LEAVES):
+                own = attributes(value).items()
+                parts += [
+                    ((False, name), part)
+                    for name, part in own
+                    if not (is_transform and name in _OF_TRANSFORMS)
+                ]
+            for step, part in parts:
+                if id(type(part)) not in _PLAIN and not _is_closed(part):
+                    self._holders[id(part)].append(value)
+                    if id(part) not in self._seen:
+                        self._seen[id(part)] = part
+                        queue.append((part, (*path, step), 0))
+            if len(self._seen) > max_seen:
+                log.warning(
+                    "The search for random generators ended after %d objects; those deeper in the dataset or "
+                    "the collate_fn are not seeded. Keep them in attributes of the dataset.",
+                    _MAX_VISITS,
+                )
+                return found
+            if not queue and len(found) + len(self.transforms) > num_before:
+                num_before = len(found) + len(self.transforms)
+                queue.extend(long)
+                long = []
+        return found
+
+
+# --- the contents of an object, read without running its code --------------------------------------------
+
+# As in inspect.getattr_static: a metaclass cannot intercept these.
+_read_class_dict = type.__dict__["__dict__"].__get__
+_read_mro = type.__dict__["__mro__"].__get__
+
+# random.random(), np.random.rand() and torch.rand() draw from these.
+LIBRARY_GENERATORS = (random._inst, np.random.mtrand._rand, torch.default_generator)
+_OF_LIBRARIES = frozenset(map(id, LIBRARY_GENERATORS))
+
+_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+_CONTAINERS = (dict, list, tuple, collections.deque)
+_BUILTIN = frozenset(map(id, _CONTAINERS))  # without attributes
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, np.ndarray, torch.Tensor)
+_PLAIN = frozenset(map(id, _PLAIN_TYPES))  # most values of a large dataset
+_LEAVES = (
+    *_PLAIN_TYPES,
+    *(bytearray, memoryview, range, slice, set, frozenset, np.generic, *_GENERATORS),
+    *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
+    logging.Logger,  # refers to all other loggers
+    Source,  # has its own generators
+)
+# Clients of stores and tables refer to tens of thousands of objects, none of them the user's generators.
+_CLIENTS = frozenset(
+    (
+        *("fsspec", "s3fs", "gcsfs", "adlfs", "obstore", "huggingface_hub"),
+        *("botocore", "aiobotocore", "boto3", "google", "azure", "aiohttp", "httpx", "requests", "urllib3"),
+        *("pandas", "pyarrow", "polars", "h5py", "zarr", "lmdb", "sqlite3", "sqlalchemy", "pymongo", "redis"),
+    )
+)
+# Where transforms of albumentations, MONAI and AlbumentationsX keep the generators that they draw from.
+_OF_TRANSFORMS = frozenset(
+    (
+        *("R", "random_generator", "py_random", "_configured_random_generator", "_configured_py_random"),
+        *("_concurrent_random_generator", "_concurrent_py_random"),
+    )
+)
+
+
+def _is_closed(value: Any) -> bool:
+    """Whether a value neither is a generator of the user's nor has any."""
+    cls = type(value)
+    if issubclass(cls, _GENERATORS):
+        return id(value) in _OF_LIBRARIES
+    module = _read_class_dict(cls).get("__module__")
+    return issubclass(cls, _LEAVES) or (type(module) is str and module.partition(".")[0] in _CLIENTS)
+
+
+def _elements(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The elements of a container, with keys or positions."""
+    if issubclass(type(value), dict):
+        return dict.items(value)
+    base: Any = next((base for base in _CONTAINERS[1:] if issubclass(type(value), base)), None)
+    return () if base is None else enumerate(base.__iter__(value))
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """The instance attributes by name, in the order they were set; slots last.
+
+    What methods and partials wrap are slots, too.
+    """
+    dicts = list(map(_read_class_dict, _read_mro(type(value))))
+    descriptor: Any = next((own["__dict__"] for own in dicts if "__dict__" in own), None)
+    is_builtin = type(descriptor) in (types.GetSetDescriptorType, types.MemberDescriptorType)
+    found: dict[str, Any] = dict(dict.items(descriptor.__get__(value))) if is_builtin else {}
+    for own in dicts:
+        for name, member in own.items():
+            if type(member) is types.MemberDescriptorType and name != "__dict__":
+                with contextlib.suppress(AttributeError):  # the slot was never set
+                    found.setdefault(name, member.__get__(value))
+    return found
+
+
+# --- seeds -----------------------------------------------------------------------------------------------
 
 
 class HeldGenerator(NamedTuple):
@@ -34,49 +200,34 @@ class HeldGenerator(NamedTuple):
         generator: The generator.
         stream: Bytes that differ between the generators of one job, and are the same in every process.
         seed: A function that seeds it from 64 bytes; None: it cannot be seeded.
-        fixed_by: A function, class or set that holds it, so threads cannot get their own; or None.
+        path: Where it was found, such as ``dataset.transform.transforms[0]``.
     """
 
     generator: Any
     stream: bytes
     seed: Any
-    fixed_by: Any
+    path: str
 
 
 def held_generators(search: Search) -> list[HeldGenerator]:
     """Describe the generators that a search has found."""
     held = []
-    for owner, found in ((b"dataset", search.of_dataset), (b"collate_fn", search.of_collate)):
-        for number, generator in enumerate(found.generators):
-            fixed = (holder for holder in search.holding([generator]).values() if isinstance(holder, FIXED))
-            stream = b"%s %d" % (owner, number)
-            held.append(HeldGenerator(generator, stream, _seeder(generator), next(fixed, None)))
+    for owner, found in (("dataset", search.of_dataset), ("collate_fn", search.of_collate)):
+        for number, (generator, path) in enumerate(found):
+            steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
+            stream = f"{owner} {number}".encode()
+            held.append(HeldGenerator(generator, stream, _seeder(generator), "".join((owner, *steps))))
     return held
 
 
-def warn_of_unseeded(dataset: Any, collate_fn: Any, *, in_threads: bool) -> None:
-    """Warn if the dataset or the collate_fn holds generators that `rng="sample"` does not seed.
-
-    Args:
-        dataset: Searched.
-        collate_fn: Searched.
-        in_threads: Whether workers are threads.
-    """
-    search = Search(dataset, collate_fn)
-    for held in held_generators(search):
-        generator = held.generator
+def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
+    """Warn if the dataset or the collate_fn holds generators that `rng="sample"` does not seed."""
+    for held in held_generators(Search(dataset, collate_fn)):
         if held.seed is None:
             say_once(
-                f'rng="sample" does not seed {search.path(generator)}, {generator!r:.80}: what it draws '
+                f'rng="sample" does not seed {held.path}, {held.generator!r:.80}: what it draws '
                 "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
-            )
-        elif in_threads and held.fixed_by is not None:
-            say_once(
-                f'rng="sample" does not seed {search.path(generator)}, which all worker threads share: '
-                f"{held.fixed_by!r:.80} holds it, so what it draws has no fixed order. Keep it in an "
-                "attribute of the dataset, of a transform, or of an object that is the collate_fn; draw from "
-                'fastload.sample_rng(); or use worker_type="process"'
             )
 
 

@@ -33,13 +33,13 @@ class KeyedDataset(Dataset[Any]):
     Args:
         dataset: A map-style dataset.
         collate_fn: The function that collates its samples.
-        with_pipelines: Whether the pipelines in both are seeded too.
+        with_transforms: Whether transforms of albumentations and MONAI are seeded too.
     """
 
-    def __init__(self, dataset: Any, collate_fn: Any, *, with_pipelines: bool) -> None:
+    def __init__(self, dataset: Any, collate_fn: Any, *, with_transforms: bool) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
-        self._with_pipelines = with_pipelines
+        self._with_transforms = with_transforms
         self._rng: SampleRng | None = None  # made in each worker
 
     def __getattr__(self, name: str) -> Any:
@@ -50,7 +50,7 @@ class KeyedDataset(Dataset[Any]):
     def __getitem__(self, key: Key) -> Any:
         if self._rng is None:
             self._rng = SampleRng(
-                self._dataset, self._collate_fn, with_pipelines=self._with_pipelines, is_guest=False
+                self._dataset, self._collate_fn, with_transforms=self._with_transforms, role="process"
             )
         self._rng.begin(key.origin, key.index, key.occurrence)  # never ended: the collate_fn can draw, too
         return self._dataset[key.index]

@@ -2,8 +2,9 @@
 
 Rules:
 
-1. Pipelines are searched once, not for each sample, and all share one pair of generators (see `seeding`, rule
-   2). So the cost of a sample does not depend on the number of pipelines.
+1. All pipelines draw from one pair of generators, in the order of their calls. A pipeline with a seed of the
+   user's draws from a pair of that seed. So what a sample draws depends neither on the worker nor on the
+   pipelines of other samples. A pair is set when a sample first draws from it.
 2. A sample draws the same numbers from a cache as from its source: `mark` restores the generators.
 3. In the parent all generators belong to the user: they are restored after each batch.
 4. In worker threads the generators of random, numpy and torch are shared, and therefore left unchanged.
@@ -17,19 +18,20 @@ import hashlib
 import itertools
 import random
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from fastload.rng.generators import held_generators, number, pcg64_state
-from fastload.rng.pipelines import LIBRARY_GENERATORS, Search, attributes, parts_of
+from fastload.rng.entry_points import Place, Source, begin_worker, draw_from
+from fastload.rng.generators import LIBRARY_GENERATORS, Search, held_generators, number, pcg64_state
 from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
-from fastload.rng.seeding import give_state
-from fastload.rng.takeover import Takeover, put_back, saved_generators
+from fastload.rng.takeover import Takeover, put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from fastload.rng.entry_points import Pair
 
 
 class _Current(threading.local):
@@ -41,20 +43,18 @@ class _Current(threading.local):
 _current = _Current()
 
 
-class SampleRng:
+class SampleRng(Source):
     """Sets the generators before each sample of one dataset.
 
     A collate_fn draws from the same generators, in the state that the last sample of its batch left.
 
     Args:
-        dataset: Searched for generators, albumentations pipelines, and objects with MONAI's
-            `set_random_state`.
+        dataset: Searched for generators.
         collate_fn: Searched too.
-        with_pipelines: Whether pipelines and MONAI's objects are set; False leaves them alone.
-        is_guest: Whether generators and pipelines belong to the user, in the consumer's process: they are
-            taken over for each batch only.
-        with_globals: Whether what all threads share is set: the generators of random, numpy and torch, and
-            generators that a function, a class or a set holds.
+        with_transforms: Whether what albumentations and MONAI draw is set; False leaves them alone.
+        role: Where samples are fetched. In the consumer's own process, `"local"`, generators belong to the
+            user: they are taken over for each batch only. In a `"thread"`, the generators of random, numpy
+            and torch are not set, because all threads share them.
     """
 
     def __init__(
@@ -62,38 +62,55 @@ class SampleRng:
         dataset: Any,
         collate_fn: Any,
         *,
-        with_pipelines: bool,
-        is_guest: bool,
-        with_globals: bool = True,
+        with_transforms: bool,
+        role: Literal["process", "thread", "local"],
     ) -> None:
-        search = Search(dataset, collate_fn)
-        found = (search.of_dataset, search.of_collate) if with_pipelines else ()
-        pipelines = [pipeline for part in found for pipeline in part.pipelines]
-        self._randomizables = [randomizable for part in found for randomizable in part.randomizables]
-        self._held = [
-            held
-            for held in held_generators(search)
-            if held.seed is not None and (with_globals or held.fixed_by is None)
-        ]
-        self._shared = [
-            *(LIBRARY_GENERATORS if with_globals else ()),
-            *(held.generator for held in self._held),
-        ]
-        self._transforms = parts_of(pipelines)
-        self._salt = b"".join(_user_seed(pipeline) for pipeline in pipelines)
-        self._with_globals = with_globals
-        self._bits = np.random.PCG64(0)
-        self._pair = (np.random.Generator(self._bits), random.Random(0))
+        super().__init__()
+        self.locks = role == "thread"
+        self._with_transforms = with_transforms
+        self._with_globals = role != "thread"
+        held = held_generators(Search(dataset, collate_fn))
+        self._held = [one for one in held if one.seed is not None]
+        self._shared = [one.generator for one in self._held]
+        if self._with_globals:
+            self._shared += LIBRARY_GENERATORS
+        self._pairs: dict[Any, Pair] = {}  # that this sample draws from, by the user's seed
+        self._spare: list[Pair] = []
         self._state = np.random.RandomState(0)
+        self._is_state_set = False  # for this sample
         self._stream_bytes = b""
         self._generator: np.random.Generator | None = None  # once requested
-        self._outer: SampleRng | None = None
-        self._takeover: Takeover | None = None
-        if is_guest:
-            owners = self._transforms + self._randomizables
-            self._takeover = Takeover(lambda: saved_generators(self._shared, owners), self._take_over)
-        else:
-            self._take_over()
+        self._outer: tuple[SampleRng | None, Place] = None, Place()
+        self._takeover = Takeover(self._shared) if role == "local" else None
+        if with_transforms and role != "local":
+            begin_worker(self, is_thread=role == "thread")
+
+    def pair(self, pipeline: Any) -> Pair:
+        """The generators of a pipeline, for the current sample."""
+        seed = vars(pipeline).get("seed")
+        if not isinstance(seed, (int, np.integer)):
+            seed = None
+        pair = self._pairs.get(seed)
+        if pair is None:
+            pair = (
+                self._spare.pop()
+                if self._spare
+                else (np.random.Generator(np.random.PCG64()), random.Random())
+            )
+            seeds = self._stream_bytes
+            if seed is not None:
+                seeds = hashlib.blake2b(seeds + index_key(int(seed)), digest_size=STREAM_BYTES).digest()
+            pair[1].seed(number(seeds[24:32]))
+            pair[0].bit_generator.state = pcg64_state(number(seeds[32:48]), number(seeds[48:]))
+            self._pairs[seed] = pair
+        return pair
+
+    def state(self, randomizable: Any) -> np.random.RandomState:
+        """The generator of all of MONAI's objects, for the current sample."""
+        if not self._is_state_set:
+            self._state.seed(number(self._stream_bytes[20:24]))
+            self._is_state_set = True
+        return self._state
 
     def seeded(
         self, get: Callable[[Any], Any], indices: Iterable[Any], origin: StreamOrigin
@@ -114,14 +131,18 @@ class SampleRng:
             self._takeover.__enter__()
         if _current.rng is not self:
             # A dataset being read for a sample can itself iterate over a loader.
-            self._outer, _current.rng = _current.rng, self
+            place = Place(self if self._with_transforms else None)
+            self._outer = _current.rng, draw_from(place) if self._takeover is not None else Place()
+            _current.rng = self
         self._stream_bytes = stream_bytes(origin, index, occurrence)
         self._set_generators()
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
         if _current.rng is self:
-            _current.rng = self._outer
+            _current.rng, place = self._outer
+            if self._takeover is not None:
+                draw_from(place)
         if self._takeover is not None:
             self._takeover.__exit__()
 
@@ -133,24 +154,23 @@ class SampleRng:
             random.seed(number(seeds[:8]))
             np.random.seed(number(seeds[8:12]))
             torch.default_generator.manual_seed(number(seeds[12:20]))
-        if self._randomizables:
-            self._state.seed(number(seeds[20:24]))
         for held in self._held:
             held.seed(hashlib.blake2b(seeds + held.stream, digest_size=STREAM_BYTES).digest())
-        if self._transforms:
-            if self._salt:
-                seeds = hashlib.blake2b(seeds + self._salt, digest_size=STREAM_BYTES).digest()
-            self._pair[1].seed(number(seeds[24:32]))
-            self._bits.state = pcg64_state(number(seeds[32:48]), number(seeds[48:]))
+        self._spare += self._pairs.values()
+        self._pairs.clear()
+        self._is_state_set = False
+        self.token += 1  # what the user has seeded for another sample is set again
 
     def mark(self) -> Callable[[], None]:
         """See the function `mark`."""
-        own = self._generator
-        generators = [*self._shared, *self._pair, self._state, *([] if own is None else [own])]
-        restores = list(map(put_back, generators))
+        own, pairs, is_state_set = self._generator, dict(self._pairs), self._is_state_set
+        generators = [*self._shared, *itertools.chain(*pairs.values()), self._state]
+        restores = list(map(put_back, generators if own is None else [*generators, own]))
 
         def restore() -> None:
-            self._generator = own
+            self._generator, self._is_state_set = own, is_state_set
+            self._pairs.clear()
+            self._pairs.update(pairs)
             for put in restores:
                 put()
 
@@ -162,11 +182,6 @@ class SampleRng:
             words = np.frombuffer(self._stream_bytes, np.uint32)
             self._generator = np.random.Generator(np.random.PCG64(words))
         return self._generator
-
-    def _take_over(self) -> None:
-        for transform in self._transforms:
-            transform.set_random_state(*self._pair)
-        give_state(self._randomizables, self._state)
 
 
 def sample_rng() -> np.random.Generator:
@@ -192,9 +207,3 @@ def mark() -> Callable[[], None]:
     """
     rng = _current.rng
     return (lambda: None) if rng is None else rng.mark()
-
-
-def _user_seed(pipeline: Any) -> bytes:
-    """The user's seed of Compose, to be mixed in."""
-    seed = attributes(pipeline).get("seed")
-    return index_key(int(seed)) if isinstance(seed, (int, np.integer)) else b""

@@ -1,28 +1,21 @@
-"""Seed workers: random, numpy and torch with torch's own values, and every albumentations pipeline.
+"""Seed workers: random, numpy and torch with torch's own values, and what albumentations and MONAI draw.
 
-Rules:
-1. The libraries get exactly torch's values, so seeding them twice changes nothing.
-2. Pipelines are seeded with ``set_random_state`` and one shared pair of generators. ``set_random_seed`` would
-   give every transform its own random stream with the same seed: two flips with p=0.5 would always agree.
-3. Pipelines of AlbumentationsX seed themselves, in worker processes from torch's seeds. They are seeded here
-   in worker threads only, where they do not see their worker.
-4. The random streams of the dataset's pipelines are the same for any collate_fn: pipelines that only the
-   collate_fn holds are numbered after them.
+The libraries get exactly torch's values, so seeding them twice changes nothing.
 """
 
 from __future__ import annotations
 
 import operator
 import random
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info as torch_worker_info
 from torch.utils.data._utils.worker import _generate_state
 
-from fastload.rng.pipelines import Search, attributes, parts_of, seeds_itself
+from fastload.rng.entry_points import Pair, Source, begin_worker, current, name_of
 from fastload.rng.worker_info import get_worker_info
 
 if TYPE_CHECKING:
@@ -76,89 +69,57 @@ def seed_everything(seed: int) -> torch.Generator:
 # --- the pipelines ---------------------------------------------------------------------------------------
 
 
-def seed_albumentations(dataset: Any, seed: int, collate_fn: Any = None) -> int:
-    """Give each albumentations pipeline its own random stream, drawn from ``seed``: for use in a worker.
+class WorkerStreams(Source):
+    """The random streams of one worker, for `rng="worker"`.
 
-    The objects with MONAI's `set_random_state` that only the collate_fn holds share one random stream. Those
-    of the dataset keep their state, as in torch: MONAI's own worker_init_fn seeds them. In a worker process,
-    pipelines that seed themselves are left alone.
+    Each pipeline has its own stream, named by the order of first calls, and by the user's seed of Compose, if
+    any. MONAI's random objects share one stream.
 
     Args:
-        dataset: The dataset, which is searched for pipelines; or one pipeline.
         seed: The worker's seed.
-        collate_fn: Searched for further pipelines.
+        role: What the worker is. The consumer's own process, `"local"`, leaves MONAI's objects alone, because
+            the user's seeds reach them there. Pipelines of AlbumentationsX seed themselves, except in a
+            thread, which is no worker to them.
+    """
+
+    def __init__(self, seed: int, role: Literal["process", "thread", "local"]) -> None:
+        super().__init__()
+        self._seed = seed
+        self._role = role
+        self.locks = role == "thread"
+        self._pairs: weakref.WeakKeyDictionary[Any, Pair] = weakref.WeakKeyDictionary()
+        self._num_pipelines = 0
+        sequence = np.random.SeedSequence([*_words(seed), 0])
+        self._state = np.random.RandomState(np.random.MT19937(sequence))
+
+    def pair(self, pipeline: Any) -> Pair | None:
+        """The generators of a pipeline; None if it seeds itself."""
+        name = name_of(pipeline)
+        pair = self._pairs.get(name)
+        if pair is None and (self._role == "thread" or not hasattr(pipeline, "_get_effective_seed")):
+            pair = _generators(self._seed, self._num_pipelines, vars(pipeline).get("seed"))
+            self._pairs[name] = pair
+            self._num_pipelines += 1
+        return pair
+
+    def state(self, randomizable: Any) -> np.random.RandomState | None:
+        """The generator that all of MONAI's objects share."""
+        return None if self._role == "local" else self._state
+
+
+def local_streams(base_seed: int) -> WorkerStreams | None:
+    """The streams of a loader without workers: those of worker 0.
+
+    torch seeds nothing in the consumer's process, because the generators there belong to the user. Pipelines
+    have their own generators, which the user's seeds do not reach.
 
     Returns:
-        How many pipelines were seeded.
+        None where transforms already have streams: in a worker, and in a dataset being read for a loader.
     """
-    search = Search(dataset, collate_fn)
-    streams = _streams(search, seed)
-    if torch_worker_info() is not None:
-        streams = [stream for stream in streams if not seeds_itself(stream.transforms[0])]
-    for stream in streams:
-        stream.take_over()
-    randomizables = search.of_collate.randomizables
-    if randomizables:
-        num_pipelines = len(search.of_dataset.pipelines) + len(search.of_collate.pipelines)
-        sequence = np.random.SeedSequence([*_words(seed), num_pipelines])
-        give_state(randomizables, np.random.RandomState(np.random.MT19937(sequence)))
-    return len(streams)
+    return WorkerStreams(base_seed, "local") if current() is None else None
 
 
-def give_state(randomizables: list[Any], state: np.random.RandomState) -> None:
-    """Let objects with MONAI's `set_random_state` draw from this state."""
-    for randomizable in randomizables:
-        randomizable.set_random_state(state=state)
-    for randomizable in randomizables:
-        randomizable.R = state  # a composition has given its parts other states
-
-
-class PipelineStream(NamedTuple):
-    """The random stream of one pipeline: all its transforms share one pair of generators.
-
-    Attributes:
-        transforms: The pipeline, and then its parts.
-        generator: Of the pair.
-        py_random: Of the pair.
-    """
-
-    transforms: list[Any]
-    generator: np.random.Generator
-    py_random: random.Random
-
-    def take_over(self) -> None:
-        """Let all transforms draw from the pair, in its current state."""
-        # A Compose passes the pair on to its children, but not to transforms in other attributes.
-        for transform in self.transforms:
-            transform.set_random_state(self.generator, self.py_random)
-
-
-def pipeline_streams(dataset: Any, seed: int, collate_fn: Any = None) -> list[PipelineStream]:
-    """A random stream for each albumentations pipeline of both; the pipelines are not changed.
-
-    Pipelines that seed themselves get no stream. A stream depends on ``seed``, on the pipeline's position in
-    `find_pipelines`, and on the user's seed of Compose, if any. Positions in the collate_fn follow those in
-    the dataset.
-
-    Returns:
-        The streams, in the order in which they should take over.
-    """
-    streams = _streams(Search(dataset, collate_fn), seed)
-    return [stream for stream in streams if not seeds_itself(stream.transforms[0])]
-
-
-def _streams(search: Search, seed: int) -> list[PipelineStream]:
-    of_dataset = search.of_dataset.pipelines
-    streams = [
-        PipelineStream(parts_of([pipeline]), *_generators(seed, ordinal, attributes(pipeline).get("seed")))
-        for ordinal, pipeline in enumerate([*of_dataset, *search.of_collate.pipelines])
-    ]
-    # The dataset's take over last: a Compose of the collate_fn passes its generators on to all of its parts,
-    # and one of them can be a pipeline of the dataset.
-    return streams[len(of_dataset) :] + streams[: len(of_dataset)]
-
-
-def _generators(seed: int, ordinal: int, user_seed: Any) -> tuple[np.random.Generator, random.Random]:
+def _generators(seed: int, ordinal: int, user_seed: Any) -> Pair:
     words = [*_words(seed), ordinal]
     if isinstance(user_seed, (int, np.integer)):  # the types that albumentations accepts as a seed
         # The 1 distinguishes seed=0 from no seed: SeedSequence ignores trailing zeros.
@@ -179,19 +140,15 @@ def _words(seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SeedWorker:
-    """A ``worker_init_fn`` that seeds random, numpy, torch and every albumentations pipeline of the dataset.
+    """A ``worker_init_fn`` that seeds random, numpy, torch, and what albumentations and MONAI draw.
 
-    It does not seed the pipelines of a `collate_fn`, because torch tells a worker_init_fn only the dataset.
-    fastload's loader seeds them itself (``seed_albumentations=True``). For torch's loader, also keep the
-    `collate_fn` in an attribute of the dataset.
+    fastload's loader does all this itself (``seed_albumentations=True``).
 
     Example:
         ``DataLoader(dataset, num_workers=4, worker_init_fn=seed_worker)``, with torch's or fastload's loader.
     """
 
     functions: tuple[Callable[[int], Any], ...] = ()
-    # For fastload's loader, which knows it: its pipelines are seeded too.
-    _collate_fn: Any = field(default=None, repr=False, hash=False)
 
     def __call__(self, worker_id: int) -> None:
         """Seed this worker, then call the functions that `then` has added.
@@ -208,7 +165,7 @@ class SeedWorker:
         seed = info.seed
         if info.method == "process":  # threads share the libraries' generators with all other threads
             seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-        seed_albumentations(info.dataset, seed, self._collate_fn)
+        begin_worker(WorkerStreams(seed, info.method), is_thread=info.method == "thread")
         for function in self.functions:
             function(worker_id)
 

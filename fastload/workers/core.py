@@ -16,7 +16,7 @@ import itertools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
@@ -26,6 +26,7 @@ from fastload.batch.iterable_state import IterableState
 from fastload.batch.stacking import install_slot_rules
 from fastload.cache.counts import counts
 from fastload.rng import seeding
+from fastload.rng.entry_points import begin_worker
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.sent_error import SentError
@@ -125,8 +126,9 @@ class WorkerCore:
                 work_as(WorkerInfo(self._id, job.num_workers, seed, job.dataset, "thread"))
             else:
                 self._take_process(job, seed)
-            if job.seed_albumentations:
-                seeding.seed_albumentations(job.dataset, seed, job.collate_fn)
+            role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
+            streams = seeding.WorkerStreams(seed, role) if job.seed_albumentations else None
+            begin_worker(streams, is_thread=self._is_thread)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
             self._loaded = job
@@ -219,9 +221,8 @@ def make_fetcher(
         sample_rng = SampleRng(
             job.dataset,
             job.collate_fn,
-            with_pipelines=job.seed_albumentations,
-            is_guest=worker_id is None,
-            with_globals=not is_thread,
+            with_transforms=job.seed_albumentations,
+            role="local" if worker_id is None else "thread" if is_thread else "process",
         )
     return Fetcher(
         job,

@@ -46,7 +46,7 @@ class Job(FetchSettings):
         worker_init_fn: As in torch's loader.
         base_seed: The seed drawn when the iterator was made.
         num_workers: The number of workers of the loader.
-        seed_albumentations: Whether each albumentations pipeline gets its own random stream.
+        seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
         seeds_samples: Whether each sample is seeded (``rng="sample"``).
     """
 

@@ -3,8 +3,8 @@
 Threads are for code that releases the GIL, and for Python without a GIL: nothing is pickled, and batches are
 passed as objects. Rules:
 
-1. Each thread has its own pipelines, buffers and queues, and with rng="sample" its own copies of the
-   generators that the dataset and collate_fn keep; it shares the rest of these.
+1. Each thread has its own buffers and queues, its own copies of the pipelines that the dataset and collate_fn
+   keep, and with rng="sample" of their generators; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to stop, and waits a limited time for their current batches.
 """
@@ -27,8 +27,7 @@ import torch
 from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
-from fastload.rng.generators import FIXED, held_generators
-from fastload.rng.pipelines import Search, attributes
+from fastload.rng.generators import Search, attributes, held_generators
 from fastload.system.wakes import Wakes
 from fastload.workers.core import WorkerCore
 from fastload.workers.messages import Begin, Kind, Task
@@ -54,9 +53,6 @@ class ThreadPool:
         max_bytes: Upper bound on the memory that all threads keep.
         finish: Called with each batch, in its thread; the caller gets the result. None changes nothing.
         note_work: Called with the work of the threads, in them.
-
-    Raises:
-        ValueError: A pipeline cannot be copied for each thread.
     """
 
     def __init__(
@@ -226,10 +222,11 @@ class _Worker:
 
 # --- copies of what is random ----------------------------------------------------------------------------
 #
-# A pipeline keeps its generators and the parameters of the current call in its attributes, so two threads
-# must not call the same pipeline. With `rng="sample"` two threads must not draw from the same generator
-# either. But a copy of the whole dataset would copy its images. So each thread gets deep copies of both and
-# shallow copies of the few objects that hold them, and shares all other objects.
+# A pipeline keeps values of the current call in its attributes, so two threads must not call it at once. With
+# `rng="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
+# would copy its images. So each thread gets deep copies of both and shallow copies of the few objects that
+# hold them, and shares all other objects. Pipelines elsewhere are shared: threads call them one at a time
+# (see `rng.entry_points`).
 
 
 def copies_for_threads(
@@ -243,24 +240,12 @@ def copies_for_threads(
         dataset: The dataset.
         collate_fn: The function that collates.
         num_threads: The number of copies.
-        with_generators: Whether the copies also have their own generators, except those that cannot be seeded
-            or replaced.
-
-    Raises:
-        ValueError: A pipeline is held where it cannot be replaced: by a function, a class, or a set.
+        with_generators: Whether the copies also have their own generators, if they can be seeded.
     """
     search = Search(dataset, collate_fn)
-    random_ones = [
-        value
-        for found in (search.of_dataset, search.of_collate)
-        for value in found.transforms + found.randomizables
-    ]
+    random_ones = search.transforms
     if with_generators:
-        random_ones += [
-            held.generator
-            for held in held_generators(search)
-            if held.seed is not None and held.fixed_by is None
-        ]
+        random_ones += [held.generator for held in held_generators(search) if held.seed is not None]
     holders = search.holding(random_ones)
     copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
     return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]
@@ -299,13 +284,6 @@ class _Copier:
         if isinstance(value, tuple):
             parts = map(self.copied, value)
             return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-        fixed = [value] if isinstance(value, FIXED) else [c for c in type(value).__mro__ if self._holds(c)]
-        if fixed:
-            raise ValueError(
-                "each worker thread needs its own copy of every albumentations pipeline, and one is held by "
-                f"{fixed[0]!r:.100}, where it cannot be replaced: hold it in an attribute of the dataset, or "
-                'of an object that is the collate_fn, or use worker_type="process"'
-            )
         twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which can refer to it
         if isinstance(value, dict):
             twin.update({key: self.copied(part) for key, part in value.items()})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # its import would ask the network for a newer version
@@ -72,11 +74,17 @@ def plain(batch: Any) -> Any:
 class Randomizable:
     """What MONAI's class of this name is for seeding; the real one is not needed here."""
 
-    R: np.random.RandomState = np.random.RandomState()
+    R: np.random.RandomState = np.random.RandomState(7)
 
     def set_random_state(self, seed: int | None = None, state: Any = None) -> Randomizable:
         self.R = np.random.RandomState(seed) if state is None else state
         return self
+
+
+# Stands for MONAI's module, which is not installed.
+monai = types.ModuleType("monai.transforms.transform")
+monai.Randomizable = Randomizable  # type: ignore[attr-defined]
+sys.modules.setdefault(monai.__name__, monai)
 
 
 class Composed(Randomizable):
@@ -154,7 +162,6 @@ class Dice(Alone):
 
     def __init__(self, *args: Any, error: type[BaseException] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.in_a_set = {random.Random(1)}
         self.error = error
 
     def __getitem__(self, index: Any) -> Any:
@@ -165,7 +172,7 @@ class Dice(Alone):
         return row
 
     def wide(self) -> list[int]:
-        return [*draw_globals(), *super().wide(), *map(draw, self.in_a_set)]
+        return [*draw_globals(), *super().wide()]
 
 
 class Unreadable(Dice):
@@ -253,14 +260,6 @@ class Drawing:
         wide = [draw_sample_rng(), *map(draw, self.own), *(draw_globals() if self.shared else ())]
         batch = default_collate(samples) if type(samples) is list else samples
         return batch, wide, [corner(self.crop) for _ in range(4)]
-
-
-module_generator = np.random.default_rng(1)
-
-
-def draw_of_module(index: int) -> Any:
-    """A draw from a generator that the function finds in its module."""
-    return index, draw(module_generator)
 
 
 def keyed(key: Any) -> Any:

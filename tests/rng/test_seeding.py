@@ -23,8 +23,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import DataLoader
+from fastload.rng import entry_points
 from fastload.rng import takeover as module
-from fastload.rng.seeding import seed_albumentations, seed_everything, seed_worker
+from fastload.rng.entry_points import reading
+from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
 from fastload.rng.takeover import Takeover
 from tests.kit import datasets
 from tests.resume.loaders import seeded
@@ -57,61 +59,58 @@ def test_seed_everything_seeds_all_three() -> None:
             seed_everything(seed)
 
 
-def stream(seed: int, user_seed: int | None = None, times: int = 1) -> list[int]:
+def stream(seed: int, user_seed: int | None = None) -> list[int]:
     pipeline = crop(user_seed)
-    for _ in range(times):
-        seed_albumentations(pipeline, seed)
-    return [corner(pipeline) for _ in range(5)]
+    with reading(WorkerStreams(seed, "process")):
+        return [corner(pipeline) for _ in range(5)]
 
 
 def test_a_stream_follows_from_the_worker_s_seed_and_the_user_s() -> None:
-    """Each pair, None and 0 among them, has its own stream, the same one if it is seeded twice."""
+    """Each pair, None and 0 among them, has its own stream."""
     seeds = [0, 1, 1 << 32, (1 << 64) - 1]
     user_seeds = [None, 0, 1, 137, 1 << 32]
     streams = {tuple(stream(seed, user)) for seed in seeds for user in user_seeds}
 
     assert len(streams) == len(seeds) * len(user_seeds)
-    assert stream(7, 5) == stream(7, 5, times=2)
+    assert stream(7, 5) == stream(7, 5)
 
 
 def test_all_parts_of_a_pipeline_share_one_pair() -> None:
-    """The pair reaches all compositions and their transforms; no part keeps a generator in a third place."""
+    """While one is called, in all of its compositions and transforms; no part has a third generator."""
     flip, replay = A.VerticalFlip(), A.ReplayCompose([A.RandomCrop(2, 2)])
     one_of = A.OneOf([A.HorizontalFlip(), A.Sequential([flip])])
     some_of = A.SomeOf([A.Compose([A.Transpose()])], n=1)
     boxes = A.BboxParams("coco", label_fields=[])
     outer = A.Compose([one_of, replay, some_of], bbox_params=boxes, keypoint_params=A.KeypointParams("xy"))
-    seed_albumentations(outer, 7)
     parts = [outer, *outer, *one_of, flip, *replay, *some_of, some_of[0][0]]
     kinds = (random.Random, np.random.Generator)
     holders = [*parts, *outer.processors.values()]
     kept = {name for one in holders for name, value in vars(one).items() if isinstance(value, kinds)}
 
-    assert all(part.random_generator is outer.random_generator for part in parts)
-    assert all(part.py_random is outer.py_random for part in parts)
     assert kept == {"random_generator", "py_random"}
+    with reading(WorkerStreams(7, "process")):
+        entry_points.draw_from(entry_points.Place(entry_points.current(), outer))  # as within its call
+        assert all(part.random_generator is outer.random_generator for part in parts)
+        assert all(part.py_random is outer.py_random for part in parts)
 
 
 def test_two_flips_of_one_pipeline_are_independent() -> None:
-    """After seed_albumentations all four outcomes of two p=0.5 flips come equally often (chi-square)."""
+    """All four outcomes of two p=0.5 flips come equally often (chi-square)."""
     pipeline = A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
-    seed_albumentations(pipeline, 7)
     image = np.array([[0, 1], [2, 3]], np.uint8)[..., None]
-    counts = Counter(int(pipeline(image=image)["image"][0, 0, 0]) for _ in range(2_000))
+    with reading(WorkerStreams(7, "process")):
+        counts = Counter(int(pipeline(image=image)["image"][0, 0, 0]) for _ in range(2_000))
 
     # 3 degrees of freedom, p = 0.001; the seed is fixed, so no luck is involved
     assert sum((counts[pixel] - 500) ** 2 / 500 for pixel in range(4)) < 16.27
 
 
-def test_without_albumentations_there_is_no_search(interpreter: Interpreter) -> None:
-    """Neither the search nor a loader imports albumentations, and then a loader does not search."""
+def test_a_loader_imports_neither_library(interpreter: Interpreter) -> None:
+    """Neither albumentations nor MONAI."""
     program = (
         "import sys, fastload\n"
-        "from fastload.rng import pipelines, takeover\n"
-        "assert pipelines.find_pipelines({'a': [object()]}) == []\n"
-        "takeover.pipeline_streams = None\n"
         "assert len(list(fastload.DataLoader(range(8), 4))) == 2\n"
-        "assert 'albumentations' not in sys.modules\n"
+        "assert not {'albumentations', 'monai'} & sys.modules.keys()\n"
     )
     done = interpreter.run(program)
 
@@ -262,28 +261,31 @@ def test_the_libraries_generators_are_torch_s() -> None:
 def test_pipelines_of_the_dataset_and_the_collate_fn_differ() -> None:
     """Also equal ones; and a Compose of the collate_fn around the dataset's does not change its stream."""
     for seed in (None, 5):
-        dataset, batch = crop(seed), crop(seed)
-        seed_albumentations(dataset, 7, batch)
-        drawn = [[corner(pipeline) for _ in range(5)] for pipeline in (dataset, batch)]
+        with reading(WorkerStreams(7, "process")):
+            drawn = [[corner(pipeline) for _ in range(5)] for pipeline in (crop(seed), crop(seed))]
         assert drawn[0] != drawn[1]
         assert drawn[0] == stream(7, seed)
-    for others in ([], [crop()]):
-        inner = crop()
-        seed_albumentations(inner, 7, [A.Compose([inner]), *others])
-        assert [corner(inner) for _ in range(5)] == stream(7)
+    inner = crop()
+    outer = A.Compose([inner])
+    with reading(WorkerStreams(7, "process")):
+        first = corner(inner)
+        corner(outer)
+        assert [first, *(corner(inner) for _ in range(4))] == stream(7)
 
 
 def test_objects_of_monai_differ_between_workers() -> None:
-    """Those of a collate_fn only: MONAI's own worker_init_fn seeds those of a dataset."""
-    shared, own, of_dataset = Randomizable(), Randomizable(), Randomizable()
-    before = of_dataset.R
-    draws = set()
+    """They share one stream in each worker; without workers they draw from their own."""
+    one, other = Randomizable(), Randomizable().set_random_state(1)
+    found = []
     for seed in (1, 2):
-        seed_albumentations([of_dataset, shared], seed, [own, shared])
-        draws.add(int(own.R.randint(1 << 30)))
+        with reading(WorkerStreams(seed, "process")):
+            assert one.R is other.R
+            found.append(int(one.R.randint(1 << 30)))
+    before = one.R, other.R
+    with reading(WorkerStreams(1, "local")):
+        assert before == (one.R, other.R)
 
-    assert len(draws) == 2
-    assert of_dataset.R is shared.R is before
+    assert found[0] != found[1]
 
 
 # --- in threads ------------------------------------------------------------------------------------------
@@ -308,12 +310,12 @@ def test_threads_draw_what_processes_draw(kind: str) -> None:
     assert read(kind, 1, **THREADS) == read(kind, 1, **PROCESSES)
 
 
-def test_one_that_cannot_be_copied_is_refused() -> None:
-    """A function holds its globals and its closure where no thread can have another object."""
+def test_threads_share_a_pipeline_that_is_not_in_an_attribute() -> None:
+    """A function holds its globals and its closure for all threads; each thread has its own draws."""
     batch = CropsBatch()
     for function in (zoo.global_crops_batch, lambda samples: batch(samples)):
-        with pytest.raises(ValueError, match=r"(?s)held by <function .*of an object that is the collate_fn"):
-            run(Corners(), collate_fn=function, **THREADS)
+        (expected,) = run(Corners(), collate_fn=function, **PROCESSES)
+        assert run(Corners(), collate_fn=function, **THREADS) == [expected]
 
 
 # --- the user's own --------------------------------------------------------------------------------------
@@ -381,7 +383,7 @@ def test_a_child_that_was_forked_while_a_thread_held_the_lock() -> None:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
-            with Takeover(dict, lambda: None):
+            with Takeover([]):
                 pass
             os._exit(0)
         other.submit(module._lock.release).result()
@@ -395,43 +397,33 @@ THINGS = "abc"
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 5) | st.sets(st.sampled_from(THINGS)), max_size=12))
 def test_takeovers_in_any_order(steps: list[Any]) -> None:
-    """Each thing is what the latest open takeover made it; after all of them it is what it was.
+    """Each generator is what the latest open takeover made it; after all of them it is what it was.
 
-    A step is the number of the takeover that ends, or the things of a new one.
+    A step is the number of the takeover that ends, or the generators of a new one.
     """
-    values = dict.fromkeys(THINGS, "own")
-    is_open: list[tuple[str, str, Takeover]] = []
+    generators = {thing: random.Random(thing) for thing in THINGS}
+    own = {thing: generator.getstate() for thing, generator in generators.items()}
+    is_open: list[tuple[Any, set[str], Takeover]] = []
 
-    def taken(things: set[str], name: str) -> Takeover:
-        def find() -> Any:
-            return {thing: functools.partial(values.__setitem__, thing, values[thing]) for thing in things}
-
-        takeover = Takeover(find, lambda: values.update(dict.fromkeys(things, name)))
+    def taken(things: set[str], seed: int) -> Takeover:
+        takeover = Takeover([generators[thing] for thing in sorted(things)])
         takeover.__enter__()
+        for thing in things:
+            generators[thing].seed(seed)
         return takeover
 
     for number, step in enumerate(steps):
         if isinstance(step, set):
-            is_open.append((f"number {number}", "".join(step), taken(step, f"number {number}")))
+            is_open.append((random.Random(number).getstate(), step, taken(step, number)))
         elif step < len(is_open):
             is_open.pop(step)[2].__exit__()
         for thing in THINGS:
-            names = [name for name, things, _ in is_open if thing in things]
-            assert values[thing] == (names[-1] if names else "own")
+            states = [state for state, things, _ in is_open if thing in things]
+            assert generators[thing].getstate() == (states[-1] if states else own[thing])
     for _, _, last in is_open:
         last.__exit__()
 
-    assert values == dict.fromkeys(THINGS, "own")
-
-
-def test_what_cannot_be_taken_over_is_put_back() -> None:
-    """As if a transform's set_random_state() raises."""
-    found: list[str] = []
-    takeover = Takeover(lambda: {0: lambda: found.append("put back")}, lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        takeover.__enter__()
-
-    assert found == ["put back"]
+    assert {thing: generator.getstate() for thing, generator in generators.items()} == own
 
 
 # --- pipelines that seed themselves ----------------------------------------------------------------------
@@ -441,29 +433,40 @@ class BaseCompose:
     """As in AlbumentationsX."""
 
     def __init__(self) -> None:
-        self._configured_random_generator = np.random.default_rng(0)
-        self._configured_py_random = random.Random(0)
-        self._manual_random_state = False
+        self._own = np.random.default_rng(0), random.Random(0)
+        self.seed = None
+
+    @property
+    def random_generator(self) -> np.random.Generator:
+        return self._own[0]
+
+    @property
+    def py_random(self) -> random.Random:
+        return self._own[1]
 
     def set_random_state(self, random_generator: np.random.Generator, py_random: random.Random) -> None:
-        self._configured_random_generator = random_generator
-        self._configured_py_random = py_random
-        self._manual_random_state = True
+        self._own = random_generator, py_random
+
+    def set_random_seed(self, seed: int | None) -> None:
+        self.set_random_state(np.random.default_rng(seed), random.Random(seed))
 
     def _get_effective_seed(self, base_seed: int | None) -> int | None:
         return base_seed
 
+    def __call__(self) -> tuple[bool, int]:
+        """Whether it draws from its own generators, and a draw."""
+        return self.py_random is self._own[1], int(self.random_generator.integers(1 << 30))
 
-BaseCompose.__module__ = "albumentations.core.composition"
+
+entry_points._hook(BaseCompose)
 
 
 def of_itself(pipeline: BaseCompose, index: int) -> tuple[bool, int]:
-    """Whether the pipeline has been seeded by somebody else, and a draw."""
-    return pipeline._manual_random_state, int(pipeline._configured_random_generator.integers(1 << 30))
+    return pipeline()
 
 
 def test_pipelines_that_seed_themselves() -> None:
-    """With "worker" they keep their seeding; "sample" gives each sample its stream, and puts them back.
+    """With "worker" they keep their seeding; "sample" gives each sample its stream, and changes nothing else.
 
     A worker thread is no worker to them, so fastload seeds them there.
     """
@@ -471,11 +474,57 @@ def test_pipelines_that_seed_themselves() -> None:
         pipeline = BaseCompose()
         before = dict(vars(pipeline))
         dataset: Any = datasets.Made(functools.partial(of_itself, pipeline), 8)
-        alone, in_workers = (run(dataset, num_workers=num_workers, rng=rng) for num_workers in (0, 2))
-        is_seeded = {is_seeded for batch in (*alone[0], *in_workers[0]) for is_seeded in batch[0]}
-        assert is_seeded == {rng == "sample"}
-        assert rng == "worker" or alone == in_workers
-        assert rng == "worker" or vars(pipeline) == before
+        alone, in_workers, in_threads = (run(dataset, rng=rng, **way) for way in ({}, PROCESSES, THREADS))
+        is_own = {is_own for batch in (*alone[0], *in_workers[0]) for is_own in batch[0]}
+        assert is_own == {rng == "worker"}
+        assert not any(is_own for batch in in_threads[0] for is_own in batch[0])
+        assert rng == "worker" or alone == in_workers == in_threads
+        assert vars(pipeline) == before
 
-    assert seed_albumentations(pipeline, 1) == 1
-    assert pipeline._manual_random_state
+
+# --- the user's seeds ------------------------------------------------------------------------------------
+
+
+def seeds_it(worker_id: int) -> None:
+    """A worker_init_fn as albumentations' own pages show it."""
+    info: Any = fastload.get_worker_info()
+    info.dataset.transform.set_random_seed(100 + worker_id)
+
+
+class SeedsEach(Corners):
+    """Seeds its pipeline for each sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.transform.set_random_seed(index)
+        return corner(self.transform)
+
+
+@pytest.mark.parametrize("way", [PROCESSES, THREADS])
+def test_what_a_worker_init_fn_seeds_is_the_user_s(way: Any) -> None:
+    """The pipeline draws from the user's generators, as in torch's loader."""
+    (found,) = run(Corners(), worker_init_fn=seeds_it, **way)
+    expected = []
+    for worker in range(2):
+        pipeline = crop(100 + worker)
+        expected.append([corner(pipeline) for _ in range(8 - 4 * worker)])
+
+    assert [*found[0], *found[2]] == expected[0]
+    assert found[1] == expected[1]
+
+
+@pytest.mark.parametrize("rng", ["worker", "sample"])
+def test_what_the_dataset_seeds_for_a_sample_is_the_user_s(rng: Any) -> None:
+    """With workers and without; rng="sample" takes back over with the next sample."""
+    expected = [corner(crop(index)) for index in range(12)]
+    for way in ({}, PROCESSES):
+        (found,) = run(SeedsEach(), rng=rng, **way)
+        assert list(itertools.chain(*found)) == expected
+
+
+def test_a_pipeline_made_with_a_seed_is_not_the_user_s_to_draw_from() -> None:
+    """Compose(seed=5) says which stream, also if it is made while samples are read; its parts follow it."""
+    with reading(WorkerStreams(7, "process")):
+        part = A.RandomCrop(8, 8)
+        pipeline = A.Compose([part], seed=5)
+        assert [corner(pipeline) for _ in range(5)] == stream(7, 5)
+        assert "_fastload_is_set" not in {**vars(part), **vars(pipeline)}

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 
 import fastload
 from fastload import CachedDataset, DataLoader
-from fastload.rng.pipelines import find_pipelines
+from fastload.rng.generators import Search
 from fastload.workers.threads import copies_for_threads
 from tests.kit import datasets
 from tests.rng.draws_zoo import Pictures
@@ -207,10 +207,10 @@ def test_the_copy_holds_another_pipeline(name: str) -> None:
     copied = copy_for_thread(dataset)
 
     assert type(copied) is type(dataset)
-    (found,) = find_pipelines(copied)
+    found, *_ = Search(copied).transforms
     assert found is not pipeline
     assert repr(found) == repr(pipeline)
-    assert find_pipelines(dataset) == [pipeline]
+    assert Search(dataset).transforms[0] is pipeline
 
 
 def test_images_are_shared() -> None:
@@ -248,7 +248,7 @@ HELD_FOR_ALL: list[Any] = [
 
 
 @pytest.mark.parametrize("hold", HELD_FOR_ALL, ids=["function", "class", "set"])
-def test_what_cannot_be_replaced_is_refused(hold: Any) -> None:
-    """A pipeline of a function, a class or a set is one for all threads: the error says where it is."""
-    with pytest.raises(ValueError, match=r"(?s)held by .*attribute of the dataset"):
-        copy_for_thread(hold(crop()))
+def test_what_cannot_be_replaced_is_shared(hold: Any) -> None:
+    """A pipeline of a function, a class or a set is one for all threads, which call it one at a time."""
+    dataset = hold(crop())
+    assert copy_for_thread(dataset) is dataset

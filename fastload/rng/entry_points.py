@@ -1,0 +1,330 @@
+"""Let the transforms of albumentations and MONAI draw from a loader's random streams, wherever they are kept.
+
+Nothing searches for transforms: a transform gets its generators at the moment when it draws. Rules:
+
+1. The attributes in which the libraries' base classes keep generators are descriptors. While a loader reads
+   samples, they return generators of its `Source`, and otherwise the transform's own. The transforms
+   themselves are not changed, so nothing needs to be restored.
+2. A pipeline and all that it calls draw from one pair of generators: `__call__` notes the outermost pipeline.
+   `set_random_seed` would give every transform its own generators with the same seed: two flips with p=0.5
+   would always agree.
+3. A transform that the user seeds while samples are read keeps the user's generators.
+4. Neither library is imported here. Their classes are hooked if they are imported, or when they are.
+5. A worker process draws from its source in all of its threads; elsewhere a source serves one thread only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.machinery
+import random
+import sys
+import threading
+import types
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Pair = tuple[np.random.Generator, random.Random]
+
+_IS_SET = (
+    "_fastload_is_set"  # in the attributes of a transform that the user has seeded, so copies have it too
+)
+
+
+class Source:
+    """Where transforms draw from while a loader reads samples.
+
+    This one leaves all transforms their own generators.
+
+    Attributes:
+        groups: Whether all parts of a pipeline draw from the pipeline's pair.
+        locks: Whether other threads can call the same transforms: then one calls at a time, because
+            transforms keep values of the current call in their attributes.
+        token: Marks transforms that the user seeds from now on.
+    """
+
+    groups = True
+    locks = False
+
+    def __init__(self) -> None:
+        self.token = random.SystemRandom().getrandbits(62)
+        install()
+
+    def pair(self, pipeline: Any) -> Pair | None:
+        """The generators of a pipeline of albumentations, or of a transform that is called alone.
+
+        Returns:
+            None if it draws from its own.
+        """
+
+    def state(self, randomizable: Any) -> np.random.RandomState | None:
+        """The generator of one of MONAI's random objects; None if it draws from its own."""
+
+    def leaves(self, transform: Any) -> bool:
+        """Whether the user has seeded a transform."""
+        marks = transform.__dict__
+        return _IS_SET in marks and marks[_IS_SET] == self.token
+
+
+class _Here(threading.local):
+    source: Source | None = None  # of this thread
+    root: Any = None  # the outermost transform that is being called
+    pair: Any = None  # of this transform, from its first draw on
+    is_setting: bool | None = None  # within set_random_seed(): whether it marks transforms
+
+
+_here = _Here()
+_of_process: Source | None = None
+
+
+class Place(NamedTuple):
+    """The source of a thread, and the outermost transform that it is calling, with its generators."""
+
+    source: Source | None = None
+    root: Any = None
+    pair: Any = None
+
+
+def current() -> Source | None:
+    """The source of this thread."""
+    return _here.source or _of_process
+
+
+def draw_from(place: Place) -> Place:
+    """Let this thread draw from the place; returns where it drew from before."""
+    before = Place(_here.source, _here.root, _here.pair)
+    _here.source, _here.root, _here.pair = place
+    return before
+
+
+@contextlib.contextmanager
+def reading(source: Source | None) -> Iterator[None]:
+    """A block in which the transforms that this thread calls draw from ``source``; None changes nothing."""
+    if source is None:
+        yield
+        return
+    before = draw_from(Place(source))
+    try:
+        yield
+    finally:
+        draw_from(before)
+
+
+def begin_worker(source: Source | None, *, is_thread: bool) -> None:
+    """Let this worker draw from ``source`` from now on; a worker process does so in all of its threads."""
+    global _of_process
+    draw_from(Place(source if is_thread else None))
+    if not is_thread:
+        _of_process = source
+
+
+# --- hooks -----------------------------------------------------------------------------------------------
+
+_BASES = {
+    "albumentations.core.invocation": "InvocationRngOwner",  # of AlbumentationsX
+    "albumentations.core.composition": "BaseCompose",
+    "albumentations.core.transforms_interface": "BasicTransform",
+    "monai.transforms.transform": "Randomizable",
+}
+_hooking = threading.RLock()
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+def random_bases() -> list[type]:
+    """The base classes of random transforms, of the libraries that are imported."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _BASES.items())
+    return [cls for cls in found if cls is not None]
+
+
+def install() -> None:
+    """Hook the classes of the libraries; those of a library that is imported later are hooked then."""
+    with _hooking:
+        for cls in random_bases():
+            _hook(cls)
+        if _finder not in sys.meta_path:
+            sys.meta_path.insert(0, _finder)
+
+
+class _Finder:
+    """Hooks the classes of a module as soon as it was imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The specification of such a module; None for all others."""
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if name in _BASES else None
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            loader.exec_module = functools.partial(self._run, loader.exec_module)
+        return spec
+
+    def _run(self, run: Callable[[Any], None], module: Any) -> None:
+        run(module)
+        install()
+
+
+_finder: Any = _Finder()
+
+
+def _hook(cls: Any) -> None:
+    if "_fastload_is_hooked" in vars(cls):
+        return
+    cls._fastload_is_hooked = True
+    if cls.__name__ == "InvocationRngOwner":
+        _hook_methods(cls)
+        cls._reserve_invocation_streams = _reserving(cls._reserve_invocation_streams)
+        return
+    if cls.__name__ == "Randomizable":
+        cls.R = _Generators(cls, "R", _state, 0)
+    else:
+        cls.random_generator = _Generators(cls, "random_generator", _pair, 0)
+        cls.py_random = _Generators(cls, "py_random", _pair, 1)
+    own = vars(cls).get("__init_subclass__")
+
+    def init_subclass(subclass: Any, /, **options: Any) -> None:
+        if own is None:
+            super(cls, subclass).__init_subclass__(**options)
+        else:
+            own.__func__(subclass, **options)
+        _hook_methods(subclass)
+
+    cls.__init_subclass__ = classmethod(init_subclass)
+    queue = [cls]
+    while queue:
+        _hook_methods(queue[-1])
+        queue += type.__subclasses__(queue.pop())
+
+
+def _hook_methods(cls: type) -> None:
+    """Hook the methods that a class has itself."""
+    for name, wrap in (
+        ("__call__", _entering),
+        ("set_random_state", _setting),
+        ("set_random_seed", _setting),
+    ):
+        method: Any = vars(cls).get(name)
+        if type(method) is types.FunctionType and not hasattr(method, "_fastload_is_hooked"):
+            hooked: Any = functools.wraps(method)(wrap(method))
+            hooked._fastload_is_hooked = True
+            setattr(cls, name, hooked)
+
+
+class _Generators:
+    """An attribute that keeps a generator: it returns what the current source chooses, or its own value."""
+
+    def __init__(
+        self, cls: type, name: str, choose: Callable[[Source, Any], tuple[Any, ...]], position: int
+    ) -> None:
+        self._name = name
+        self._choose = choose
+        self._position = position  # among the generators that are chosen
+        # What the class had under this name: nothing, a default, or a property.
+        self._own = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
+
+    def __get__(self, transform: Any, cls: Any = None) -> Any:
+        if transform is not None:
+            source = _here.source or _of_process
+            if source is not None:
+                chosen = self._choose(source, transform)[self._position]
+                if chosen is not None:
+                    return chosen
+            value = transform.__dict__.get(self._name)
+            if value is not None:
+                return value
+        for own in self._own:
+            return own.__get__(transform, cls) if hasattr(type(own), "__get__") else own
+        raise AttributeError(f"{type(transform).__name__!r} object has no attribute {self._name!r}")
+
+    def __set__(self, transform: Any, value: Any) -> None:
+        if any(hasattr(type(own), "__set__") for own in self._own):
+            self._own[0].__set__(transform, value)
+        else:
+            vars(transform)[self._name] = value
+
+
+def _pair(source: Source, transform: Any) -> tuple[Any, Any]:
+    if source.leaves(transform):
+        return None, None
+    if _here.root is None:
+        return source.pair(transform) or (None, None)
+    if _here.pair is None:  # else it is known since the first draw of this call
+        _here.pair = (not source.leaves(_here.root) and source.pair(_here.root)) or (None, None)
+    return _here.pair  # type: ignore[no-any-return]
+
+
+def _state(source: Source, transform: Any) -> tuple[Any]:
+    # MONAI's Compose draws seeds for its parts, also when it is made: from its own generator.
+    is_own = _here.is_setting is not None or source.leaves(transform)
+    return (None if is_own else source.state(transform),)
+
+
+def _entering(call: Any) -> Any:
+    """`__call__`: notes the outermost transform."""
+
+    def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _here.root is not None:
+            return call(self, *args, **kwargs)
+        source = _here.source or _of_process
+        if source is None or not source.groups:
+            return call(self, *args, **kwargs)
+        _here.root = self
+        try:
+            if not source.locks:
+                return call(self, *args, **kwargs)
+            with _lock_of(self):
+                return call(self, *args, **kwargs)
+        finally:
+            _here.root = _here.pair = None
+
+    return entering
+
+
+def name_of(transform: Any) -> Any:
+    """An object that identifies a pipeline and its shallow copies."""
+    return vars(transform).get("py_random", transform)
+
+
+def _lock_of(transform: Any) -> threading.RLock:
+    with _hooking:
+        return _locks.setdefault(name_of(transform), threading.RLock())
+
+
+def _setting(method: Any) -> Any:
+    """`set_random_seed` or `set_random_state`: marks what the user seeds.
+
+    A constructor that calls them, or a call without a seed, marks nothing. A pipeline's call decides for all
+    of its parts.
+    """
+
+    def setting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer = _here.is_setting
+        if outer is None:
+            is_made = hasattr(self, "seed") or not hasattr(self, "set_random_seed")  # MONAI's lack both
+            _here.is_setting = is_made and any(value is not None for value in (*args, *kwargs.values()))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            source = _here.source or _of_process
+            if _here.is_setting and source is not None:
+                vars(self)[_IS_SET] = source.token
+            _here.is_setting = outer
+
+    return setting
+
+
+def _reserving(reserve: Any) -> Any:
+    """AlbumentationsX reserves a pair of generators for each call of a pipeline: let it be the source's."""
+
+    @functools.wraps(reserve)
+    def reserving(self: Any) -> Any:
+        streams, source = reserve(self), _here.source or _of_process
+        generator, py_random = (None, None) if source is None else _pair(source, self)
+        if py_random is None:
+            return streams
+        return type(streams)(random_generator=generator, py_random=py_random, epoch=streams.epoch)
+
+    return reserving
