@@ -246,6 +246,7 @@ LAST_LINES = {
     "quickstart": r"epoch 2: loss \d\.\d{3}\n24 of 24 images are cached: no later epoch decodes them",
     "ram_cache": r"the second process found 24 of 24 images in memory",
     "segmentation": r"24 of 24 masks lie on their images after crops, flips and turns",
+    "train_cifar": r"epoch 2: loss \d\.\d{3}\n[\d,]+ images/s, with the training step",
     "two_views": r"24 of 24 images have two different views",
     "webdataset_shards": r"webdataset \S+: 24 of 24 images came once in an epoch",
 }
