@@ -66,6 +66,8 @@ class FetchSettings:
 
 # Kept for batches before their transform; a larger batch gets its own memory.
 _SCRATCH_BYTES = 256 << 20
+# Numbers of a range: products and sums of larger ones would not fit into 64 bits.
+_LARGEST = 1 << 61
 # Stands for how often the index came before when a batch transform draws like the last sample of its batch.
 _OF_BATCH = -(1 << 62)
 
@@ -76,7 +78,12 @@ def _rows_of(dataset: range, indices: list[Any]) -> torch.Tensor | None:
     A range is the dataset of a loader whose samples lie on the device: there the 15 us that each sample takes
     to read and collate would be nearly all of the time.
     """
-    numbers = np.asarray(indices)
+    try:
+        numbers = np.asarray(indices)
+    except ValueError:  # nested lists of different lengths
+        return None
+    if max(abs(dataset.start), abs(dataset.stop), abs(dataset.step)) > _LARGEST:
+        return None
     if numbers.dtype != np.int64 or numbers.ndim != 1 or not len(numbers):
         return None
     if numbers.min() < 0 or numbers.max() >= len(dataset):

@@ -35,12 +35,7 @@ class Packed(NamedTuple):
     skeleton: bytes
     leaves: list[PackedLeaf]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # how often a leaf occurs in the batch
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether some leaves are tensors, not NumPy arrays."""
-        return any(type(code) is str and code.startswith("torch.") for _, _, code, *_ in self.leaves)
+    num_places: int  # how often leaves occur in the batch; a container that occurs twice counts once
 
 
 @functools.cache
@@ -134,17 +129,18 @@ def pack(batch: Any, arena: Arena, packer_type: type[Packer] = Packer) -> Packed
     return Packed(file.getvalue(), leaves, arena.used_bytes, packer.num_places)
 
 
-def unpack(packed: Packed, lease: Any, *, copies_arrays: bool = False) -> Any:
-    """Restore the batch, as views of ``lease`` (a writable buffer that holds the slot's bytes).
+def unpack(packed: Packed, lease: Any) -> Any:
+    """Restore the batch, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
+    return restore(packed, views(packed, lease))
 
-    Args:
-        packed: The batch.
-        lease: The memory of its slot.
-        copies_arrays: Whether NumPy arrays get memory of their own; tensors are always views.
-    """
-    leaves = [_view(leaf, lease) for leaf in packed.leaves]
-    if copies_arrays:
-        leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+
+def views(packed: Packed, lease: Any) -> list[Any]:
+    """The leaves of the batch, as views of ``lease``."""
+    return [_view(leaf, lease) for leaf in packed.leaves]
+
+
+def restore(packed: Packed, leaves: list[Any]) -> Any:
+    """The batch with these leaves."""
     return _Unpacker(packed.skeleton, leaves).load()
 
 

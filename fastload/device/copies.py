@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 # From so many leaves of at most so many bytes on, those of each dtype are copied as one. Whoever keeps one of
 # them keeps them all, so they must be small.
-_MANY_LEAVES, _SMALL_BYTES = 16, 64 << 10
+_MANY_LEAVES, _SMALL_BYTES = 16, 16 << 10
 
 
 @dataclass
@@ -65,6 +65,7 @@ class _Ahead:
     """A batch in flight: all its work on the side stream has been started."""
 
     batch: Any
+    host: Any = None  # the batch on the host, if some leaves move at hand-over
     event: Any = None  # None: no work was started
     stream: Any = None  # under which the tensors in `made` were allocated
     made: list[torch.Tensor] = field(default_factory=list)  # the batch's tensors on the device
@@ -78,21 +79,41 @@ class _LacksMemory:
 
     batch: Any
     transform: Callable[[Any], Any] | None
-    error: torch.OutOfMemoryError
+    # Not the error itself: its traceback holds the frames, and with them the memory, of what failed.
+    message: str
+    notes: list[str]
+
+    @classmethod
+    def of(cls, batch: Any, transform: Callable[[Any], Any] | None, error: BaseException) -> _LacksMemory:
+        """The batch for which there was this error."""
+        return cls(batch, transform, str(error), list(getattr(error, "__notes__", ())))
+
+    def error(self) -> torch.OutOfMemoryError:
+        """What the attempt raised."""
+        error = torch.OutOfMemoryError(self.message)
+        for note in self.notes:
+            add_note(error, note)
+        add_note(
+            error,
+            "fastload: raised while a batch was copied to the device, or transformed there; the next call of "
+            "next() tries the same batch again",
+        )
+        return error
 
 
 class CopiesAhead(Iterator[T]):
     """One pass over a loader. See NOTE [ Copies ahead ].
 
     Args:
-        source: Returns the batches. If it has `register_slots`, the device can read its slots in place. If it
-            has `poll`, that returns the next batch in a tuple, or None if it would have to wait for one.
+        source: Returns the batches. If it has `register_slots`, the device can read its slots in place.
         backend: The device.
         stream: The side stream.
         depth: How many batches are in flight after the one handed out.
         next_transform: Called when a batch was fetched; returns the function to call with this batch once it
             is on the device. None leaves batches unchanged.
         taken: Called when the caller takes the next batch, or the error instead of it.
+        poll: Returns the source's next batch in a tuple, or None if it would have to wait for one; None: the
+            source cannot tell.
     """
 
     def __init__(
@@ -103,6 +124,7 @@ class CopiesAhead(Iterator[T]):
         depth: int,
         next_transform: Callable[[], Callable[[Any], Any]] | None = None,
         taken: Callable[[], None] | None = None,
+        poll: Callable[[], tuple[T] | None] | None = None,
     ) -> None:
         self._source: Iterator[T] | None = source
         self._backend = backend
@@ -114,7 +136,7 @@ class CopiesAhead(Iterator[T]):
         register_slots = getattr(source, "register_slots", None)
         if register_slots is not None:
             register_slots(backend, stream)
-        self._poll: Callable[[], tuple[T] | None] | None = getattr(source, "poll", None)
+        self._poll = poll
         self._ahead: collections.deque[_Ahead | _LacksMemory | Exception] = collections.deque()
         self._reading = _HostMemory(backend)
         # Not at exit: the memory is freed with the process.
@@ -136,16 +158,16 @@ class CopiesAhead(Iterator[T]):
         self._fill()
         first = self._ahead.popleft() if self._ahead else None
         try:
-            if isinstance(first, _LacksMemory):
-                first = self._start_again(first)
-            if first is not None and self._taken is not None:
-                self._taken()
             if first is None:
                 self._reading.release_all()
                 raise StopIteration
-            if isinstance(first, Exception):
+            if isinstance(first, _LacksMemory):
+                first = self._start_again(first.batch, first.transform)
+            if isinstance(first, _Ahead):
+                batch = self._taken_over(first)
+            else:
+                self._note_taken()
                 raise first
-            batch = self._hand_over(first)
         except Exception:  # also of a late leaf or the transform; the next call returns the batch after it
             self._was_interrupted = False
             raise
@@ -186,41 +208,60 @@ class CopiesAhead(Iterator[T]):
         )
         return True
 
-    def _start_again(self, lacking: _LacksMemory) -> _Ahead | Exception:
+    def _start_again(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | Exception:
         """Copy a batch when its turn has come: no other batch is in flight then."""
         self._reading.release_all()
         with outside_modes(self._backend.device):
-            started = self._start(lacking.batch, lacking.transform)
+            started = self._start(batch, transform)
         if isinstance(started, _LacksMemory):
             self._ahead.appendleft(started)
-            raise started.error
+            raise started.error()
         return started
 
-    def _start(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | _LacksMemory | Exception:
-        backend = self._backend
-        ahead = _Ahead(batch, transform=transform)
-        ahead.stream = backend.current_stream() if transform is None else self._stream
-        plain: dict[int, torch.Tensor] = {}  # by id: a tensor that occurs twice is copied once
+    def _taken_over(self, ahead: _Ahead) -> T:
+        """Hand a batch over; it stays the next one if there is no memory for its late leaves."""
+        lacking = None
+        try:
+            batch = self._hand_over(ahead)
+        except torch.OutOfMemoryError as error:  # of a late leaf, or of the transform behind it
+            lacking = _LacksMemory.of(ahead.host, ahead.transform, error)
+        except BaseException:
+            self._note_taken()
+            raise
+        if lacking is not None:
+            self._ahead.appendleft(lacking)
+            raise lacking.error()
+        self._note_taken()
+        return batch
 
-        def sort(leaf: Any) -> Any:
-            (plain if _is_plain(leaf) else ahead.late)[id(leaf)] = leaf
+    def _note_taken(self) -> None:
+        if self._taken is not None:
+            self._taken()
+
+    def _start(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | _LacksMemory | Exception:
+        ahead = _Ahead(batch, transform=transform)
+        ahead.stream = self._backend.current_stream() if transform is None else self._stream
+        leaves: list[Any] = []
+
+        def note(leaf: Any) -> Any:
+            leaves.append(leaf)
             return leaf
 
         try:
-            map_movable(batch, sort)
+            map_movable(batch, note)
+            # By id: a tensor that occurs twice is copied once.
+            plain = {id(leaf): leaf for leaf in leaves if _is_plain(leaf)}
+            ahead.late = {id(leaf): leaf for leaf in leaves if id(leaf) not in plain}
             copied = self._copied(batch, plain, ahead)
-            if plain:
-                ahead.batch = map_movable(batch, lambda leaf: copied.get(id(leaf), leaf))
-            if ahead.transform is not None and not ahead.late:
-                del copied, plain
+            if copied:  # by position: a container can make its leaves anew for each walk
+                found = iter([copied.get(id(leaf), leaf) for leaf in leaves])
+                ahead.batch = map_movable(batch, lambda _: next(found))
+            if ahead.late:
+                ahead.host = batch
+            elif ahead.transform is not None:
                 self._transform_ahead(ahead, ahead.transform)
         except torch.OutOfMemoryError as error:
-            add_note(
-                error,
-                "raised while a batch was copied to the device; the next call of next() tries the same batch "
-                "again",
-            )
-            return _LacksMemory(batch, transform, error)
+            return _LacksMemory.of(batch, transform, error)
         except Exception as error:  # noqa: BLE001  # as above
             return error
         return ahead
@@ -321,7 +362,16 @@ def outside_modes(device: torch.device) -> Iterator[None]:
 
 def pin_plain(backend: Backend, batch: Any) -> Any:
     """``batch`` with the leaves that can be copied by their bytes in pinned memory; for any thread."""
-    return map_movable(batch, lambda leaf: backend.pin(leaf) if _is_plain(leaf) else leaf)
+    pinned: dict[int, tuple[Any, Any]] = {}  # a tensor that occurs twice stays one; the first keeps its id
+
+    def pin(leaf: Any) -> Any:
+        if not _is_plain(leaf):
+            return leaf
+        if id(leaf) not in pinned:
+            pinned[id(leaf)] = leaf, backend.pin(leaf)
+        return pinned[id(leaf)][1]
+
+    return map_movable(batch, pin)
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -359,7 +409,9 @@ class _Joined:
         for group, target in zip(self._small, targets[len(self._large) :], strict=True):
             parts = target.split_with_sizes([leaf.numel() for leaf in group])
             for leaf, part in zip(group, parts, strict=True):
-                found[id(leaf)] = part if leaf.ndim == 1 else part.view(leaf.shape)
+                # Views of one tensor share its version, so a change of one would fail the backward pass of
+                # another; with .data each has its own.
+                found[id(leaf)] = (part if leaf.ndim == 1 else part.view(leaf.shape)).data
         return found
 
 

@@ -95,22 +95,33 @@ class RegisteredSlots:
 
 
 def hides_tensors(packed: Packed, batch: Any) -> bool:
-    """Whether some tensors of the unpacked batch are in objects that a prefetcher does not look into.
+    """Whether some leaves of the unpacked batch are in objects that a prefetcher does not look into.
 
-    These stay on the host when it copies the batch to the device. An object that has a ``to`` is assumed to
-    move all its tensors.
+    Tensors in these objects stay on the host when it copies the batch to the device. An object that has a
+    ``to`` moves the tensors in its attributes and items.
     """
-    num_found, moves_itself = 0, False
+    num_found = 0
+    seen: dict[int, Any] = {}  # containers and objects: pickle, too, writes each once
+
+    def is_leaf(part: Any) -> bool:
+        if isinstance(part, torch.Tensor):
+            return False  # it counts at each place
+        if type(part) is np.ndarray or id(part) in seen:
+            return True
+        seen[id(part)] = part
+        return False
 
     def note(leaf: Any) -> Any:
-        nonlocal num_found, moves_itself
+        nonlocal num_found
         if isinstance(leaf, torch.Tensor):
             num_found += is_plain(leaf)
-        elif isinstance(leaf, np.ndarray):
-            num_found += 1
-        else:
-            moves_itself = True
+        elif type(leaf) is np.ndarray:
+            num_found += not leaf.dtype.hasobject
+        elif id(leaf) not in seen:  # it has a `to`
+            seen[id(leaf)] = leaf
+            for part in (*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, tuple) else ())):
+                map_movable(part, note, is_leaf)
         return leaf
 
-    map_movable(batch, note, lambda part: type(part) is np.ndarray and not part.dtype.hasobject)
-    return num_found < packed.num_places and not moves_itself
+    map_movable(batch, note, is_leaf)
+    return num_found < packed.num_places

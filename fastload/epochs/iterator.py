@@ -10,8 +10,6 @@ from torch.autograd import profiler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastload.epochs.stats import Clock, Size
     from fastload.workers.settings import LoaderSettings
 
@@ -43,31 +41,22 @@ class EpochIterator:
         return self.next_sized()
 
     def __next__(self) -> Any:
-        return self._counted(self.next_sized)[0]
-
-    def poll(self) -> tuple[Any] | None:
-        """The next batch in a tuple, for a prefetcher; None if it would have to be waited for."""
-        found = self._counted(self.poll_sized)
-        return None if found is None else found[:1]
-
-    def _counted(self, fetch: Callable[[], Any]) -> Any:
         clock = self.clock
         if clock is None:
-            return fetch()
+            return self.next_sized()[0]
         if clock.recorder.reports:
             clock.recorder.report_if_due()
         called_ns, before_ns = time.perf_counter_ns(), self.device_wait_ns
         try:
-            found = fetch()
+            batch, size = self.next_sized()
         except StopIteration:
             clock.end(called_ns, self.device_wait_ns - before_ns)
             raise
         except BaseException:
             clock.count(called_ns, None, self.device_wait_ns - before_ns)
             raise
-        if found is not None:
-            clock.count(called_ns, found[1], self.device_wait_ns - before_ns)
-        return found
+        clock.count(called_ns, size, self.device_wait_ns - before_ns)
+        return batch
 
     def close(self) -> None:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""

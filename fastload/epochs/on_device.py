@@ -13,6 +13,7 @@ Runs in the consumer's process, and wraps the iterator over batches on the host.
 from __future__ import annotations
 
 import collections
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,9 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self.num_measured_workers = source.num_measured_workers
         self._device = device
         self._is_closed = False
+        self._waited_ns = 0  # of earlier epochs
+        self._copies: CopiesAhead[Any] | None = None
+        self._turn = threading.RLock()  # threads can share the iterator
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
@@ -81,20 +85,25 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
             self._transform = EpochTransform(loader, epoch, "device_transform")
-        self._copies: CopiesAhead[Any] | None = None
         if isinstance(self._device, tuple):
             self._fetched = _Fetched(self.source, epoch)
             next_transform = None if self._transform is None else self._transform.of_fetched
             hand_over = self._fetched.hand_over
-            self._copies = CopiesAhead(self._fetched, *self._device, DEPTH, next_transform, hand_over)
+            poll = self._fetched.poll
+            self._copies = CopiesAhead(self._fetched, *self._device, DEPTH, next_transform, hand_over, poll)
 
     @property
     def device_wait_ns(self) -> int:
         """How long `next` has waited for the device to catch up, not for data, so far."""
-        return 0 if self._copies is None else self._copies.device_wait_ns
+        copies = self._copies
+        return self._waited_ns + (0 if copies is None else copies.device_wait_ns)
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
+        with self._turn:
+            return self._next_sized()
+
+    def _next_sized(self) -> tuple[Any, Size]:
         if self._is_closed:
             raise LoaderClosedError
         if self._copies is not None:
@@ -117,9 +126,14 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this with persistent workers."""
-        self._copies = None  # ends the copies of the old epoch and frees its slots
-        self.source._reset(loader, first_iter)
+        self.source._reset(loader, first_iter)  # if it fails, the old epoch continues
+        self._end_copies()
         self._begin(loader)
+
+    def _end_copies(self) -> None:
+        """Drop the batches that were copied ahead, and free their slots."""
+        self._waited_ns = self.device_wait_ns
+        self._copies = None
 
     @property
     def _workers(self) -> Any:
@@ -127,7 +141,8 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
 
     def close(self) -> None:
         """Stop prefetching and close the source; batches that the caller holds stay valid."""
-        self._is_closed, self._copies = True, None
+        self._is_closed = True
+        self._end_copies()
         self.source.close()
 
     _shutdown_workers = close  # other libraries stop torch's iterator by this method

@@ -56,17 +56,19 @@ class Gather(nn.Module):
 
     @classmethod
     def from_dataset(cls, dataset: Any) -> Self:
-        """The samples of a map-style dataset, collated once; they need equal shapes.
+        """The samples of a map-style dataset, collated once; they need equal shapes, and no text.
 
         Read a `CachedDataset` without its random transform: what it draws would be the same in all epochs.
+
+        Raises:
+            ValueError: There is no sample, or samples differ in structure, or hold something else than
+                arrays, tensors and numbers.
         """
         generator = torch.Generator()  # torch's loader draws a seed: not from the user's stream
         chunks = list(torch.utils.data.DataLoader(dataset, _CHUNK, generator=generator))
-        tensors: list[list[torch.Tensor]] = [[] for _ in chunks]
-        for found, chunk in zip(tensors, chunks, strict=True):
-            map_movable(chunk, found.append)
-        columns = (torch.cat(parts) for parts in zip(*tensors, strict=True))
-        return cls(map_movable(chunks[0], lambda _: next(columns)))
+        if not chunks:
+            raise ValueError("Gather needs a dataset with samples, but got an empty one")
+        return cls(_concatenated(chunks, "$"))
 
     def forward(self, rows: torch.Tensor) -> Any:
         """The samples of these rows, as a batch of the structure of `columns`."""
@@ -103,3 +105,28 @@ class Gather(nn.Module):
 
         map_movable(self.columns, note)
         return found
+
+
+def _concatenated(chunks: list[Any], path: str) -> Any:
+    """Batches of one structure as one batch."""
+    first = chunks[0]
+    kinds = {type(chunk) for chunk in chunks}
+    if isinstance(first, torch.Tensor):
+        return torch.cat(chunks)
+    keys = (
+        list(first)
+        if isinstance(first, dict)
+        else range(len(first))
+        if isinstance(first, (list, tuple))
+        else ()
+    )
+    if len(kinds) > 1 or not keys or any(len(chunk) != len(keys) for chunk in chunks):
+        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise ValueError(
+            f"Gather keeps samples of arrays, tensors and numbers in dicts, lists and tuples, all of one "
+            f"structure, but got {found} at {path}"
+        )
+    parts = {key: _concatenated([chunk[key] for chunk in chunks], f"{path}[{key!r}]") for key in keys}
+    if isinstance(first, dict):
+        return parts
+    return first._make(parts.values()) if hasattr(first, "_make") else type(first)(parts.values())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.packing import unpack
+from fastload.batch.packing import restore, unpack, views
 from fastload.device.registered import RegisteredSlots, hides_tensors
 from fastload.memory.ring import SlotState
 from fastload.system.sent_error import SentError
@@ -53,15 +53,19 @@ class Lender:
         if not packed.used_bytes or slot.memory is None:
             return unpack(packed, b"")
         lease = slot.memory.lease()
-        # A prefetcher passes arrays on to its caller, who must never see pinned slots.
-        batch = unpack(packed, lease, copies_arrays=self.registered is not None)
+        leaves = views(packed, lease)
+        if self.registered is not None:
+            # A prefetcher passes arrays on to its caller, who must never see pinned slots.
+            leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        batch = restore(packed, leaves)
         is_private = self.registered is not None and hides_tensors(packed, batch)
-        if self.registered is not None and not is_private and packed.has_tensors:
+        has_tensors = any(not isinstance(leaf, np.ndarray) for leaf in leaves)
+        if self.registered is not None and has_tensors and not is_private:
             self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
         if not is_private and self.ring.lend(slot):
             return batch
         self._note_work(Work(num_copies=1))
-        del batch
+        del batch, leaves
         return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
 
     def _give_back(self, task: Task) -> None:

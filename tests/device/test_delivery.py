@@ -346,3 +346,52 @@ def test_a_batch_that_is_tried_again_has_the_same_draws(monkeypatch: pytest.Monk
     failing = Fails()
     assert all(map(torch.equal, run(failing), run(RandomHorizontalFlip())))
     assert failing.failures == 2
+
+
+class Fails:
+    """A batch sampler whose iter() fails from some moment on."""
+
+    has_failed = False
+
+    def __iter__(self) -> Any:
+        if self.has_failed:
+            raise OSError("the list of indices is gone")
+        return iter([[4 * number + place for place in range(4)] for number in range(6)])
+
+
+@pytest.mark.slow
+def test_an_epoch_that_cannot_begin_leaves_the_old_one_as_it_is(fake: FakeBackend) -> None:
+    """It goes on, on the device, with the batches that were copied ahead."""
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "device": "cuda"}
+    sampler: Any = Fails()
+    with DataLoader(IMAGES, batch_sampler=sampler, **options) as loader:
+        iterator = iter(loader)
+        before = [next(iterator), next(iterator)]
+        sampler.has_failed = True
+        with pytest.raises(OSError, match="is gone"):
+            iter(loader)
+        after = list(iterator)
+        fake.drain()
+        assert numbers(before + after) == [0, 4, 8, 12, 16, 20]
+        assert all(images.untyped_storage().data_ptr() in fake._blocks for images, _ in after)
+        del before, after
+
+
+def test_threads_can_share_an_iterator(fake: FakeBackend) -> None:
+    """Each batch goes to one of them."""
+    found: list[Any] = []
+    iterator = iter(DataLoader(IMAGES, 1, device="cuda"))
+
+    def take() -> None:
+        for batch in iterator:
+            found.append(batch)  # noqa: PERF402  # while another thread does
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fake.drain()
+    assert sorted(numbers(found)) == list(range(len(IMAGES)))
+    found.clear()
+    del iterator

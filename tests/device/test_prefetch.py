@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import contextlib
 import gc
 import random
@@ -339,6 +340,125 @@ def test_special_leaves_move_on_the_callers_stream() -> None:
     assert fake.num_copies == 2
     assert fake.log.count("move on main") == 6
     assert fake.log[-3:] == ["move on main", "record on main", "side 1 waits for main"]
+    fake.check()
+
+
+class HasRoom(FakeBackend):
+    """A device with memory for a few tensors at a time."""
+
+    room = 3
+
+    def allocate_one(self, like: torch.Tensor, stream: Any) -> torch.Tensor:
+        if len(self._blocks) >= self.room:
+            raise torch.OutOfMemoryError("full")
+        return super().allocate_one(like, stream)
+
+
+@pytest.mark.parametrize("transform", [None, lambda batch: [part + 1 for part in batch]])
+def test_what_failed_holds_no_memory(transform: Any) -> None:
+    """An attempt that ended half-way frees what it had allocated before the batch is tried again."""
+    fake = HasRoom()
+    model = fake.allocate_one(torch.zeros(4), fake.current)
+    then = None if transform is None else lambda: transform
+    copies = CopiesAhead(iter([pair(n) for n in range(3)]), fake, fake.make_stream(), 2, then)
+    gc.disable()
+    try:
+        for number in range(3):
+            found = next(copies)
+            fake.drain()
+            assert int(found[0][0, 0]) == number + (transform is not None)
+            del found
+    finally:
+        gc.enable()
+    del copies, model
+    fake.check()
+
+
+def test_joined_leaves_are_independent_for_autograd() -> None:
+    """A change in place of one fails no backward pass of another, and one that needs gradients is allowed."""
+    (got,) = on(FakeBackend(), [[torch.ones(3) for _ in range(16)]])
+    weight = torch.ones(3, requires_grad=True)
+    total = (weight * got[1]).sum()
+    got[2].add_(1)
+    total.backward()
+    got[3].mul_(weight)
+    assert got[3].requires_grad
+
+
+class AddsHundred:
+    """An iterator around another, which has all attributes of that one."""
+
+    def __init__(self, iterator: Any) -> None:
+        self.iterator = iterator
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.iterator) + 100
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.iterator, name)
+
+
+def test_a_wrapped_iterator_is_asked_by_its_own_next(fake: FakeBackend) -> None:
+    """A prefetcher over any iterable calls nothing but __next__."""
+
+    class Wraps:
+        def __iter__(self) -> Iterator[Any]:
+            return AddsHundred(iter(DataLoader(torch.arange(8.0), 2)))  # type: ignore[arg-type]
+
+    found = list(on(fake, Wraps()))
+    fake.drain()
+    assert [batch.tolist() for batch in found] == [[100, 101], [102, 103], [104, 105], [106, 107]]
+
+
+class Rows(collections.abc.Sequence[torch.Tensor]):
+    """A sequence that makes its tensors at each access."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.table[range(len(self.table))[index]]
+
+
+def test_tensors_that_are_made_at_each_access_arrive(fake: FakeBackend) -> None:
+    """They have another identity in each walk."""
+    (found,) = on(fake, [Rows(torch.arange(6.0).reshape(2, 3))])
+    fake.drain()
+    assert all(row.untyped_storage().data_ptr() in fake._blocks for row in found)
+    assert [row.tolist() for row in found] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_late_leaf_that_finds_no_memory_costs_no_batch() -> None:
+    """The batch is not counted, and comes at the next call."""
+
+    class FailsOnce:
+        def __init__(self, number: int) -> None:
+            self.number, self.fails = number, number == 1
+
+        def to(self, device: torch.device) -> int:
+            if self.fails:
+                self.fails = False
+                raise torch.OutOfMemoryError("late")
+            return self.number
+
+    fake, taken = FakeBackend(), []
+    source = iter([[batch(number), FailsOnce(number)] for number in range(4)])
+    copies = CopiesAhead(source, fake, fake.make_stream(), 2, None, lambda: taken.append(1))
+    found = [next(copies)]
+    with pytest.raises(torch.OutOfMemoryError, match="late"):
+        next(copies)
+    assert len(taken) == 1
+    found += list(copies)
+    fake.drain()
+    assert [(int(tensor[0, 0]), number) for tensor, number in found] == [(n, n) for n in range(4)]
+    assert len(taken) == 4
+    del found, copies
     fake.check()
 
 

@@ -302,3 +302,57 @@ def test_no_slot_comes_back_early(choices: random.Random, depth: int, prefetch_m
     # With 4096 bytes there is room for no second slot.
     assert (fake.num_read_in_place > 0) == (prefetch_memory != 4096)
     fake.check()
+
+
+class Hides:
+    """An object that nobody looks into."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+class MovesItself:
+    """An object that moves what it holds."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> MovesItself:
+        return MovesItself(self.tensor.to(device, copy=True))
+
+
+def shared_dict_and_box(samples: list[Any]) -> Any:
+    images, _ = torch.utils.data.default_collate(samples)
+    one = {"images": images}
+    return [one, one, Hides(images.clone())]
+
+
+def mover_and_box(samples: list[Any]) -> Any:
+    images, _ = torch.utils.data.default_collate(samples)
+    return [images, MovesItself(images.clone()), Hides(images.clone())]
+
+
+def same_tensor_in_a_box(samples: list[Any]) -> Any:
+    images, _ = torch.utils.data.default_collate(samples)
+    return [images, Hides(images)]
+
+
+def mover_alone(samples: list[Any]) -> Any:
+    images, _ = torch.utils.data.default_collate(samples)
+    return [images, MovesItself(images.clone()), [1, 1, (2, 2)], (3,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("collate", "is_copied"),
+    [(shared_dict_and_box, True), (mover_and_box, True), (same_tensor_in_a_box, True), (mover_alone, False)],
+)
+def test_hidden_tensors_are_never_those_of_registered_slots(
+    fake: FakeBackend, collate: Any, is_copied: bool
+) -> None:
+    """Whatever else the batch holds: shared containers, objects that move themselves, the tensor itself."""
+    with DataLoader(IMAGES, 4, collate_fn=collate, device="cuda", **PERSISTENT) as loader:
+        for batch in loader:
+            hidden = [part.tensor for part in batch if isinstance(part, Hides)]
+            assert not any(map(fake._is_registered, hidden))
+            fake.drain()
+        assert (loader.stats().num_copies == 16) == is_copied

@@ -125,9 +125,9 @@ def idle_ms(clock: Clock, *, can_poll: bool) -> float:
     costs_ms = [150.0 if number % 20 == 19 else 10.0 for number in range(60)]
     clock.now_ns = 0
     backend, source = TimedBackend(clock), TimedLoader(clock, costs_ms)
-    batches = source if can_poll else iter(lambda: next(source), None)
+    poll = source.poll if can_poll else None
     found = []
-    for batch in CopiesAhead(iter(batches), backend, backend.make_stream(), 2):
+    for batch in CopiesAhead(iter(source), backend, backend.make_stream(), 2, poll=poll):
         found.append(int(batch))
         backend.kernel(20)
         backend.synchronize(backend.main.end_ns)
@@ -140,7 +140,8 @@ def test_ready_batches_are_handed_over_without_waiting_for_the_next(clock: Clock
     assert idle_ms(clock, can_poll=True) < 0.75 * idle_ms(clock, can_poll=False)
     clock.now_ns = 0
     backend = TimedBackend(clock)
-    copies_ahead = CopiesAhead(TimedLoader(clock, [0.0, 100.0, 100.0]), backend, backend.make_stream(), 2)
+    source = TimedLoader(clock, [0.0, 100.0, 100.0])
+    copies_ahead = CopiesAhead(source, backend, backend.make_stream(), 2, poll=source.poll)
     assert int(next(copies_ahead)) == 0
     assert clock.now_ns == 0
 

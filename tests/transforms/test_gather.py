@@ -144,3 +144,46 @@ def test_odd_indices_of_a_range(index: Any) -> None:
         for kind in (torch.utils.data.DataLoader, DataLoader)
     ]
     assert equal(*found)
+
+
+class Named(Dicts):
+    def __getitem__(self, index: int) -> Any:
+        return index, f"name {index}"
+
+
+class Turned(Dicts):
+    """From sample 4096 on, the keys have another order."""
+
+    def __len__(self) -> int:
+        return 4100
+
+    def __getitem__(self, index: int) -> Any:
+        return {"a": index, "b": -index} if index < 4096 else {"b": -index, "a": index}
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    """Columns are joined by their names."""
+    found = Gather.from_dataset(Turned())(torch.tensor([4098]))
+    assert {name: int(column) for name, column in found.items()} == {"a": 4098, "b": -4098}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [(Named(), r"got str at \$\[1\]\[0\]"), ([], "got an empty one")],
+)
+def test_what_has_no_columns_is_refused(dataset: Any, message: str) -> None:
+    """Text, and a dataset without samples."""
+    with pytest.raises(ValueError, match=message):
+        Gather.from_dataset(dataset)
+
+
+@pytest.mark.parametrize("dataset", [range(0, 1 << 64, 1 << 62), range(1 << 63, (1 << 63) + 9)], ids=str)
+def test_ranges_of_large_numbers_are_read_one_by_one(dataset: range) -> None:
+    """The result, or the error, is that of torch's loader."""
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        try:
+            found.append(next(iter(kind(dataset, 2, sampler=[0, 1]))).tolist())  # type: ignore[arg-type]
+        except Exception as error:  # noqa: BLE001  # whichever
+            found.append(type(error).__name__)
+    assert found[0] == found[1]
