@@ -382,11 +382,11 @@ def test_threads_can_share_an_iterator(fake: FakeBackend) -> None:
     found: list[Any] = []
     iterator = iter(DataLoader(IMAGES, 1, device="cuda"))
 
-    def take() -> None:
-        for batch in iterator:
+    def take(batches: Any) -> None:
+        for batch in batches:
             found.append(batch)  # noqa: PERF402  # while another thread does
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
+    threads = [threading.Thread(target=take, args=(iterator,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
