@@ -238,7 +238,7 @@ class Opener:
             reason,
             readable_size(max_bytes),
         )
-        return PrivateCache(self._num_samples, max_memory=max_bytes, reason=reason)
+        return PrivateCache(self._num_samples, max_bytes, reason)
 
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
