@@ -8,10 +8,11 @@ transforms cost there; what does it cost to train from a cache.
 
 Each group of checks is a process of its own with its own limit, so that a crash, a hang or a broken device
 costs one group; each check stands alone: what it raises is written down and the next one runs. Results are
-written after every group to benchmarks/results/gpu.json, or to $OUT/gpu.json. Needs a GPU, torch and NumPy;
-nothing need be installed. Exit status: 0, or 1 if no check succeeded, or 2 ("no CUDA device").
+written after every group to benchmarks/results/gpu.json, or to $OUT/gpu.json (in a dry run, to $OUT alone).
+Needs a GPU, torch and NumPy; nothing need be installed, and a check that needs another package says so. Exit
+status: 0, or 1 if no check succeeded, or 2 ("no CUDA device").
 
-Command: python benchmarks/gpu_checks.py [--only NAME ...] [--groups NAME ...] [--limit-s 500]
+Command: python benchmarks/gpu_checks.py [--only NAME ...] [--groups NAME ...] [--limit-s 500] [--dry-run]
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import gpu_dry
 import gpu_loader
 import gpu_slots
 import gpu_tools  # the first: it makes fastload importable
 import gpu_training
 import gpu_transforms
 import torch
-from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sources, wall_ms
+from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sized, sources, wall_ms
 from harness import RESULTS, machine
 
 from fastload.device.prefetch import DevicePrefetcher
@@ -97,7 +99,7 @@ GROUPS: dict[str, tuple[float, tuple[str, ...]]] = {
 @check
 def copy_bandwidth() -> dict[str, Any]:
     found = {}
-    for nbytes in (64 * MB, 256 * MB):
+    for nbytes in (sized(64, 1) * MB, sized(256, 2) * MB):
         target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         for kind, source in sources(nbytes):
             target.zero_()
@@ -115,7 +117,7 @@ def copy_bandwidth() -> dict[str, Any]:
 
 @check
 def copies_overlap_with_compute() -> dict[str, Any]:
-    nbytes, side = 256 * MB, torch.cuda.Stream()
+    nbytes, side = sized(256, 2) * MB, torch.cuda.Stream()
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     found = {}
     for kind, source in sources(nbytes):
@@ -146,7 +148,7 @@ def copies_overlap_with_compute() -> dict[str, Any]:
 
 @check
 def prefetcher_against_plain_loops() -> dict[str, Any]:
-    shape, num_batches = (256, 224, 224, 3), 40
+    shape, num_batches = (sized(256, 2), 224, 224, 3), 40
     pageable = [torch.full(shape, n, dtype=torch.uint8) for n in range(4)]
     pinned = [batch.pin_memory() for batch in pageable]
     resident = [batch.cuda() for batch in pageable]
@@ -203,8 +205,8 @@ def every_batch_is_what_was_sent() -> dict[str, Any]:
 
 @check
 def memory_is_flat_and_nothing_synchronizes() -> dict[str, Any]:
-    batches = [torch.ones(64, 224, 224, 3, dtype=torch.uint8).pin_memory() for _ in range(4)]
-    prefetcher = DevicePrefetcher([batches[n % 4] for n in range(50)])
+    batches = [torch.ones(sized(64, 2), 224, 224, 3, dtype=torch.uint8).pin_memory() for _ in range(4)]
+    prefetcher = DevicePrefetcher([batches[n % 4] for n in range(sized(50, 8))])
     reserved = []
     for _ in range(6):
         for batch in prefetcher:
@@ -230,7 +232,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 @check
 def normalize() -> dict[str, Any]:
-    images = torch.randint(0, 256, (256, 224, 224, 3), dtype=torch.uint8, device="cuda")
+    images = torch.randint(0, 256, (sized(256, 8), 224, 224, 3), dtype=torch.uint8, device="cuda")
     mean, std = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in (MEAN, STD))
     exact = (images[:8].cpu().permute(0, 3, 1, 2).double() / 255 - mean) / std
     mean_there, std_there = mean.float().cuda(), std.float().cuda()
@@ -294,7 +296,7 @@ def out_of_memory() -> dict[str, Any]:
 
 @check
 def tf32() -> dict[str, Any]:
-    left, right = (torch.randn(4096, 4096, device="cuda") for _ in range(2))
+    left, right = (torch.randn(sized(4096, 8), sized(4096, 8), device="cuda") for _ in range(2))
     found = {}
     for allowed in (False, True, None):
         with tune_backends(tf32=allowed):
@@ -317,11 +319,12 @@ def report_and_nvml() -> dict[str, Any]:
     return found
 
 
-def run_group(name: str, limit_s: float, only: list[str]) -> dict[str, Any]:
+def run_group(name: str, limit_s: float, only: list[str], *, is_dry: bool) -> dict[str, Any]:
     """The results of one group's checks, run in a process of its own that ends after ``limit_s``."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "group.json"
         command = [sys.executable, __file__, "--in-process", str(path), "--only", *only]
+        command += ["--dry-run"] * is_dry
         start_s = time.perf_counter()
         try:
             ended = f"exit code {subprocess.run(command, timeout=limit_s, check=False).returncode}"
@@ -340,13 +343,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), default=list(CHECKS), metavar="NAME")
     parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS), metavar="NAME")
     parser.add_argument("--limit-s", type=float, default=500.0, help="start no group after so many seconds")
+    parser.add_argument("--dry-run", action="store_true", help="on the CPU, small: its figures mean nothing")
     parser.add_argument("--in-process", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.dry_run:
+        gpu_dry.install()
     if args.in_process is not None:
         return run_all({name: CHECKS[name] for name in args.only}, args.in_process)
     if not torch.cuda.is_available():
         print("no CUDA device")
         return 2
+    if args.dry_run and not os.environ.get("OUT"):
+        parser.error("a dry run writes no results: set OUT to a folder for what it finds")
     folder = Path(os.environ["OUT"]) if os.environ.get("OUT") else RESULTS
     end_s = time.perf_counter() + args.limit_s
     results: dict[str, Any] = {}
@@ -355,7 +363,7 @@ def main() -> int:
         limit_s = min(limit_s, end_s - time.perf_counter())
         only = [each for each in checks if each in args.only]
         if only and limit_s > 5:
-            results |= run_group(name, limit_s, only)
+            results |= run_group(name, limit_s, only, is_dry=args.dry_run)
         content = {"command": "python benchmarks/gpu_checks.py", "machine": machine(), "checks": results}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n")

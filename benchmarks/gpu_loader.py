@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from gpu_slots import Pictures
-from gpu_tools import MB, check, launch, register, unregister, wall_ms
+from gpu_tools import MB, check, launch, register, sized, unregister, wall_ms
 
 import fastload
 from fastload import DataLoader, DevicePrefetcher
@@ -193,7 +193,7 @@ def waits_against_the_devices_idle_time() -> dict[str, Any]:
         return {"step_ms": 1000 * elapsed_s / len(events), "idle_share": idle_ms / (1000 * elapsed_s)}
 
     for step_ms in (30.0, 3.0):
-        with DataLoader(Pictures(128 * 48), 128, device="cuda", **options) as loader:
+        with DataLoader(Pictures(128 * sized(48, 3)), 128, device="cuda", **options) as loader:
             epoch(loader, step_ms)
             loader.stats(reset=True)
             row: dict[str, Any] = epoch(loader, step_ms)
@@ -201,7 +201,7 @@ def waits_against_the_devices_idle_time() -> dict[str, Any]:
             found[f"device=, step of {step_ms} ms"] = row
     with (
         fastload.profile(replay=8) as profile,
-        DataLoader(Pictures(128 * 48), 128, device="cuda", **options) as loader,
+        DataLoader(Pictures(128 * sized(48, 3)), 128, device="cuda", **options) as loader,
     ):
         for _ in range(2):
             epoch(loader, 30.0)
@@ -213,7 +213,7 @@ class Boxes(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Samples of a detector: a small image and three tensors."""
 
     def __len__(self) -> int:
-        return 256 * 12
+        return 256 * sized(12, 3)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Four small tensors."""
@@ -267,7 +267,7 @@ def an_array_in_the_batch() -> dict[str, Any]:
         ("tensors and an array", with_array),
     ):
         with DataLoader(
-            Pictures(128 * 24),
+            Pictures(128 * sized(24, 2)),
             128,
             num_workers=NUM_WORKERS,
             collate_fn=collate,
@@ -298,7 +298,7 @@ def threads_and_no_workers() -> dict[str, Any]:
         ("no workers", {"num_workers": 0}),
         ("in_order=False", {"num_workers": NUM_WORKERS, "in_order": False, "persistent_workers": True}),
     ):
-        with DataLoader(Pictures(128 * 24, reuses=False), 128, device="cuda", **options) as loader:
+        with DataLoader(Pictures(128 * sized(24, 2), reuses=False), 128, device="cuda", **options) as loader:
             for _ in loader:
                 pass
             torch.cuda.synchronize()
@@ -471,7 +471,7 @@ def memory_of_2000_batches() -> dict[str, Any]:
     ]
     reserved, rss, num = [], [], 0
     with DataLoader(
-        Pictures(32 * 200),
+        Pictures(32 * sized(200, 4)),
         32,
         num_workers=NUM_WORKERS,
         device="cuda",

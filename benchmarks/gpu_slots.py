@@ -24,6 +24,7 @@ from gpu_tools import (
     launch,
     register,
     shared_tensor,
+    sized,
     status_kb,
     unregister,
 )
@@ -61,7 +62,7 @@ def torch_pinned_memory() -> dict[str, Any]:
 @check
 def registering_shared_memory() -> dict[str, Any]:
     found: dict[str, Any] = {"limit": resource.getrlimit(resource.RLIMIT_MEMLOCK), "before": status_kb()}
-    for nbytes, is_populated in ((64 * MB, True), (GIB, True), (GIB, False), (4 * GIB, True)):
+    for nbytes, is_populated in ((sized(64, 1) * MB, True), (sized(GIB, MB), True), (sized(GIB, MB), False)):
         tensor = shared_tensor(nbytes, is_populated=is_populated)
         row: dict[str, Any] = {"is_pinned_before": tensor.is_pinned()}
         start_s = time.perf_counter()
@@ -140,7 +141,7 @@ class Pictures(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 @check
 def loaders_to_the_device() -> dict[str, Any]:
-    dataset, batch_size, num_epochs = Pictures(4096), 128, 4
+    dataset, batch_size, num_epochs = Pictures(sized(4096, 256)), 128, 4
     found: dict[str, Any] = {}
 
     def moved(loader: Iterable[Any]) -> Iterable[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import re
 import statistics
 import sys
@@ -52,10 +53,13 @@ def run(name: str, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
         outcome: dict[str, Any] = {"is_ok": True, "result": function()}
+    except ModuleNotFoundError as error:
+        outcome = {"is_ok": False, "error": f"left out: needs {error.name}"}
     except Exception:  # noqa: BLE001  # the next check has to run
         outcome = {"is_ok": False, "error": traceback.format_exc()}
     outcome["seconds"] = round(time.perf_counter() - start_s, 2)
-    print(f"{name}: {'ok' if outcome['is_ok'] else 'FAILED'} in {outcome['seconds']} s", flush=True)
+    ended = "ok" if outcome["is_ok"] else "FAILED" if "Traceback" in outcome["error"] else outcome["error"]
+    print(f"{name}: {ended}, {outcome['seconds']} s", flush=True)
     return outcome
 
 
@@ -154,11 +158,16 @@ def status_kb() -> dict[str, str]:
     return dict(re.findall(r"^(VmLck|VmPin):\s*(.*)$", Path("/proc/self/status").read_text(), re.MULTILINE))
 
 
+def sized(full: int, small: int) -> int:
+    """A size: the full one, or the small one in a dry run."""
+    return small if os.environ.get("FASTLOAD_GPU_DRY_RUN") else full
+
+
 class Busy:
     """A step that computes for about so long and launches without waiting."""
 
     def __init__(self, target_ms: float) -> None:
-        self.matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        self.matrix = torch.randn(sized(4096, 8), sized(4096, 8), device="cuda", dtype=torch.bfloat16)
         self.repeats = 1
         self.repeats = max(1, round(target_ms / gpu_ms(self)))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from gpu_tools import MB, check, gpu_ms
+from gpu_tools import MB, check, gpu_ms, sized
 
 import fastload
 from fastload.transforms import (
@@ -69,7 +69,7 @@ def cost(work: Callable[[], Any]) -> dict[str, Any]:
 
 @check
 def transforms_on_the_device() -> dict[str, Any]:
-    images = torch.randint(0, 256, (256, 256, 256, 3), dtype=torch.uint8, device="cuda")
+    images = torch.randint(0, 256, (sized(256, 2), 256, 256, 3), dtype=torch.uint8, device="cuda")
     small = torch.randint(0, 256, (512, 32, 32, 3), dtype=torch.uint8, device="cuda")
     crop, flip, norm = RandomResizedCrop(224), RandomHorizontalFlip(), Normalize(MEAN, STD, torch.bfloat16)
     ways: dict[str, tuple[Callable[[Any], Any], torch.Tensor]] = {
@@ -154,7 +154,7 @@ def products(
 @check
 def ways_to_crop_and_resize() -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for num, side in ((256, 256), (256, 500)):
+    for num, side in ((sized(256, 2), sized(256, 40)), (sized(256, 2), sized(500, 50))):
         images = torch.randint(0, 256, (num, side, side, 3), dtype=torch.uint8, device="cuda")
         drawn = boxes_of(num, side, side)
         boxes = torch.from_numpy(drawn.astype(np.float32)).cuda()
@@ -181,7 +181,7 @@ def ways_to_crop_and_resize() -> dict[str, Any]:
 @check
 def dataset_on_the_device() -> dict[str, Any]:
     """50,000 images of 32 px that lie on the device: rows a second through a loader of indices."""
-    num = 50_000
+    num = sized(50_000, 5_000)
     images = torch.randint(0, 256, (num, 32, 32, 3), dtype=torch.uint8, device="cuda")
     labels = torch.arange(num, device="cuda")
     augment = [RandomCrop(32, 4), RandomHorizontalFlip(), Normalize((0.5,) * 3, (0.5,) * 3, torch.float16)]
@@ -223,7 +223,7 @@ def decode_on_the_device() -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     files = []
-    for _ in range(64):
+    for _ in range(sized(64, 2)):
         low = rng.integers(0, 256, (12, 16, 3), np.uint8)
         picture = cv2.resize(low, (500, 375), interpolation=cv2.INTER_CUBIC)
         noisy = np.clip(picture.astype(int) + rng.integers(-12, 13, picture.shape), 0, 255).astype(np.uint8)

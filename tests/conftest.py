@@ -154,6 +154,10 @@ def leak_guard() -> Iterator[None]:
             gc.freeze()
     before = leaks.snapshot()
     yield
+    entry_points = sys.modules.get("fastload.rng.entry_points")
+    if entry_points is not None and entry_points._of_process is not None:
+        entry_points.begin_worker(None, is_thread=False)
+        pytest.fail("left behind: transforms of this process draw from a worker's streams")
     gc.collect()
     deadline = time.monotonic() + leaks.GRACE_S
     pause_s = 0.001

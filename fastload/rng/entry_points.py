@@ -15,7 +15,6 @@ Nothing searches for transforms: a transform gets its generators at the moment w
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.machinery
 import random
@@ -28,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 Pair = tuple[np.random.Generator, random.Random]
 
@@ -103,17 +102,23 @@ def draw_from(place: Place) -> Place:
     return before
 
 
-@contextlib.contextmanager
-def reading(source: Source | None) -> Iterator[None]:
-    """A block in which the transforms that this thread calls draw from ``source``; None changes nothing."""
-    if source is None:
-        yield
-        return
-    before = draw_from(Place(source))
-    try:
-        yield
-    finally:
-        draw_from(before)
+class reading:  # noqa: N801  # a block, used as a function
+    """A block in which the transforms that this thread calls draw from ``source``; None changes nothing.
+
+    A class, not a contextlib generator: it is entered for each batch, and leaves errors untouched.
+    """
+
+    def __init__(self, source: Source | None) -> None:
+        self._source = source
+        self._before = Place()
+
+    def __enter__(self) -> None:
+        if self._source is not None:
+            self._before = draw_from(Place(self._source))
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._source is not None:
+            draw_from(self._before)
 
 
 def begin_worker(source: Source | None, *, is_thread: bool) -> None:

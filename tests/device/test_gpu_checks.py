@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,12 +38,28 @@ def test_failing_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.slow
-def test_the_training_check_measures_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In miniature, on the CPU: three sources train, and their figures and ratios are there."""
+def test_every_check_runs_through_without_a_device(tmp_path: Path) -> None:
+    """On stand-ins, in small: no line of a check fails for any other reason than a missing package."""
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "gpu_checks.py"), "--dry-run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path = tmp_path / "found.json"
+    done = subprocess.run(
+        [*command, "--in-process", str(path)], env=environment, capture_output=True, text=True, check=False
+    )
+    found = json.loads(path.read_text())
+    failed = {name: one["error"] for name, one in found.items() if not one["is_ok"]}
+    assert all(error.startswith("left out: needs ") for error in failed.values()), failed
+    assert len(found) - len(failed) >= 30, done.stdout
+    training = found["resnet_50_from_a_cache"]["result"]
+    assert set(training["figures"]) == {"resident", "fastload", "torch"}
+    assert all(run["losses"] and run["images_per_s"] > 0 for (run,) in training["figures"].values())
+
+
+def test_a_group_is_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that runs out of its time costs its own checks, which say so; the results are one file."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    training = importlib.import_module("gpu_training")
-    few = {"num_images": 24, "side": 32, "batch_size": 4, "num_steps": 8, "num_workers": 1, "runs": 1}
-    found = training.compare("cpu", lambda: training.resnet((1, 1), width=4), **few)
-    assert set(found["figures"]) == {"resident", "fastload", "torch"}
-    assert all(one["losses"] and one["images_per_s"] > 0 for (one,) in found["figures"].values())
-    assert found["fastload / torch (images/s)"] > 0
+    checks = importlib.import_module("gpu_checks")
+    found = checks.run_group("memory", 0.01, ["torch_pinned_memory"], is_dry=True)
+    assert found == {"torch_pinned_memory": {"is_ok": False, "error": "did not end: ended after 0.01 s"}}
+    in_groups = [name for _, names in checks.GROUPS.values() for name in names]
+    assert sorted(in_groups) == sorted(checks.CHECKS)
