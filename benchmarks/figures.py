@@ -32,7 +32,7 @@ SHOWN = {
     ),
     "bare": "Two workers against two bare processes that only read, transform and store.",
     "first_epoch": (
-        'Seconds per epoch while a RAM cache fills. The cached rows minus "import only" are the cost of '
+        'Seconds per epoch while a RAM cache fills. The cached row minus "import only" is the cost of '
         "filling."
     ),
     "peers": (
@@ -220,7 +220,8 @@ def range_of_rounds(torch_s: list[float], own_s: list[float], rounds: int) -> st
 def import_ratios() -> list[float]:
     """What a changed import brought wherever each epoch decodes, in all results files."""
     found = []
-    for name in ("demo", "import_only", "training", "peers", "first_epoch"):
+    names = ("demo", "import_only", "training", "peers", "first_epoch")
+    for name in filter(lambda name: (RESULTS / f"{name}.json").exists(), names):
         for question in json.loads((RESULTS / f"{name}.json").read_text())["questions"]:
             for label, row in question["ratios"].items():
                 is_import = name == "import_only" or "import only" in label or "only import" in label

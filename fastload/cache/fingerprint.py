@@ -158,7 +158,7 @@ def _source_parts(dataset: Any) -> dict[str, str] | None:
     if type(dataset) is Subset:
         inner = _source_parts(dataset.dataset)
         return None if inner is None else {**inner, **_subset_part(inner, dataset.indices)}
-    given = _given_parts(dataset, "fingerprint") if callable(getattr(dataset, "fingerprint", None)) else None
+    given = _given_parts(dataset) if callable(getattr(dataset, "fingerprint", None)) else None
     return None if given is None else {"dataset": _qualified_name(type(dataset)), **given}
 
 
@@ -170,12 +170,12 @@ def _subset_part(inner: Mapping[str, str], indices: Any) -> dict[str, str]:
     return {name: f"{len(numbers)} samples, digest {digest_of(numbers)}"}
 
 
-def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
+def _given_parts(owner: Any) -> dict[str, str] | None:
     """The result of a `fingerprint()` method, as parts; None if it returned None."""
     given = owner.fingerprint()
     if given is None:
         return None
-    parts = dict(given) if isinstance(given, Mapping) else {name: given}
+    parts = dict(given) if isinstance(given, Mapping) else {"fingerprint": given}
     for part, value in parts.items():
         if not isinstance(part, str) or not isinstance(value, str):
             raise TypeError(
@@ -188,7 +188,7 @@ def _given_parts(owner: Any, name: str) -> dict[str, str] | None:
 def _prepare_parts(prepare: Any) -> dict[str, str] | None:
     """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
     if callable(getattr(prepare, "fingerprint", None)):
-        given = _given_parts(prepare, "fingerprint")
+        given = _given_parts(prepare)
         return None if given is None else {f"prepare {part}": value for part, value in given.items()}
     if is_albumentations(prepare):
         import albumentations

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from fastload.system.cgroups import read_text
-from fastload.system.cpus import RANKS_OF_HOST
+from fastload.system.launchers import number_in, ranks_of_host
 from fastload.system.process_group import process_group
 
 _SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
@@ -25,10 +25,10 @@ def are_several() -> bool:
 
 def of_host() -> int:
     """The number of ranks on this host, at least 1; where only that of all hosts is known, that number."""
-    told = [count for count in map(_number, RANKS_OF_HOST) if count]
+    told = [ranks_of_host() or 0]
     if os.environ.get("SLURM_LOCALID"):  # not set in a job's shell, which has counts of tasks, too
         told.append(_of_slurm())
-    if not told:
+    if not any(told):
         told = [_of_all_hosts(), _siblings()]
     return max(1, *told)
 
@@ -38,25 +38,19 @@ def _of_slurm() -> int:
     counts: list[int] = []
     for count, times in _SAME_COUNT.findall(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
         counts += [int(count)] * int(times or 1)
-    node = _number("SLURM_NODEID")
+    node = number_in("SLURM_NODEID") or 0
     if node < len(counts):
         return counts[node]
-    return max(_number("SLURM_NTASKS_PER_NODE"), _number("SLURM_LOCALID") + 1)
+    return max(number_in("SLURM_NTASKS_PER_NODE") or 0, (number_in("SLURM_LOCALID") or 0) + 1)
 
 
 def _of_all_hosts() -> int:
     """The number of ranks in all, which Lightning and DeepSpeed tell, and a process group knows."""
     group = process_group()
     return max(
-        _number("WORLD_SIZE") if os.environ.get("LOCAL_RANK") else 1,
+        (number_in("WORLD_SIZE") or 0) if os.environ.get("LOCAL_RANK") else 1,
         1 if group is None else group.get_world_size(),
     )
-
-
-def _number(name: str) -> int:
-    """The number in an environment variable; 0 if there is none."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else 0
 
 
 def _siblings() -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from fastload.errors import ResumeError
-from fastload.system.cpus import RANKS_OF_HOST
+from fastload.system.launchers import number_in, ranks_of_host
 from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:
@@ -219,7 +218,7 @@ def _place(argument: str, given: int | None, variable: str, method: str) -> int:
     group = process_group()
     if given is not None:
         return _integer(argument, given)
-    number = _variable(variable) if group is None else int(getattr(group, method)())
+    number = number_in(variable) if group is None else int(getattr(group, method)())
     if number is None:
         raise RuntimeError(
             f"{argument} is unknown: there is no process group, and the environment has no {variable}. Call "
@@ -227,11 +226,6 @@ def _place(argument: str, given: int | None, variable: str, method: str) -> int:
             f"{argument}"
         )
     return number
-
-
-def _variable(name: str) -> int | None:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else None
 
 
 def _num_nodes(given: int | None, num_replicas: int) -> int:
@@ -252,13 +246,13 @@ def _num_nodes(given: int | None, num_replicas: int) -> int:
         return operator.index(given)
     if num_replicas == 1:
         return 1
-    per_node = next((n for n in map(_variable, RANKS_OF_HOST) if n), None)
+    per_node = ranks_of_host()
     if per_node is None:
         raise RuntimeError(
             "num_nodes is unknown: the environment has no LOCAL_WORLD_SIZE. Start the script with torchrun, "
             "or give num_nodes"
         )
-    nodes = _variable("GROUP_WORLD_SIZE") if _variable("WORLD_SIZE") == num_replicas else None
+    nodes = number_in("GROUP_WORLD_SIZE") if number_in("WORLD_SIZE") == num_replicas else None
     if num_replicas % per_node or (nodes is not None and nodes * per_node != num_replicas):
         raise ValueError(
             f"every node needs the same number of ranks, but this node has {per_node} of {num_replicas} "

@@ -108,7 +108,7 @@ def shared_memory(nbytes: int) -> Memory:
     """
     if why_unsupported() is not None:
         return private_memory(nbytes)
-    segment, mapping = allocated(nbytes, "fastload-slot")
+    segment, mapping = allocated(nbytes)
     segment.close()  # the mapping stays
     return Memory(mapping, shared=True)
 

@@ -256,13 +256,13 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
         os.close(found)
 
 
-def allocated(nbytes: int, name: str) -> tuple[Segment, mmap.mmap]:
-    """A new segment and its writable mapping, all pages allocated; the caller closes the segment.
+def allocated(nbytes: int) -> tuple[Segment, mmap.mmap]:
+    """A new segment for a slot and its writable mapping, all pages allocated; the caller closes the segment.
 
     Raises:
         SegmentError: The memory is not available.
     """
-    segment = Segment.create(nbytes, name=name)
+    segment = Segment.create(nbytes, name="fastload-slot")
     try:
         mapping = segment.map(writable=True)
         populate(mapping)

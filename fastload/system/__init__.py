@@ -1,4 +1,4 @@
-"""The machine's resources and errors, readable sizes, the log, and errors in transit from workers.
+"""The machine's resources and errors, what launchers say, the log, and errors in transit from workers.
 
-Each file stands alone. Read `budget` (how much memory to take), `cpus` and `cgroups` first.
+Read `budget` (how much memory to take), `cpus` and `cgroups` first.
 """

@@ -8,13 +8,11 @@ import os
 from typing import TYPE_CHECKING
 
 from fastload.system.cgroups import groups, read_text
+from fastload.system.launchers import ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-# The environment variables with the number of ranks on this host: torchrun, Open MPI, MPICH and Intel MPI.
-RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 def worthwhile_cpus() -> int:
@@ -28,13 +26,12 @@ def rank_cpus() -> int:
 
     A launcher can also bind ranks to CPUs, each rank to its own or several ranks to the same.
     """
-    ranks = next((n for n in map(os.environ.get, RANKS_OF_HOST) if n and n.isdigit() and int(n)), "1")
     host, quota = usable_cpus(), cpu_quota()
     with contextlib.suppress(AttributeError, OSError):  # AttributeError: outside Linux
         host = max(host, len(os.sched_getaffinity(os.getppid())))
     if quota is not None:
         host = min(host, math.ceil(quota))
-    return max(1, min(usable_cpus(), host // int(ranks)))
+    return max(1, min(usable_cpus(), host // (ranks_of_host() or 1)))
 
 
 def usable_cpus() -> int:

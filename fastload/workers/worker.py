@@ -185,7 +185,7 @@ class _Worker:
         self._arena.begin(memory)
 
     def _make_memory(self, nbytes: int) -> Memory:
-        segment, mapping = allocated(nbytes, "fastload-slot")
+        segment, mapping = allocated(nbytes)
         if self._new_segment is not None:
             self._new_segment.close()
         self._new_segment = segment

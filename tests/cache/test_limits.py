@@ -146,7 +146,7 @@ def test_private_caches_leave_memory_free(monkeypatch: Any, caplog: Any) -> None
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 10_000)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: 24 * MB)
     dataset = Images(20)
-    ds = CachedDataset(dataset, cache=PrivateCache(20, max_memory=100 * MB))
+    ds = CachedDataset(dataset, cache=PrivateCache(20, 100 * MB, "a test"))
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
     assert 3 < ds.cache_info().num_cached < 20
@@ -159,7 +159,7 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any)
     """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
     monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 0)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
-    cache = PrivateCache(800, max_memory=MB)
+    cache = PrivateCache(800, MB, "a test")
     begin = threading.Barrier(4)
 
     def fill(first: int) -> None:

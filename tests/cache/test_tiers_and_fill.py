@@ -49,7 +49,7 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
     """Every sample is then cached and right; a cache that workers cannot share is filled in this process."""
     max_again = 10 if kind is not Images else 0  # what found the lock on ragged space held for long
     dataset = kind(200, log=tmp_path / "reads")
-    cache: Any = "ram" if is_shared else PrivateCache(200, max_memory=1 << 20)
+    cache: Any = "ram" if is_shared else PrivateCache(200, 1 << 20, "a test")
     ds = CachedDataset(dataset, cache=cache, max_memory=64 << 20)
     info = ds.fill(2, progress=False)
     reads = sum(dataset.reads)

@@ -81,7 +81,7 @@ assert 0 < len(finished) < 6, finished
 inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
 (FOLDER / "hold-second").unlink()
 cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
-assert cache.num_shards == 6
+assert cache.plan.num_shards == 6
 assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
 """,
     "a disk is full": """

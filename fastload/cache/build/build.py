@@ -76,11 +76,9 @@ def build_lmdb(
         ValueError: An argument is invalid.
     """
     build = Build(dataset, os.path.abspath(path), shards, **options)
-
-    def write(files: Unfinished) -> None:
-        build.write(files, range(files.plan.num_shards), f"building {build.path}")
-
-    return build.cache(write)
+    return build.cache(
+        lambda files: build.write(files, range(files.plan.num_shards), f"building {build.path}")
+    )
 
 
 @dataclass
@@ -169,10 +167,10 @@ class Build:
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, first = len(dataset), self.probed.get(0)
-        if first is None and 0 in cache and num_samples and (fingerprint is None or cache.parts is None):
+        if first is None and 0 in cache and num_samples and (fingerprint is None or cache.plan.parts is None):
             first = read_unnoticed(dataset, 0)
         shards = None if self.num_shards is None else max(1, min(self.num_shards, num_samples))
-        quality = None if cache.quality is None else self.quality
+        quality = None if cache.plan.quality is None else self.quality
         asked = {"codec": self.codec, "quality": quality, "num_shards": shards}
         settings = {name: value for name, value in asked.items() if value is not None}
         check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
@@ -209,8 +207,8 @@ class Build:
         shards: Sequence[int],
         title: str,
         completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
-    ) -> list[FailedSample]:
-        """Write the unfinished shards; returns the samples that all these shards leave out.
+    ) -> None:
+        """Write the unfinished shards.
 
         Args:
             files: The directory.
@@ -221,17 +219,12 @@ class Build:
         Raises:
             CacheMismatchError: A finished shard leaves samples out, and this build must not.
         """
-        plan, missing, first = files.plan, [], len(self.left_out)
-        for shard in shards:
-            left_out = files.finished(shard)
-            if left_out is None:
-                missing.append(shard)
-                continue
-            self.check_may_leave_out(shard, left_out)
-            self.left_out += left_out
+        plan, finished = files.plan, self.finished(files, shards)
+        for shard, left_out in finished.items():
             completed(shard, left_out)
+        missing = [shard for shard in shards if shard not in finished]
         if not missing:
-            return self.left_out[first:]
+            return
         total = sum(len(plan.indices_of(shard)) for shard in shards)
         spans = [plan.indices_of(shard) for shard in missing]
         num_left = sum(map(len, spans))
@@ -242,7 +235,7 @@ class Build:
         ranges = cut(spans, example_bytes, num_processes)
         tasks = RecordTasks(self.dataset, ranges, self.probed, plan.codec, plan.quality, self._is_skipping)
         # Workers start before a file is opened, because they must not inherit LMDB environments.
-        answers = processes.run(tasks, range(len(ranges)), num_processes, ahead=TASKS_A_WORKER)
+        answers = processes.run(tasks, len(ranges), num_processes, ahead=TASKS_A_WORKER)
         try:
             with BuildProgress(title, total, shown=self.progress, done=total - num_left) as progress:
                 values = self._values(ranges, answers, progress)
@@ -251,7 +244,21 @@ class Build:
                     completed(shard, left_out)
         finally:
             processes.stop(answers)
-        return self.left_out[first:]
+
+    def finished(self, files: Unfinished, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
+        """The finished ones of these shards, and the samples that each leaves out, which count from now on.
+
+        Raises:
+            CacheMismatchError: A finished shard leaves samples out, and this build must not.
+        """
+        finished = {}
+        for shard in shards:
+            left_out = files.finished(shard)
+            if left_out is not None:
+                self.check_may_leave_out(shard, left_out)
+                self.left_out += left_out
+                finished[shard] = left_out
+        return finished
 
     def check_may_leave_out(self, shard: int, left_out: Sequence[FailedSample]) -> None:
         """Check that this build can use a finished shard that leaves these samples out."""

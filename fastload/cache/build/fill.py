@@ -91,7 +91,7 @@ def _read(
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    answers = processes.run(_Chunks(dataset, cache, chunks), range(len(chunks)), num_processes)
+    answers = processes.run(_Chunks(dataset, cache, chunks), len(chunks), num_processes)
     rejected, nbytes = 0, cache.nbytes
     try:
         for chunk, stored in zip(chunks, answers, strict=True):

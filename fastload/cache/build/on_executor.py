@@ -90,8 +90,8 @@ class Task:
         )
         files.check(build.plan(files.plan))
         title = f"building shard {shard + 1} of {files.plan.num_shards} of {self.path}"
-        left_out = build.write(files, [shard], title)
-        return len(left_out), os.path.getsize(files.path_of(shard))
+        build.write(files, [shard], title)
+        return len(build.left_out), os.path.getsize(files.path_of(shard))
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -143,15 +143,10 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
     plan = files.plan
     maximum = max_failures(build.max_errors, plan.num_samples)
     failed: dict[int, str] = {}
-    num_left_out, done, missing = 0, 0, []
-    for shard in range(plan.num_shards):
-        left_out = files.finished(shard)
-        if left_out is None:
-            missing.append(shard)
-            continue
-        build.check_may_leave_out(shard, left_out)
-        num_left_out += len(left_out)
-        done += len(plan.indices_of(shard))
+    finished = build.finished(files, range(plan.num_shards))
+    num_left_out = len(build.left_out)
+    done = sum(len(plan.indices_of(shard)) for shard in finished)
+    missing = [shard for shard in range(plan.num_shards) if shard not in finished]
     try:
         futures = {executor.submit(task, shard): shard for shard in missing}
         with BuildProgress(

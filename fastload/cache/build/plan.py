@@ -153,7 +153,7 @@ def check_source(
     """
     parts = None if fingerprint is None else dict(fingerprint.parts)
     wanted = replace(cache.plan, num_samples=num_samples, parts=parts, **settings or {})
-    if parts is None or cache.parts is None:
+    if parts is None or cache.plan.parts is None:
         parts = None
         if 0 in cache and num_samples:
             spec, crc32 = _identity(first)

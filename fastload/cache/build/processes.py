@@ -16,7 +16,7 @@ from fastload.system.cpus import worthwhile_cpus
 from fastload.system.worker_memory import freeze_inherited, keep_freed_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 _MAX_WORKERS = 16
 _WORTH_WORKERS = 64  # samples; fewer are read before workers have started
@@ -40,20 +40,20 @@ class _TaskLoader(torch.utils.data.DataLoader):  # type: ignore[type-arg]  # one
 
 
 def run(
-    tasks: torch.utils.data.Dataset[Any], orders: Iterable[Any], num_workers: int, *, ahead: int = 2
+    tasks: torch.utils.data.Dataset[Any], num_tasks: int, num_workers: int, *, ahead: int = 2
 ) -> Iterator[Any]:
-    """`tasks[order]` for each order, computed by workers; workers start now, not at the first answer.
+    """The tasks in their order, computed by workers; workers start now, not at the first answer.
 
     Args:
         tasks: Map-style.
-        orders: Drawn one by one in this process, each when a worker is free.
+        num_tasks: Their number.
         num_workers: Processes; 0 for none.
         ahead: Tasks that each worker gets ahead.
     """
     loader = _TaskLoader(
         tasks,
         batch_size=None,
-        sampler=orders,
+        sampler=range(num_tasks),
         num_workers=num_workers,
         prefetch_factor=ahead if num_workers else None,
         collate_fn=_unchanged,

@@ -118,7 +118,7 @@ class LMDBCache(BaseCache):
 
     @property
     def plan(self) -> Plan:
-        """What the files say about the cache."""
+        """What the files say about the cache, such as its codec, the number of its files and the classes."""
         if self._plan is None:
             self._plan = self._opened()[0].description.plan
         return self._plan
@@ -134,36 +134,6 @@ class LMDBCache(BaseCache):
         return sum(file.num_stored for file in self._opened())
 
     @property
-    def num_shards(self) -> int:
-        """Number of files."""
-        return self.plan.num_shards
-
-    @property
-    def codec(self) -> str:
-        """How images are encoded, one of `codecs.CACHE_CODECS`."""
-        return self.plan.codec
-
-    @property
-    def quality(self) -> int | None:
-        """The quality of a lossy codec, 1 to 100, else None."""
-        return self.plan.quality
-
-    @property
-    def parts(self) -> Mapping[str, str] | None:
-        """The parts of the samples' fingerprint; None if there was no fingerprint."""
-        return self.plan.parts
-
-    @property
-    def classes(self) -> list[str] | None:
-        """The names of the dataset's classes, if it had any."""
-        return self.plan.classes
-
-    @property
-    def created_s(self) -> float:
-        """When its build began, in seconds since 1970."""
-        return self.plan.created_s
-
-    @property
     def nbytes(self) -> int:
         """Size of all files."""
         return sum(file.nbytes for file in self._opened())
@@ -177,10 +147,10 @@ class LMDBCache(BaseCache):
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
-        parts = "".join(f"\n  {name}: {value}" for name, value in (self.parts or {}).items())
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.plan.parts or {}).items())
         size = readable_size(self.nbytes)
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.codec}"
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.created_s))
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.plan.codec}"
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.plan.created_s))
         return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -253,7 +223,7 @@ class LMDBCache(BaseCache):
         Raises:
             CacheCorruptError: A record is damaged or missing.
         """
-        if self._is_closed or self.codec != "raw":
+        if self._is_closed or self.plan.codec != "raw":
             return None
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]

@@ -30,8 +30,6 @@ from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import is_own
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import numpy.typing as npt
 
 
@@ -70,11 +68,15 @@ class OpenFile:
     def __init__(self, fd: int, path: str) -> None:
         self.path = path
         self._fd = fd
-        with _reading(path):
+        try:
             stamp = self._stamp()
             self.nbytes = stamp[0]
             self._text, self.description, self._table = read_end(fd, path, self.nbytes)
             self._memory = memoryview(_mapped(fd, path, self.nbytes))
+        except CacheError:
+            raise
+        except OSError as error:
+            raise _unreadable(path, error) from error
         self.indices = self.description.indices
         self.num_stored = int(np.count_nonzero(self._table.sizes))
         self._known = _Known(stamp, bytearray(len(self.indices)))
@@ -220,17 +222,6 @@ def _mapped(fd: int, path: str, nbytes: int) -> mmap.mmap:
 def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
     """The error that tells the user where the damage is and what to do."""
     return CacheCorruptError(f"{path}: sample {index}: {error}. The file is damaged: {CURE}")
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Raise the system's errors as a CacheError that names the file."""
-    try:
-        yield
-    except CacheError:
-        raise
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 def _unreadable(path: str, error: OSError) -> CacheError:

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastload.cache.record import decode, encode
 from fastload.cache.sample_cache import BaseCache
-from fastload.system.budget import available_bytes, parse_memory
+from fastload.system.budget import available_bytes
 from fastload.system.logs import log
 from fastload.system.sizes import readable_size
 
@@ -31,7 +31,7 @@ class PrivateCache(BaseCache):
 
     Args:
         num_samples: Number of samples of the dataset.
-        max_memory: The limit for one process, as in `parse_memory`.
+        max_bytes: The limit for one process.
         reason: Why the cache is not shared, as a readable clause.
     """
 
@@ -40,11 +40,9 @@ class PrivateCache(BaseCache):
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
     num_samples, nbytes, max_bytes = 0, 0, 0
 
-    def __init__(
-        self, num_samples: int, *, max_memory: str | float = "auto", reason: str = "it was made so"
-    ) -> None:
+    def __init__(self, num_samples: int, max_bytes: int, reason: str) -> None:
         self.num_samples = num_samples
-        self.max_bytes = parse_memory(max_memory)
+        self.max_bytes = max_bytes
         self.reason = reason
         self.nbytes = 0
         self._records: dict[int, bytes] = {}
@@ -53,7 +51,7 @@ class PrivateCache(BaseCache):
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _empty, (self.num_samples, self.max_bytes, self.reason)
+        return PrivateCache, (self.num_samples, self.max_bytes, self.reason)
 
     @property
     def num_cached(self) -> int:
@@ -115,7 +113,3 @@ class PrivateCache(BaseCache):
         """Forget all samples; samples that were handed out stay valid."""
         self._records.clear()
         self.nbytes = self.max_bytes = 0
-
-
-def _empty(num_samples: int, max_bytes: int, reason: str) -> PrivateCache:
-    return PrivateCache(num_samples, max_memory=max(1, max_bytes), reason=reason)

@@ -137,7 +137,7 @@ def of_this_machine(layout: Layout) -> SampleCache:
             return cache
     except SegmentError as error:
         log.warning("cache: each worker of this machine keeps its own: %s", str(error))
-        return PrivateCache(layout.num_samples, max_memory=max_bytes, reason=str(error))
+        return PrivateCache(layout.num_samples, max_bytes, str(error))
 
 
 def live_caches() -> list[LiveCache]:

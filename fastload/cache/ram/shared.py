@@ -91,7 +91,7 @@ class SharedMemoryCache(BaseCache):
 
     def _hold(self, arena: Arena) -> None:
         self._arena = arena
-        self._plan = layout = arena.plan
+        layout = arena.plan
         self.num_samples, self.max_bytes = layout.num_samples, layout.max_bytes
         is_ragged = layout.spec is None
         self.layout, self.capacity = ("ragged", None) if is_ragged else ("uniform", layout.rows)
@@ -101,8 +101,8 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _of_this_machine, (owners.entry_of("", self.fd), self._plan)
-        return _attached, (self._arena.segment, self._plan)
+            return _of_this_machine, (owners.entry_of("", self.fd), self._arena.plan)
+        return _attached, (self._arena.segment, self._arena.plan)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class SharedMemoryCache(BaseCache):
         if self.unregister is not None:
             self.unregister()
         self._arena.segment.close()
-        self._arena = Arena(Segment(-1, 0), self._plan)
+        self._arena = Arena(Segment(-1, 0), self._arena.plan)
 
 
 def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
