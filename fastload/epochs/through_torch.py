@@ -23,7 +23,7 @@ from fastload.device.copies import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
-from fastload.rng.entry_points import reading
+from fastload.rng.entry_points import HERE, Place, draw_from
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 
@@ -102,15 +102,19 @@ class TorchIterator(EpochIterator):
             self.transform = EpochTransform(loader, self.epoch, "batch_transform")
 
     def _next_data(self) -> Any:
+        outside = HERE.source, HERE.root, HERE.pair
         try:
-            with reading(self.streams):
-                num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
+            if self.streams is not None:
+                draw_from(Place(self.streams))
+            num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.epoch.ended()
             raise
         except Exception:
             self.epoch.fetched(None)  # a caller who continues after an error gets the next batch
             raise
+        finally:
+            HERE.source, HERE.root, HERE.pair = outside  # first, and without a call: signals interrupt calls
         self.epoch.fetched(None)
         if self.transform is not None:
             transform, cpu = self.transform.of_fetched(), torch.device("cpu")

@@ -19,7 +19,7 @@ from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError, add_place
 from fastload.memory.lease import Buffers
-from fastload.rng.entry_points import reading
+from fastload.rng.entry_points import HERE, Place, draw_from, reading
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.workers.core import dataset_state_of, make_fetcher
@@ -114,11 +114,13 @@ class LocalIterator(HostIterator):
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
         batch_id = self._epoch.batch_id(self._num_drawn - 1)
         hits, misses = counts.hits, counts.misses
+        outside = HERE.source, HERE.root, HERE.pair
         try:
             self._is_fetching = True
             self._buffers.begin()
-            with reading(self._streams):
-                batch = self._fetcher.fetch(index, origin, batch_id)
+            if self._streams is not None:
+                draw_from(Place(self._streams))
+            batch = self._fetcher.fetch(index, origin, batch_id)
         except StopIteration:
             raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
@@ -129,7 +131,9 @@ class LocalIterator(HostIterator):
             add_place(error, f"batch {self._num_drawn - 1}, {place}")
             raise
         finally:
-            self._is_fetching = False  # comes first: a signal can interrupt the next line
+            # These come first, and call nothing: a signal can interrupt any call.
+            HERE.source, HERE.root, HERE.pair = outside
+            self._is_fetching = False
             self._buffers.arena.end()
             if counts.hits != hits or counts.misses != misses:
                 self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))

@@ -78,7 +78,7 @@ class _Here(threading.local):
     is_setting: bool | None = None  # within set_random_seed(): whether it marks transforms
 
 
-_here = _Here()
+HERE = _Here()  # set without a call where a signal handler must not come between
 _of_process: Source | None = None
 
 
@@ -92,13 +92,13 @@ class Place(NamedTuple):
 
 def current() -> Source | None:
     """The source of this thread."""
-    return _here.source or _of_process
+    return HERE.source or _of_process
 
 
 def draw_from(place: Place) -> Place:
     """Let this thread draw from the place; returns where it drew from before."""
-    before = Place(_here.source, _here.root, _here.pair)
-    _here.source, _here.root, _here.pair = place
+    before = Place(HERE.source, HERE.root, HERE.pair)
+    HERE.source, HERE.root, HERE.pair = place
     return before
 
 
@@ -232,7 +232,7 @@ class _Generators:
 
     def __get__(self, transform: Any, cls: Any = None) -> Any:
         if transform is not None:
-            source = _here.source or _of_process
+            source = HERE.source or _of_process
             if source is not None:
                 chosen = self._choose(source, transform)[self._position]
                 if chosen is not None:
@@ -254,16 +254,16 @@ class _Generators:
 def _pair(source: Source, transform: Any) -> tuple[Any, Any]:
     if source.leaves(transform):
         return None, None
-    if _here.root is None:
+    if HERE.root is None:
         return source.pair(transform) or (None, None)
-    if _here.pair is None:  # else it is known since the first draw of this call
-        _here.pair = (not source.leaves(_here.root) and source.pair(_here.root)) or (None, None)
-    return _here.pair  # type: ignore[no-any-return]
+    if HERE.pair is None:  # else it is known since the first draw of this call
+        HERE.pair = (not source.leaves(HERE.root) and source.pair(HERE.root)) or (None, None)
+    return HERE.pair  # type: ignore[no-any-return]
 
 
 def _state(source: Source, transform: Any) -> tuple[Any]:
     # MONAI's Compose draws seeds for its parts, also when it is made: from its own generator.
-    is_own = _here.is_setting is not None or source.leaves(transform)
+    is_own = HERE.is_setting is not None or source.leaves(transform)
     return (None if is_own else source.state(transform),)
 
 
@@ -271,19 +271,19 @@ def _entering(call: Any) -> Any:
     """`__call__`: notes the outermost transform."""
 
     def entering(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _here.root is not None:
+        if HERE.root is not None:
             return call(self, *args, **kwargs)
-        source = _here.source or _of_process
+        source = HERE.source or _of_process
         if source is None or not source.groups:
             return call(self, *args, **kwargs)
-        _here.root = self
+        HERE.root = self
         try:
             if not source.locks:
                 return call(self, *args, **kwargs)
             with _lock_of(self):
                 return call(self, *args, **kwargs)
         finally:
-            _here.root = _here.pair = None
+            HERE.root = HERE.pair = None
 
     return entering
 
@@ -306,17 +306,17 @@ def _setting(method: Any) -> Any:
     """
 
     def setting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outer = _here.is_setting
+        outer = HERE.is_setting
         if outer is None:
             is_made = hasattr(self, "seed") or not hasattr(self, "set_random_seed")  # MONAI's lack both
-            _here.is_setting = is_made and any(value is not None for value in (*args, *kwargs.values()))
+            HERE.is_setting = is_made and any(value is not None for value in (*args, *kwargs.values()))
         try:
             return method(self, *args, **kwargs)
         finally:
-            source = _here.source or _of_process
-            if _here.is_setting and source is not None:
+            source = HERE.source or _of_process
+            if HERE.is_setting and source is not None:
                 vars(self)[_IS_SET] = source.token
-            _here.is_setting = outer
+            HERE.is_setting = outer
 
     return setting
 
@@ -326,7 +326,7 @@ def _reserving(reserve: Any) -> Any:
 
     @functools.wraps(reserve)
     def reserving(self: Any) -> Any:
-        streams, source = reserve(self), _here.source or _of_process
+        streams, source = reserve(self), HERE.source or _of_process
         generator, py_random = (None, None) if source is None else _pair(source, self)
         if py_random is None:
             return streams
