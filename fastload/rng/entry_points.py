@@ -80,6 +80,7 @@ class _Here(threading.local):
 
 HERE = _Here()  # set without a call where a signal handler must not come between
 _of_process: Source | None = None
+_marks: list[int] = []  # the tokens of marked transforms; empty as long as the user has seeded none
 
 
 class Place(NamedTuple):
@@ -227,11 +228,18 @@ class _Generators:
         self._name = name
         self._choose = choose
         self._position = position  # among the generators that are chosen
+        self._is_of_pair = choose is _pair
         # What the class had under this name: nothing, a default, or a property.
         self._own = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
 
     def __get__(self, transform: Any, cls: Any = None) -> Any:
         if transform is not None:
+            pair = HERE.pair
+            # Six to ten draws a call come here: after the first one, the answer is known.
+            if pair is not None and self._is_of_pair and not _marks:
+                chosen = pair[self._position]
+                if chosen is not None:
+                    return chosen
             source = HERE.source or _of_process
             if source is not None:
                 chosen = self._choose(source, transform)[self._position]
@@ -316,6 +324,7 @@ def _setting(method: Any) -> Any:
             source = HERE.source or _of_process
             if HERE.is_setting and source is not None:
                 vars(self)[_IS_SET] = source.token
+                _marks.append(source.token)
             HERE.is_setting = outer
 
     return setting
