@@ -185,10 +185,10 @@ def _hook(cls: Any) -> None:
         cls._reserve_invocation_streams = _reserving(cls._reserve_invocation_streams)
         return
     if cls.__name__ == "Randomizable":
-        cls.R = _Generators(cls, "R", _state, 0)
+        cls.R = _generators(cls, "R", _state, 0)
     else:
-        cls.random_generator = _Generators(cls, "random_generator", _pair, 0)
-        cls.py_random = _Generators(cls, "py_random", _pair, 1)
+        cls.random_generator = _generators(cls, "random_generator", _pair, 0)
+        cls.py_random = _generators(cls, "py_random", _pair, 1)
     own = vars(cls).get("__init_subclass__")
 
     def init_subclass(subclass: Any, /, **options: Any) -> None:
@@ -219,54 +219,59 @@ def _hook_methods(cls: type) -> None:
             setattr(cls, name, hooked)
 
 
-class _Generators:
-    """An attribute that keeps a generator: it returns what the current source chooses, or its own value."""
+def _generators(
+    cls: type, name: str, choose: Callable[[Source, Any], tuple[Any, ...]], position: int
+) -> property:
+    """An attribute that keeps a generator: it returns what the current source chooses, or its own value.
 
-    def __init__(
-        self, cls: type, name: str, choose: Callable[[Source, Any], tuple[Any, ...]], position: int
-    ) -> None:
-        self._name = name
-        self._choose = choose
-        self._position = position  # among the generators that are chosen
-        self._is_of_pair = choose is _pair
-        # What the class had under this name: nothing, a default, or a property.
-        self._own = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
+    Args:
+        cls: The class that gets it.
+        name: Its name.
+        choose: Returns the generators of a source for a transform.
+        position: Which of them this one is.
+    """
+    # What the class had under this name: nothing, a default, or a property.
+    own = [vars(base)[name] for base in cls.__mro__ if name in vars(base)][:1]
+    is_of_pair = choose is _pair
 
-    def __get__(self, transform: Any, cls: Any = None) -> Any:
-        if transform is not None:
-            pair = HERE.pair
-            # Six to ten draws a call come here: after the first one, the answer is known.
-            if pair is not None and self._is_of_pair and not _marks:
-                chosen = pair[self._position]
-                if chosen is not None:
-                    return chosen
-            source = HERE.source or _of_process
-            if source is not None:
-                chosen = self._choose(source, transform)[self._position]
-                if chosen is not None:
-                    return chosen
-            value = transform.__dict__.get(self._name)
-            if value is not None:
-                return value
-        for own in self._own:
-            return own.__get__(transform, cls) if hasattr(type(own), "__get__") else own
-        raise AttributeError(f"{type(transform).__name__!r} object has no attribute {self._name!r}")
+    def get(transform: Any) -> Any:
+        # Four to ten draws of a call come here: after the first one, the answer is known.
+        if is_of_pair and (pair := HERE.pair) is not None and not _marks:
+            chosen = pair[position]
+            if chosen is not None:
+                return chosen
+        source = HERE.source or _of_process
+        if source is not None:
+            chosen = choose(source, transform)[position]
+            if chosen is not None:
+                return chosen
+        value = vars(transform).get(name)
+        if value is not None:
+            return value
+        for found in own:
+            return found.__get__(transform, type(transform)) if hasattr(type(found), "__get__") else found
+        raise AttributeError(f"{type(transform).__name__!r} object has no attribute {name!r}")
 
-    def __set__(self, transform: Any, value: Any) -> None:
-        if any(hasattr(type(own), "__set__") for own in self._own):
-            self._own[0].__set__(transform, value)
+    def put(transform: Any, value: Any) -> None:
+        if any(hasattr(type(found), "__set__") for found in own):
+            own[0].__set__(transform, value)
         else:
-            vars(transform)[self._name] = value
+            vars(transform)[name] = value
+
+    return property(get, put)
 
 
 def _pair(source: Source, transform: Any) -> tuple[Any, Any]:
-    if source.leaves(transform):
+    if _marks and source.leaves(transform):
         return None, None
-    if HERE.root is None:
+    root = HERE.root
+    if root is None:
         return source.pair(transform) or (None, None)
-    if HERE.pair is None:  # else it is known since the first draw of this call
-        HERE.pair = (not source.leaves(HERE.root) and source.pair(HERE.root)) or (None, None)
-    return HERE.pair  # type: ignore[no-any-return]
+    pair: Any = HERE.pair
+    if pair is None:  # else it is known since the first draw of this call
+        is_left = bool(_marks) and source.leaves(root)
+        pair = HERE.pair = (None if is_left else source.pair(root)) or (None, None)
+    return pair  # type: ignore[no-any-return]
 
 
 def _state(source: Source, transform: Any) -> tuple[Any]:
