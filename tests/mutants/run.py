@@ -5,7 +5,7 @@ sample of fixed seed, and the one operator that it lacks: leaving a statement ou
 fork of this process, which has imported torch already: that takes most of the time of a test that fails.
 
     python tests/mutants/run.py ring.py channel.py --sample 40
-    python tests/mutants/run.py rng/pipelines.py --tests "tests/rng/test_pipelines.py -k walked"
+    python tests/mutants/run.py rng/entry_points.py --tests "tests/rng/test_entry_points.py"
 
 The mutants that survive are printed as differences, and kept in build/mutants/FILE.txt.
 """
