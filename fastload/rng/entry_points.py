@@ -31,9 +31,8 @@ if TYPE_CHECKING:
 
 Pair = tuple[np.random.Generator, random.Random]
 
-_IS_SET = (
-    "_fastload_is_set"  # in the attributes of a transform that the user has seeded, so copies have it too
-)
+# In the attributes of a transform that the user has seeded, so that copies have it, too.
+_IS_SET = "_fastload_is_set"
 
 
 class Source:
@@ -80,7 +79,7 @@ class _Here(threading.local):
 
 HERE = _Here()  # set without a call where a signal handler must not come between
 _of_process: Source | None = None
-_marks: list[int] = []  # the tokens of marked transforms; empty as long as the user has seeded none
+_has_marks = False  # whether the user has seeded a transform while samples were read
 
 
 class Place(NamedTuple):
@@ -236,7 +235,7 @@ def _generators(
 
     def get(transform: Any) -> Any:
         # Four to ten draws of a call come here: after the first one, the answer is known.
-        if is_of_pair and (pair := HERE.pair) is not None and not _marks:
+        if is_of_pair and (pair := HERE.pair) is not None and not _has_marks:
             chosen = pair[position]
             if chosen is not None:
                 return chosen
@@ -262,14 +261,14 @@ def _generators(
 
 
 def _pair(source: Source, transform: Any) -> tuple[Any, Any]:
-    if _marks and source.leaves(transform):
+    if _has_marks and source.leaves(transform):
         return None, None
     root = HERE.root
     if root is None:
         return source.pair(transform) or (None, None)
     pair: Any = HERE.pair
     if pair is None:  # else it is known since the first draw of this call
-        is_left = bool(_marks) and source.leaves(root)
+        is_left = _has_marks and source.leaves(root)
         pair = HERE.pair = (None if is_left else source.pair(root)) or (None, None)
     return pair  # type: ignore[no-any-return]
 
@@ -319,6 +318,7 @@ def _setting(method: Any) -> Any:
     """
 
     def setting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global _has_marks
         outer = HERE.is_setting
         if outer is None:
             is_made = hasattr(self, "seed") or not hasattr(self, "set_random_seed")  # MONAI's lack both
@@ -329,7 +329,7 @@ def _setting(method: Any) -> Any:
             source = HERE.source or _of_process
             if HERE.is_setting and source is not None:
                 vars(self)[_IS_SET] = source.token
-                _marks.append(source.token)
+                _has_marks = True
             HERE.is_setting = outer
 
     return setting

@@ -113,13 +113,11 @@ def _concatenated(chunks: list[Any], path: str) -> Any:
     kinds = {type(chunk) for chunk in chunks}
     if isinstance(first, torch.Tensor):
         return torch.cat(chunks)
-    keys = (
-        list(first)
-        if isinstance(first, dict)
-        else range(len(first))
-        if isinstance(first, (list, tuple))
-        else ()
-    )
+    keys: list[Any] = []
+    if isinstance(first, dict):
+        keys = list(first)
+    elif isinstance(first, (list, tuple)):
+        keys = list(range(len(first)))
     if len(kinds) > 1 or not keys or any(len(chunk) != len(keys) for chunk in chunks):
         found = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(

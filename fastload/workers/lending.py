@@ -59,8 +59,11 @@ class Lender:
             leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         batch = restore(packed, leaves)
         is_private = self.registered is not None and hides_tensors(packed, batch)
-        has_tensors = any(not isinstance(leaf, np.ndarray) for leaf in leaves)
-        if self.registered is not None and has_tensors and not is_private:
+        if (
+            self.registered is not None
+            and not is_private
+            and not all(isinstance(leaf, np.ndarray) for leaf in leaves)
+        ):
             self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
         if not is_private and self.ring.lend(slot):
             return batch
