@@ -1,8 +1,8 @@
 """The DataLoader class: torch's arguments and batches, over fastload's own transport.
 
-The class holds settings only. The iterators that `iter(loader)` makes (folder epochs/) own everything that
-must be stopped or freed. So a loader is safe to copy, pickle, drop, or re-create from its public attributes,
-as frameworks do.
+The class has the settings. The iterators that `iter(loader)` makes (folder epochs/) own what must be stopped
+or freed, and `epochs/loader_state.py` has what is alive between them. So a loader is safe to copy, pickle,
+drop, or re-create from its public attributes, as frameworks do.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import math
 import time
 import types
-import weakref
 from multiprocessing import context as mp_context
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,15 +18,15 @@ import torch
 import torch.utils.data
 from torch.utils.data import IterDataPipe, MapDataPipe
 
-from fastload.batch.failures import report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import rank_consistency, resume
 from fastload.epochs.iterator import EpochIterator
+from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.epochs.on_device import DeviceIterator, choose_device
-from fastload.epochs.stats import Clock, LoaderStats, recorder_of
+from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
-from fastload.epochs.without_workers import LocalIterator, forget_buffers
+from fastload.epochs.without_workers import LocalIterator
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
@@ -51,9 +50,6 @@ _KNOWN_CONTEXTS = (
     mp_context.SpawnContext,
     mp_context.ForkServerContext,
 )
-
-# Every live iterator; close() searches them for those of its loader.
-_live: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
 class DataLoader(LoaderSettings):
@@ -192,7 +188,6 @@ class DataLoader(LoaderSettings):
         super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        self._looks_for_generators = rng == "sample"  # once, for a warning
         self._auto_workers: AutoWorkers | None = None
         rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
@@ -223,7 +218,7 @@ class DataLoader(LoaderSettings):
     @property
     def failed_samples(self) -> list[FailedSample]:
         """The samples that could not be read so far, of all epochs; see `on_error`."""
-        return list(report_of(self))
+        return list(state_of(self).failed_samples)
 
     def __class_getitem__(cls, item: Any) -> types.GenericAlias:
         # torch's class has one type parameter now and two in its next release; this one takes any number.
@@ -292,12 +287,13 @@ class DataLoader(LoaderSettings):
         if device is None and self.device_transform is None:
             return source
         iterator = DeviceIterator(self, source, device)
-        _live[iterator] = None
+        state_of(self).iterators[iterator] = None
         return iterator
 
     def _host_iterator(self, backend: Backend | None = None) -> Any:
-        if self._looks_for_generators:
-            self._looks_for_generators = False
+        state = state_of(self)
+        if self.rng == "sample" and not state.has_searched_generators:
+            state.has_searched_generators = True
             warn_of_unseeded(self.dataset, vars(self)["collate_fn"])
         reason = self._why_torch()
         iterator: Any
@@ -317,7 +313,7 @@ class DataLoader(LoaderSettings):
         else:
             self.check_worker_number_rationality()
             iterator = WorkerIterator(self, backend)
-        _live[iterator] = None
+        state.iterators[iterator] = None
         return iterator
 
     def _reject_torch(self, reason: str) -> None:
@@ -370,7 +366,7 @@ class DataLoader(LoaderSettings):
         """
         if type(self).state_dict is DataLoader.state_dict:
             resume.warn_of_unknown_position(self)
-        return resume.state_of(self)
+        return resume.state_dict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from a state of `state_dict()` with the next `iter(loader)`.
@@ -436,12 +432,13 @@ class DataLoader(LoaderSettings):
 
         You can iterate over the loader again. Open iterators raise LoaderClosedError.
         """
-        for reference in _live.keyrefs():  # an atomic copy: other threads can make iterators meanwhile
+        state = state_of(self)
+        for reference in state.iterators.keyrefs():  # a copy: other threads can make iterators meanwhile
             iterator = reference()
-            if iterator is not None and iterator.owner() is self:
+            if iterator is not None:
                 iterator.close()
         self._iterator = None
-        forget_buffers(self)
+        state.buffers = None  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:
         return self

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload import loader as loader_module
-from fastload.epochs.stats import Recorder, recorder_of
+from fastload.epochs.loader_state import recorder_of
+from fastload.epochs.stats import Recorder
 from fastload.system.logs import say_once
 from fastload.workers import auto_workers
 from fastload.workers.auto_workers import ENOUGH_BATCHES, AutoWorkers, Pace, best_number

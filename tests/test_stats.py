@@ -27,7 +27,8 @@ import fastload
 from fastload import DataLoader
 from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import on_device, stats
-from fastload.epochs.stats import Counts, recorder_of, stats_of
+from fastload.epochs.loader_state import recorder_of
+from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import Work
 from tests.device.fake import FakeBackend
 from tests.faults import zoo

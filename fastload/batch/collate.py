@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
@@ -36,6 +35,7 @@ from fastload.images.layout import image_layout
 from fastload.nested.pending import PendingImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
+from fastload.system.torch_private import torch_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -1,11 +1,7 @@
-"""Report, log and limit the samples of a loader that could not be read.
-
-The reports are kept here, by loader, and not in the loader: frameworks copy a loader's attributes.
-"""
+"""Report, log and limit the samples of a loader that could not be read."""
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import TooManyFailuresError
@@ -17,13 +13,6 @@ if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample
 
 _MAX_LOGGED = 10  # log lines of an epoch; the report has all failed samples
-
-_reports: weakref.WeakKeyDictionary[Any, list[FailedSample]] = weakref.WeakKeyDictionary()
-
-
-def report_of(loader: Any) -> list[FailedSample]:
-    """The report of a loader, in the order in which the caller received the batches."""
-    return _reports.setdefault(loader, [])
 
 
 def check_max_errors(max_errors: Any) -> None:
@@ -99,10 +88,11 @@ class FailureCount:
 
     Args:
         loader: The loader that reads the samples.
+        report: Where failed samples are added, in the order in which the caller receives the batches.
     """
 
-    def __init__(self, loader: Any) -> None:
-        self._report = report_of(loader)
+    def __init__(self, loader: Any, report: list[FailedSample]) -> None:
+        self._report = report
         self._num_samples = num_samples_of(loader)
         self._maximum = max_failures(loader.max_errors, self._num_samples)
         self._count = 0

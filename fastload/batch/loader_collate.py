@@ -17,9 +17,9 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import fetch as torch_fetch
 
 from fastload.batch.collate import to_channels_last
+from fastload.system.torch_private import torch_fetch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch.utils.data import default_collate
-from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.packing import is_plain
 from fastload.memory.lease import current_arena
+from fastload.system.torch_private import torch_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,9 +13,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from fastload.system.remote_error import RemoteError
+from fastload.system.torch_private import pin_memory
 from fastload.system.wakeup import Wakeup
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch.autograd import profiler
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from fastload.system.torch_private import BaseDataLoaderIter, needs_torch_next
 
 if TYPE_CHECKING:
     from fastload.epochs.stats import Clock, Size
@@ -62,13 +61,10 @@ class EpochIterator:
         """Stop the workers and free the memory; batches that the caller holds stay valid."""
 
 
-class HostIterator(EpochIterator, _BaseDataLoaderIter):
+class HostIterator(EpochIterator, BaseDataLoaderIter):
     """The base of the iterators with and without workers: torch's, minus 5 us per batch.
 
     torch's `__next__` labels each batch in the profile; this one does so only while a profiler is on.
-
-    Args:
-        loader: The loader whose batches it returns.
     """
 
     def __init__(self, loader: LoaderSettings) -> None:
@@ -78,13 +74,9 @@ class HostIterator(EpochIterator, _BaseDataLoaderIter):
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
-        if self._needs_torch():
-            found: tuple[Any, Size] = super(EpochIterator, self).__next__()
-            return found
-        found = self._next_data()
+        if needs_torch_next(self):
+            batch_and_size: tuple[Any, Size] = super(EpochIterator, self).__next__()
+            return batch_and_size
+        batch_and_size = self._next_data()
         self._num_yielded += 1
-        return found
-
-    def _needs_torch(self) -> bool:
-        """Whether torch's own method is called: it labels the profile, and warns about wrong lengths."""
-        return profiler._is_profiler_enabled or self._IterableDataset_len_called is not None
+        return batch_and_size

@@ -164,25 +164,25 @@ class NodePartitionSampler(DistributedSampler[int]):
         Raises:
             ResumeError: This is not a state of a NodePartitionSampler.
         """
-        known = self.state_dict()
-        is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in known)
+        names = list(self.state_dict())
+        is_state = isinstance(state_dict, dict) and all(isinstance(state_dict.get(k), int) for k in names)
         if not is_state:
             raise ResumeError(
-                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(known)}, "
+                f"a state of a NodePartitionSampler is a dict with an int for each of {', '.join(names)}, "
                 f"but got {state_dict!r:.200}"
             )
-        self._loaded = {name: int(state_dict[name]) for name in known}
+        self._loaded = {name: int(state_dict[name]) for name in names}
         self.epoch = self._loaded["epoch"]
 
     def _check_state(self) -> None:
         """Do not continue a loaded state's epoch with different arguments: the order would differ."""
-        theirs, ours = self._loaded, self.state_dict()
-        if theirs is None or self.epoch != theirs["epoch"]:
+        loaded, current = self._loaded, self.state_dict()
+        if loaded is None or self.epoch != loaded["epoch"]:
             return
-        names = [name for name in ours if theirs[name] != ours[name]]
+        names = [name for name in current if loaded[name] != current[name]]
         if not names:
             return
-        saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (theirs, ours))
+        saved, own = (", ".join(f"{name}={state[name]}" for name in names) for state in (loaded, current))
         raise ResumeError(
             f"epoch {self.epoch} cannot be resumed: the state was saved within it with {saved}, but this "
             f"NodePartitionSampler has {own}. Train with {saved} until this epoch has ended, or load a state "
@@ -195,8 +195,8 @@ def _permutation(length: int, *key: object) -> np.ndarray[Any, np.dtype[np.int64
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     # torch's generator on the CPU, like that of DistributedSampler: NumPy can change its permutations.
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    found: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(length, generator=generator).numpy()
-    return found
+    permutation: np.ndarray[Any, np.dtype[np.int64]] = torch.randperm(length, generator=generator).numpy()
+    return permutation
 
 
 # --- the place of this rank ------------------------------------------------------------------------------

@@ -1,13 +1,9 @@
 """The iterator of a DataLoader with `device=`: it returns batches on the device, already transformed.
 
-Runs in the consumer's process, and wraps the iterator over batches on the host. Rules:
-
-1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On other
-   devices they are moved and transformed when the caller asks for them.
-2. `state_dict()` counts the batches that the caller received, not those prefetched.
-3. The random numbers of a transform depend on the batch (rng/batch_draws.py), whenever it runs.
-4. A loader has one copy stream on each device for its whole life. The stream is kept here and not in the
-   loader, because frameworks copy a loader's attributes.
+Runs in the consumer's process, and wraps the iterator over batches on the host. On a GPU, batches are copied
+and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On other devices they are moved and
+transformed when the caller asks for them. The random numbers of a transform depend on the batch
+(rng/batch_draws.py), whenever it runs.
 """
 
 from __future__ import annotations
@@ -25,18 +21,17 @@ from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
 from fastload.device.synchronous import SynchronousDevice
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
+from fastload.epochs.loader_state import state_of
 from fastload.epochs.transform import EpochTransform
 from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
-    from fastload.epochs.resume import Epoch
+    from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Size
     from fastload.workers.settings import LoaderSettings
 
 DEPTH = 2
-
-_backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
 
 
 def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | SynchronousDevice | None:
@@ -45,14 +40,14 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | SynchronousDe
     Raises:
         DeviceUnavailableError: CUDA was requested by name and is not available.
     """
-    known = _backends.setdefault(loader, {})
-    name = str(loader.device)
-    if name not in known:
+    copy_streams, name = state_of(loader).copy_streams, str(loader.device)
+    if name not in copy_streams:
         backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
         if backend is None or isinstance(backend, SynchronousDevice):
             return backend
-        known[name] = (backend, backend.make_stream())
-    return known[name]
+        # One stream for the life of the loader: torch's allocator reuses memory within a stream only.
+        copy_streams[name] = (backend, backend.make_stream())
+    return copy_streams[name]
 
 
 class DeviceIterator(EpochIterator, Iterator[Any]):
@@ -76,29 +71,27 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._device = device
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
-        self._copies: StreamPrefetcher[Any] | None = None
+        self._prefetcher: StreamPrefetcher[Any] | None = None
         self._turn = threading.RLock()  # threads can share the iterator
         self._begin(loader)
 
     def _begin(self, loader: LoaderSettings) -> None:
-        self._epoch = epoch = resume.current_epoch(loader)
+        self._cursor = cursor = resume.current_cursor(loader)
         self._transform: EpochTransform | None = None
         if loader.device_transform is not None:
-            self._transform = EpochTransform(loader, epoch, "device_transform")
+            self._transform = EpochTransform(loader, cursor, "device_transform")
         if isinstance(self._device, tuple):
-            self._fetched = _Fetched(self.source, epoch)
+            self._ahead = ahead = _FetchedAhead(self.source, cursor)
             next_transform = None if self._transform is None else self._transform.of_fetched
-            hand_over = self._fetched.hand_over
-            poll = self._fetched.poll
-            self._copies = StreamPrefetcher(
-                self._fetched, *self._device, DEPTH, next_transform, hand_over, poll
+            self._prefetcher = StreamPrefetcher(
+                ahead, *self._device, DEPTH, next_transform, ahead.hand_over, ahead.poll
             )
 
     @property
     def device_wait_ns(self) -> int:
         """How long `next` has waited for the device to catch up, not for data, so far."""
-        copies = self._copies
-        return self._waited_ns + (0 if copies is None else copies.device_wait_ns)
+        prefetcher = self._prefetcher
+        return self._waited_ns + (0 if prefetcher is None else prefetcher.device_wait_ns)
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
@@ -108,13 +101,13 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def _next_sized(self) -> tuple[Any, Size]:
         if self._is_closed:
             raise LoaderClosedError
-        if self._copies is not None:
+        if self._prefetcher is not None:
             try:
-                batch = next(self._copies)
+                batch = next(self._prefetcher)
             except StopIteration:
-                self._epoch.position.is_finished = True
+                self._cursor.is_finished = True
                 raise
-            return batch, self._fetched.size
+            return batch, self._ahead.size
         batch, size = self.source.next_sized()
         device = torch.device("cpu")
         if isinstance(self._device, SynchronousDevice):
@@ -129,13 +122,13 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
         """Begin the next epoch; torch's loader calls this with persistent workers."""
         self.source._reset(loader, first_iter)  # if it fails, the old epoch continues
-        self._end_copies()
+        self._end_prefetching()
         self._begin(loader)
 
-    def _end_copies(self) -> None:
+    def _end_prefetching(self) -> None:
         """Drop the batches that were copied ahead, and free their slots."""
         self._waited_ns = self.device_wait_ns
-        self._copies = None
+        self._prefetcher = None
 
     @property
     def _workers(self) -> Any:
@@ -144,49 +137,49 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     def close(self) -> None:
         """Stop prefetching and close the source; batches that the caller holds stay valid."""
         self._is_closed = True
-        self._end_copies()
+        self._end_prefetching()
         self.source.close()
 
     _shutdown_workers = close  # other libraries stop torch's iterator by this method
 
 
-class _Fetched(Iterator[Any]):
-    """A source of batches that the loader's state counts only when the caller takes them.
+class _FetchedAhead(Iterator[Any]):
+    """Batches of a source, which the loader's state counts only when the caller takes them.
 
     Attributes:
         size: Of the batch that the caller took last.
     """
 
-    def __init__(self, source: Any, epoch: Epoch) -> None:
+    def __init__(self, source: Any, cursor: EpochCursor) -> None:
         self._source = source
-        self._epoch = epoch
+        self._cursor = cursor
         # For each fetched batch or error: how many batches the caller will have received with it; its size.
         self._marks: collections.deque[tuple[int, Size]] = collections.deque()
         self.size: Size = (0, 0)
         self.register_slots = getattr(source, "register_slots", None)
-        epoch.ahead = collections.deque()
+        cursor.ahead = collections.deque()
 
     def __next__(self) -> Any:
         return self._marked(self._source.next_sized)[0]
 
     def poll(self) -> tuple[Any] | None:
         """The next batch in a tuple; None if it would have to be waited for."""
-        found: tuple[Any] | None = self._marked(self._source.poll_sized)
-        return found
+        batch: tuple[Any] | None = self._marked(self._source.poll_sized)
+        return batch
 
     def _marked(self, fetch: Callable[[], Any]) -> Any:
         try:
-            found = fetch()
+            batch_and_size = fetch()
         except Exception as error:
             if not isinstance(error, StopIteration):
-                self._marks.append((self._epoch.num_fetched, (0, 0)))
+                self._marks.append((self._cursor.num_fetched, (0, 0)))
             raise
-        if found is None:
+        if batch_and_size is None:
             return None
-        self._marks.append((self._epoch.num_fetched, found[1]))
-        return found[:1]
+        self._marks.append((self._cursor.num_fetched, batch_and_size[1]))
+        return batch_and_size[:1]
 
     def hand_over(self) -> None:
         """Count the next fetched batch or error, which the caller takes now."""
         number, self.size = self._marks.popleft()
-        self._epoch.receive_until(number)
+        self._cursor.receive_until(number)

@@ -1,11 +1,6 @@
 """What determines the order of a loader: its samplers and generators, its rank, and facts to compare.
 
-Samplers and generators are named by their places in the loader. The place of a sampler is the path of the
-attribute that holds it.
-
-Frameworks save the state of one rank, and load it on all of them. Each rank reads different indices, so a
-checksum of indices says nothing about the state of a different rank; the facts of `Order` are compared
-instead.
+A sampler or generator is named by its place: the path of the attribute of the loader that holds it.
 """
 
 from __future__ import annotations
@@ -18,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import BatchSampler
-from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
 from fastload.system.notes import add_note
 from fastload.system.process_group import process_group
+from fastload.system.torch_private import index_sampler, is_iterable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -35,7 +30,7 @@ LOADER = "loader"  # the place of the loader's generator
 _EPOCH = ".epoch"  # ends the key of a sampler's epoch: DistributedSampler's order depends on it
 
 
-class Sources:
+class OrderSources:
     """What determines the order of a loader's samples.
 
     Attributes:
@@ -47,12 +42,12 @@ class Sources:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.samplers: dict[str, Any] = {}
         self.generators = {DEFAULT: torch.default_generator}
-        known = {id(None), id(torch.default_generator)}
+        seen = {id(None), id(torch.default_generator)}
         left = [(LOADER, loader), ("batch_sampler", loader.batch_sampler), ("sampler", loader.sampler)]
         for place, owner in left:
-            if id(owner) in known:
+            if id(owner) in seen:
                 continue
-            known.add(id(owner))
+            seen.add(id(owner))
             if owner is not loader:
                 self.samplers[place] = owner
                 # Batch samplers can be nested: Accelerate wraps the loader's own.
@@ -60,8 +55,8 @@ class Sources:
                     names = ("sampler", "batch_sampler")
                     left += [(f"{place}.{name}", getattr(owner, name, None)) for name in names]
             generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator) and id(generator) not in known:
-                known.add(id(generator))
+            if isinstance(generator, torch.Generator) and id(generator) not in seen:
+                seen.add(id(generator))
                 self.generators[place] = generator
         self.keys = {place for place, sampler in self.samplers.items() if keeps_state(sampler)}
         for place, sampler in self.samplers.items():
@@ -106,9 +101,9 @@ class Sources:
 
     def initial_seed(self, generator: torch.Generator, states: Mapping[str, bytes]) -> int:
         """The seed of one of the generators, as of these states, or as of now if they lack it."""
-        for place, held in self.generators.items():
-            if held is generator and place in states:
-                generator = self.generator_at(place, states[place])
+        for place, own in self.generators.items():
+            if own is generator and place in states:
+                return self.generator_at(place, states[place]).initial_seed()
         return generator.initial_seed()
 
     def set_generators(self, states: Mapping[str, bytes]) -> None:
@@ -168,10 +163,12 @@ _MAX_DEPTH = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
+class ShardingFacts:
     """Facts about a loader's order that are the same on every rank.
 
-    A fact is None if it is unknown, or if the loader has nothing of the kind.
+    Frameworks save the state of one rank and load it on all of them. Each rank reads different indices, so
+    their checksum says nothing about the state of another rank: these facts are compared instead. A fact is
+    None if it is unknown, or if the loader has nothing of the kind.
 
     Attributes:
         num_samples: The length of a map-style dataset.
@@ -188,9 +185,9 @@ class Order:
     num_ranks: int | None = None
 
 
-def rank_and_order(
+def rank_and_facts(
     loader: DataLoader[Any], generators: Mapping[str, bytes] | None = None
-) -> tuple[int | None, Order]:
+) -> tuple[int | None, ShardingFacts]:
     """The rank that the loader reads for, and the facts about its order that are the same on every rank.
 
     The rank comes from the sampler or else from torch.distributed; None: unknown.
@@ -200,30 +197,28 @@ def rank_and_order(
         generators: States of generators, by place: the order of an epoch depends on their states before its
             first draw. A generator whose place is missing is taken as it is now.
     """
-    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
     samplers = nested_samplers(loader)
     rank, num_ranks = _split(loader)
     owners = (loader, *samplers)
     sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
-    order = Order(
-        num_samples=None if is_iterable else length_or_none(loader.dataset),
+    facts = ShardingFacts(
+        num_samples=None if is_iterable(loader) else length_or_none(loader.dataset),
         batch_size=next((size for size in sizes if size is not None), None),
         sampler=" of ".join(type(sampler).__name__ for sampler in samplers),
         seed=_seed(loader, samplers, generators or {}, is_split=num_ranks is not None),
         num_ranks=num_ranks,
     )
-    return rank, order
+    return rank, facts
 
 
 def rank_of(loader: DataLoader[Any]) -> int | None:
-    """The rank that the loader reads for, as `rank_and_order` finds it; None: unknown."""
+    """The rank that the loader reads for, as `rank_and_facts` finds it; None: unknown."""
     return _split(loader)[0]
 
 
 def _split(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
     """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
-    is_iterable = loader._dataset_kind == _DatasetKind.Iterable
-    for owner in [loader.dataset] if is_iterable else nested_samplers(loader):
+    for owner in [loader.dataset] if is_iterable(loader) else nested_samplers(loader):
         for names in _RANK_ATTRIBUTES:
             rank, num_ranks = (integer_or_none(_attribute(owner, name)) for name in names)
             if rank is not None and num_ranks is not None and 0 <= rank < num_ranks:
@@ -234,13 +229,13 @@ def _split(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
 
 def nested_samplers(loader: DataLoader[Any]) -> list[Any]:
     """The loader's sampler, and the samplers inside it, from the outside in."""
-    found: list[Any] = []
-    sampler: Any = loader._index_sampler
-    while sampler is not None and len(found) < _MAX_DEPTH and not any(sampler is other for other in found):
-        found.append(sampler)
+    samplers: list[Any] = []
+    sampler: Any = index_sampler(loader)
+    while sampler is not None and len(samplers) < _MAX_DEPTH and not any(sampler is s for s in samplers):
+        samplers.append(sampler)
         inner = _attribute(sampler, "batch_sampler")
         sampler = _attribute(sampler, "sampler") if inner is None else inner
-    return found
+    return samplers
 
 
 def _attribute(owner: Any, name: str) -> Any:
@@ -264,7 +259,7 @@ def _seed(
             generator = torch.default_generator if sampler.generator is None else sampler.generator
             if not isinstance(generator, torch.Generator):
                 return None
-            return Sources(loader).initial_seed(generator, generators)
+            return OrderSources(loader).initial_seed(generator, generators)
     return None
 
 

@@ -19,7 +19,6 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -133,7 +132,7 @@ class Counts:
 
     def since(self, before: Counts) -> Counts:
         """What was counted since ``before``, a copy of these figures then."""
-        names = [one.name for one in dataclasses.fields(Counts)]
+        names = [field.name for field in dataclasses.fields(Counts)]
         sums = {name: getattr(self, name) - getattr(before, name) for name in names}
         sums["wait_max_ns"] = round(min(self.wait_max_ns, _quantile_ns(sums["histogram"], 1.0)))
         return Counts(**sums)
@@ -142,18 +141,15 @@ class Counts:
 class Recorder:
     """The figures of one loader, and when they are reported.
 
-    Args:
-        owner: The loader; not kept alive.
-
     Attributes:
+        pid: Of the process that it counts in.
         counts: The figures; read and changed under `lock`.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
         reports: Whether `log_stats` is on.
     """
 
-    def __init__(self, owner: Any = None) -> None:
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._pid = os.getpid()
+    def __init__(self) -> None:
+        self.pid = os.getpid()
         self.counts = Counts()
         self.lock = threading.RLock()
         self.reports = False
@@ -163,13 +159,6 @@ class Recorder:
         self._due_ns = 0
         self._callback: Callable[[LoaderStats], Any] | None = None
         self._reported = Counts()  # the figures at the last report
-
-    def belongs_to(self, loader: Any) -> bool:
-        """Whether it was made for this object in this process, not for one that this was copied from."""
-        return self._owner is not None and self._owner() is loader and self._pid == os.getpid()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Recorder, ()  # it belongs to no loader: the copied loader makes its own
 
     def add(self, work: Work) -> None:
         """Count the work of a worker, or what the consumer's process did for it."""
@@ -240,17 +229,6 @@ class Recorder:
             callback(stats)
         else:
             log.info("loader: %s", "; ".join(_lines(stats)))
-
-
-def recorder_of(loader: Any) -> Recorder:
-    """The recorder of this loader in this process."""
-    attributes = vars(loader)
-    recorder: Recorder | None = attributes.get("_recorder")
-    if recorder is None:
-        recorder = attributes.setdefault("_recorder", Recorder(loader))  # threads can begin at the same time
-    if not recorder.belongs_to(loader):  # a copy's, an unpickled loader's, or the parent process's
-        recorder = attributes["_recorder"] = Recorder(loader)
-    return recorder
 
 
 Size = tuple[int, "int | None"]  # of a batch: its samples, and its bytes (None: unknown)

@@ -14,7 +14,6 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
@@ -26,11 +25,17 @@ from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import HERE, Place, draw_from
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
+from fastload.system.torch_private import (
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
+    has_auto_collation,
+    index_sampler,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.epochs.resume import Epoch
+    from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Size
     from fastload.rng.seeding import WorkerStreams
     from fastload.workers.settings import LoaderSettings
@@ -44,12 +49,12 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         reason: Why it must use torch's iterator.
         pins: Whether batches come in pinned memory even without `pin_memory`; torch's thread copies them.
     """
-    epoch = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
-    twin = copy.copy(loader)
+    cursor = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
+    twin, is_batch = copy.copy(loader), has_auto_collation(loader)
     if loader.rng == "sample":
-        place = "batch_sampler" if loader._auto_collation else "sampler"
-        begun = functools.partial(_epoch_of, weakref.ref(loader))
-        keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
+        place = "batch_sampler" if is_batch else "sampler"
+        cursor_now = functools.partial(_cursor_of, weakref.ref(loader))
+        keys = KeyedSampler(index_sampler(loader), auto_collation=is_batch, epoch=cursor_now)
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(
@@ -63,7 +68,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         vars(twin)["pin_memory"] = True
     channels_last = loader.memory_format is torch.channels_last
     own = own_collate(loader.collate_fn)
-    twin.collate_fn = functools.partial(_collate, own, loader._auto_collation, channels_last)
+    twin.collate_fn = functools.partial(_collate, own, is_batch, channels_last)
     if loader.seed_albumentations and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
@@ -71,8 +76,8 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         twin.check_worker_number_rationality()
     iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
     iterator.owner = weakref.ref(loader)
-    iterator.epoch = epoch
-    base_seed = epoch.position.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
+    iterator.cursor = cursor
+    base_seed = cursor.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
     iterator.begin_transform()
     if loader.seed_albumentations and loader.num_workers == 0:
@@ -84,13 +89,13 @@ class TorchIterator(EpochIterator):
     """fastload's part of torch's iterators: the batches that the caller has received.
 
     Attributes:
-        epoch: The epoch of this iterator; a different iterator of the loader can be in a later one.
+        cursor: Of the epoch of this iterator; another iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
         streams: What albumentations draws from in this process, without workers.
         transform: The loader's `batch_transform`, which is applied in this process.
     """
 
-    epoch: Epoch
+    cursor: EpochCursor
     reason: str
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
@@ -99,7 +104,7 @@ class TorchIterator(EpochIterator):
         """Take the loader's `batch_transform` for this epoch."""
         loader = self.owner()
         if loader is not None and loader.batch_transform is not None:
-            self.transform = EpochTransform(loader, self.epoch, "batch_transform")
+            self.transform = EpochTransform(loader, self.cursor, "batch_transform")
 
     def _next_data(self) -> Any:
         outside = HERE.source, HERE.root, HERE.pair
@@ -108,14 +113,14 @@ class TorchIterator(EpochIterator):
                 draw_from(Place(self.streams))
             num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
-            self.epoch.ended()
+            self.cursor.end()
             raise
         except Exception:
-            self.epoch.fetched(None)  # a caller who continues after an error gets the next batch
+            self.cursor.fetched(None)  # a caller who continues after an error gets the next batch
             raise
         finally:
             HERE.source, HERE.root, HERE.pair = outside  # first, and without a call: signals interrupt calls
-        self.epoch.fetched(None)
+        self.cursor.fetched(None)
         if self.transform is not None:
             transform, cpu = self.transform.of_fetched(), torch.device("cpu")
             data = apply_transform(transform, data, cpu, "batch_transform")
@@ -123,13 +128,13 @@ class TorchIterator(EpochIterator):
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""
-        found: tuple[Any, Size] = super(EpochIterator, self).__next__()  # type: ignore[misc]  # torch's
-        return found
+        batch_and_size: tuple[Any, Size] = super(EpochIterator, self).__next__()  # type: ignore[misc]  # torch's
+        return batch_and_size
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         if not first_iter:  # the next epoch of persistent workers
-            self.epoch = resume.begin_epoch(loader, "again", self.reason)
-            self.epoch.position.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
+            self.cursor = resume.begin_epoch(loader, "again", self.reason)
+            self.cursor.base_seed = int(self._base_seed)  # type: ignore[attr-defined]  # torch's
             self.begin_transform()
         super()._reset(loader, first_iter)  # type: ignore[misc]  # torch's
 
@@ -140,16 +145,16 @@ class TorchIterator(EpochIterator):
             stop()
 
 
-class _TorchWorkers(TorchIterator, _MultiProcessingDataLoaderIter):
+class _TorchWorkers(TorchIterator, MultiProcessingDataLoaderIter):
     pass
 
 
-class _TorchLocal(TorchIterator, _SingleProcessDataLoaderIter):
+class _TorchLocal(TorchIterator, SingleProcessDataLoaderIter):
     pass
 
 
-def _epoch_of(owner: weakref.ref[Any]) -> Epoch:
-    return resume.current_epoch(owner())
+def _cursor_of(owner: weakref.ref[Any]) -> EpochCursor:
+    return resume.current_cursor(owner())
 
 
 def _collate(

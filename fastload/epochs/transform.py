@@ -9,12 +9,13 @@ import torch
 
 from fastload.nested.device_tree import map_movable
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
+from fastload.system.torch_private import has_auto_collation, is_compiled
 from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.epochs.resume import Epoch
+    from fastload.epochs.cursor import EpochCursor
     from fastload.workers.settings import LoaderSettings
 
 
@@ -23,16 +24,16 @@ class EpochTransform:
 
     Args:
         loader: The loader.
-        epoch: The epoch.
-        name: Which of the two.
+        cursor: The cursor of the epoch.
+        name: The loader's argument: "batch_transform" or "device_transform".
     """
 
-    def __init__(self, loader: LoaderSettings, epoch: Epoch, name: str) -> None:
+    def __init__(self, loader: LoaderSettings, cursor: EpochCursor, name: str) -> None:
         function = getattr(loader, name)
         self._function = chained(function)
-        self._clones = any(map(_is_compiled, function if isinstance(function, (list, tuple)) else [function]))
-        self._epoch = epoch
-        self._auto_collation = loader._auto_collation
+        self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
+        self._cursor = cursor
+        self._auto_collation = has_auto_collation(loader)
         # With in_order=False, the batches of torch's workers do not come in the order of their indices.
         is_in_order = loader.in_order or loader.num_workers == 0
         self._is_of_samples = loader.rng == "sample" and is_in_order
@@ -41,33 +42,22 @@ class EpochTransform:
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
-        epoch = self._epoch
-        if self._is_of_samples and epoch.fetched_origin is not None:
-            index, origin = epoch.fetched_origin
+        cursor = self._cursor
+        if self._is_of_samples and cursor.fetched_origin is not None:
+            index, origin = cursor.fetched_origin
             streams: Callable[..., BatchStreams]
             indices = index if self._auto_collation else (index,)
             streams = functools.partial(BatchStreams.of_samples, origin, indices)
         else:
-            streams = functools.partial(BatchStreams.of_batch, epoch.batch_id(epoch.num_fetched - 1))
+            streams = functools.partial(BatchStreams.of_batch, cursor.batch_id(cursor.num_fetched - 1))
         return functools.partial(self._call, streams)
 
     def _call(self, streams: Callable[..., BatchStreams], batch: Any) -> Any:
         # New streams for each call: a batch that found no memory on the device is transformed again.
         with drawing_from(streams(first_call=self._first_call)):
-            found = self._function(batch)
+            transformed = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
-        return map_movable(found, _cloned) if self._clones else found
-
-
-def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile made it, or a part of it: of a function, or of a module."""
-    parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
-    return any(
-        hasattr(part, "_torchdynamo_orig_callable")
-        or hasattr(part, "_orig_mod")
-        or getattr(part, "_compiled_call_impl", None) is not None
-        for part in parts
-    )
+        return map_movable(transformed, _cloned) if self._clones else transformed
 
 
 def _cloned(leaf: Any) -> Any:

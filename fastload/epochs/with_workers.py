@@ -2,11 +2,13 @@
 
 It is built on torch's own base iterator (see `iterator`), which draws the base seed, runs the sampler, warns
 about lengths and labels the profile, so these are the same as torch's. fastload replaces the memory of
-batches and their transport. Rule: if a signal handler raises during the wait for a batch, nothing changes,
-and the next call waits for the same batch. If it raises during the bookkeeping, which takes microseconds, the
-iterator closes, so no batch is delivered twice or out of order. If it raises after the bookkeeping, just
-before the batch is returned, that batch is lost, as when a handler raises in the caller's code just after
-receiving the batch. If it raises while workers are started, all of them are stopped.
+batches and their transport.
+
+A signal handler can raise at any moment. During the wait for a batch nothing changes, and the next call waits
+for the same batch. During the bookkeeping, which takes microseconds, the iterator closes, so no batch is
+delivered twice or out of order. After the bookkeeping, just before the batch is returned, that batch is lost,
+as when a handler raises in the caller's code just after receiving the batch. While workers are started, all
+of them are stopped.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.device.stream_prefetcher import pin_plain
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
-from fastload.epochs.stats import recorder_of
+from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.memory.ring import Ring
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.logs import say_once
 from fastload.system.notes import add_place, short_repr
+from fastload.system.torch_private import needs_torch_next
 from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
@@ -61,11 +64,11 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
-        self._epoch = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
+        self._cursor = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
         super().__init__(loader)
-        self._base_seed = self._epoch.choose_base_seed(int(self._base_seed))
+        self._base_seed = self._cursor.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
-        if self._prefetch_factor <= 0:  # torch's assertion, word for word
+        if self._prefetch_factor <= 0:  # as torch's _MultiProcessingDataLoaderIter.__init__
             raise AssertionError("prefetch_factor must be greater than 0 for MultiProcessingDataLoaderIter")
         self._pid = os.getpid()
         self._schedule = Schedule(self._num_workers)
@@ -118,16 +121,16 @@ class WorkerIterator(HostIterator):
             raise
 
     def _reset(self, loader: LoaderSettings, first_iter: bool = False) -> None:
-        before = self._epoch, self._sampler_iter, self._num_yielded
+        before = self._cursor, self._sampler_iter, self._num_yielded
         with self._turn:
             try:
                 if not first_iter:
-                    self._epoch = resume.begin_epoch(loader, "again", resume.obstacle(loader))
-                    self._epoch.choose_base_seed(int(self._base_seed))
+                    self._cursor = resume.begin_epoch(loader, "again", resume.obstacle(loader))
+                    self._cursor.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
-                self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
+                self._sampler_iter = self._cursor.replay(loader, self._sampler_iter)
             except BaseException:
-                self._epoch, self._sampler_iter, self._num_yielded = before  # the old epoch continues
+                self._cursor, self._sampler_iter, self._num_yielded = before  # the old epoch continues
                 raise
             try:
                 self._begin_epoch(loader, first_iter)
@@ -138,17 +141,18 @@ class WorkerIterator(HostIterator):
     def _begin_epoch(self, loader: LoaderSettings, first_iter: bool) -> None:
         self._is_prefetched = False
         self._failed_sampler = ""
-        number, states = None, self._epoch.position.dataset_states
+        epoch, cursor = None, self._cursor
+        states = cursor.dataset_states
         if not first_iter:
             self._drop_pinned()
-            if resume.progress_of(loader).has_set_epoch:
-                number = self._epoch.position.epoch
-            if states is not None and not self._epoch.loads_dataset_states:
+            if state_of(loader).has_set_epoch:
+                epoch = cursor.epoch
+            if states is not None and not cursor.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
-        self._pool.begin_epoch(number, states)
-        self._schedule = Schedule(self._num_workers, first_worker=self._epoch.position.next_worker)
-        self._first_batch = self._epoch.position.num_received  # the number of this iterator's first batch
-        self._failures = FailureCount(loader)
+        self._pool.begin_epoch(epoch, states)
+        self._schedule = Schedule(self._num_workers, first_worker=cursor.next_worker)
+        self._first_batch = cursor.num_received  # the number of this iterator's first batch
+        self._failures = FailureCount(loader, state_of(loader).failed_samples)
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
             if failure is not None:
@@ -186,8 +190,8 @@ class WorkerIterator(HostIterator):
         number, worker = assigned
         batch_id = None
         if self._identifies:
-            batch_id = self._epoch.batch_id(self._first_batch + number)
-        self._pool.submit(worker, Task(number, *self._epoch.count(index), batch_id))
+            batch_id = self._cursor.batch_id(self._first_batch + number)
+        self._pool.submit(worker, Task(number, *self._cursor.count(index), batch_id))
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
         return None
@@ -206,12 +210,12 @@ class WorkerIterator(HostIterator):
 
     def poll_sized(self) -> tuple[Any, Size] | None:
         """The next batch and its size; None if it would have to be waited for."""
-        if self._needs_torch():
+        if needs_torch_next(self):
             return self.next_sized()
-        found: tuple[Any, Size] | None = self._next_data(must_wait=False)
-        if found is not None:
+        batch_and_size: tuple[Any, Size] | None = self._next_data(must_wait=False)
+        if batch_and_size is not None:
             self._num_yielded += 1
-        return found
+        return batch_and_size
 
     def _next_data(self, *, must_wait: bool = True) -> Any:
         if os.getpid() != self._pid:
@@ -258,7 +262,7 @@ class WorkerIterator(HostIterator):
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
                 "after it are missing: start a new iterator"
             )
-        self._epoch.ended()
+        self._cursor.end()
         if not self._persistent_workers:
             self.close()
         raise StopIteration
@@ -267,7 +271,7 @@ class WorkerIterator(HostIterator):
         """Record that a task was answered, and give its worker the next one; returns the sampler's error."""
         self._schedule.answer()
         if task.answer is not None and task.answer.kind is not Kind.ENDED:
-            self._epoch.fetched(task.index, worker, task.answer.dataset_state)
+            self._cursor.fetched(task.index, worker, task.answer.dataset_state)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)

@@ -16,7 +16,7 @@ from fastload.cache.format.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
-from fastload.epochs.stats import recorder_of
+from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
 from fastload.rng.entry_points import HERE, Place, draw_from, reading
@@ -32,28 +32,17 @@ if TYPE_CHECKING:
     from fastload.rng.keys import StreamOrigin
     from fastload.workers.settings import LoaderSettings
 
-# Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
-_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def forget_buffers(loader: LoaderSettings) -> None:
-    """Free the buffers that a loader without workers keeps between its epochs."""
-    _warm.pop(loader, None)
-
 
 class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self._epoch = resume.begin_epoch(loader, "local", resume.obstacle(loader))
+        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.obstacle(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
-        self._epoch.choose_base_seed(int(self._base_seed))
-        self._sampler_iter = self._epoch.replay(loader, self._sampler_iter)
-        # torch's assertions, word for word.
-        if self._timeout != 0:
+        cursor.choose_base_seed(int(self._base_seed))
+        self._sampler_iter = cursor.replay(loader, self._sampler_iter)
+        if self._timeout != 0:  # as torch's _SingleProcessDataLoaderIter.__init__
             raise AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")
         self._has_ended = False
         self._buffers = self._take_buffers(loader)
@@ -63,24 +52,25 @@ class LocalIterator(HostIterator):
         self._is_fetching = False
         # The index of the batch being read, and its origin; after Ctrl-C it is read again.
         self._due: tuple[Any, StreamOrigin | None] | None = None
-        self._num_drawn = self._epoch.position.num_received  # how many batches of the epoch were drawn
-        self._failures = FailureCount(loader)
-        job = Job.of(loader, self._epoch.position.base_seed)
-        states = self._epoch.position.dataset_states
+        self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
+        self._failures = FailureCount(loader, state_of(loader).failed_samples)
+        job = Job.of(loader, cursor.base_seed)
+        states = cursor.dataset_states
         self._keeps_state = states is not None
         is_seeded = job.seed_albumentations and not job.seeds_samples
         self._streams = local_streams(job.base_seed) if is_seeded else None
         with reading(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
-        if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
+        if states is not None and not cursor.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 
     def _take_buffers(self, loader: LoaderSettings) -> Buffers:
-        buffers, user = _warm.get(loader, (None, None))
+        state = state_of(loader)
+        buffers, user = state.buffers or (None, None)
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
             buffers = Buffers(parse_prefetch_memory(loader.prefetch_memory))
-        _warm[loader] = buffers, weakref.ref(self)
+        state.buffers = buffers, weakref.ref(self)
         return buffers
 
     def _next_data(self) -> Any:
@@ -89,11 +79,11 @@ class LocalIterator(HostIterator):
                 self._raise_instead()
             try:
                 if self._due is None:
-                    self._due = self._epoch.count(next(self._sampler_iter))
+                    self._due = self._cursor.count(next(self._sampler_iter))
                     self._num_drawn += 1
                 batch = self._fetch(*self._due)
             except StopIteration:
-                self._epoch.ended()
+                self._cursor.end()
                 self._has_ended = True
                 raise
             if self._pin_memory:
@@ -110,10 +100,10 @@ class LocalIterator(HostIterator):
             )
         if self._is_closed:
             raise LoaderClosedError
-        raise StopIteration  # the buffers might belong to a different iterator now
+        raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
-        batch_id = self._epoch.batch_id(self._num_drawn - 1)
+        batch_id = self._cursor.batch_id(self._num_drawn - 1)
         hits, misses = counts.hits, counts.misses
         outside = HERE.source, HERE.root, HERE.pair
         try:
@@ -145,7 +135,7 @@ class LocalIterator(HostIterator):
         return batch
 
     def _received(self, index: Any) -> None:
-        self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
+        self._cursor.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
 
     def _dataset_state(self) -> DatasetState:
         return dataset_state_of(self._fetcher, "in the dataset's state_dict()")
@@ -153,7 +143,7 @@ class LocalIterator(HostIterator):
     def close(self) -> None:
         """Release the buffers; batches that the caller holds stay valid."""
         self._is_closed = True
-        if self._turn.acquire(blocking=False):  # else a different thread is writing a batch to them
+        if self._turn.acquire(blocking=False):  # else another thread is writing a batch to them
             try:
                 if not self._has_ended:
                     self._buffers.clear()

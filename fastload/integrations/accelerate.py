@@ -15,7 +15,8 @@ import accelerate.data_loader
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 
-from fastload.epochs.resume import progress_of, sample_seed_of
+from fastload.epochs.loader_state import state_of
+from fastload.epochs.resume import sample_seed_of
 from fastload.integrations.prepared import check_loader, device_of, loader_in_place_of
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any
     _exchange(prepared, loader)
     prepared.use_stateful_dataloader = is_stateful  # accelerator.save_state() saves the loader's state
     prepared._is_accelerate_prepared = True
-    progress = progress_of(loader)
-    if progress.has_set_epoch:
-        prepared.set_epoch(progress.next_number)
+    state = state_of(loader)
+    if state.has_set_epoch:
+        prepared.set_epoch(state.next_epoch)
     return prepared
 
 
@@ -106,7 +107,7 @@ class _Prepared:
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Resume from a state of ``state_dict()`` with the next epoch."""
         self.base_dataloader.load_state_dict(state_dict)
-        self.iteration = progress_of(self.base_dataloader).next_number
+        self.iteration = state_of(self.base_dataloader).next_epoch
         self.dl_state_dict = self.base_dataloader.state_dict()
 
     def __reduce__(self) -> Any:
@@ -141,8 +142,8 @@ def _exchange(prepared: Any, source: fastload.loader.DataLoader) -> None:
         # It seeds its generator in each epoch, which can be the loader's, so the seed of rng="sample" is
         # taken now. It makes a generator in its first epoch if it has none; a loader's state has the
         # generators that were there when the epoch began.
-        known = progress_of(source).sample_seed
-        progress_of(loader).sample_seed = sample_seed_of(loader) if known is None else known
+        seed = state_of(source).sample_seed
+        state_of(loader).sample_seed = sample_seed_of(loader) if seed is None else seed
         if sampler.generator is None:
             sampler.generator = torch.Generator()
     prepared.base_dataloader = loader

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 import fastload.loader
-from fastload.epochs.resume import progress_of
+from fastload.epochs.loader_state import state_of
 from fastload.workers.settings import OPTION_NAMES
 
 # These arguments of torch's loader do not depend on the rank.
@@ -36,7 +36,7 @@ def check_loader(loader: Any, caller: str) -> None:
     """
     if not isinstance(loader, fastload.loader.DataLoader):
         raise TypeError(f"{caller} takes a fastload.DataLoader, but got a {type(loader).__name__}")
-    if progress_of(loader).loaded is not None:
+    if state_of(loader).loaded is not None:
         raise ValueError(
             f"{caller} got a loader into which a state was loaded, and the ranks' samplers would not resume "
             "from it: prepare the loader first, and call load_state_dict() of the prepared loader"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray.train.torch
 
-from fastload.epochs.resume import progress_of
+from fastload.epochs.loader_state import state_of
 from fastload.integrations.prepared import check_loader, loader_in_place_of
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def prepare(
     prepared = loader_in_place_of(built, loader, device)
     if device is not None and device.type != "cpu":
         prepared.device = device
-    progress = progress_of(loader)
-    if progress.has_set_epoch:
-        prepared.set_epoch(progress.next_number)
+    state = state_of(loader)
+    if state.has_set_epoch:
+        prepared.set_epoch(state.next_epoch)
     return prepared

@@ -19,8 +19,6 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import _utils
-
 from fastload.batch import fetch as own_fetch
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
@@ -29,6 +27,13 @@ from fastload.profiling.line_sampler import LineSampler
 from fastload.profiling.recording import Moment, Recording
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
+from fastload.system.torch_private import (
+    DATASET_FETCHERS,
+    pin_memory,
+    torch_pin_memory,
+    torch_worker,
+    worker_loop,
+)
 from fastload.workers import process as own_process
 from fastload.workers import threads as own_threads
 from fastload.workers import worker as own_worker
@@ -141,7 +146,7 @@ def _worker_number() -> int:
 
 # Where worker processes are told what to run, and what that is.
 _MAINS: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "torch": (_utils.worker, "_worker_loop", _utils.worker._worker_loop),
+    "torch": (torch_worker, "_worker_loop", worker_loop),
     "fastload": (own_process, "main", own_worker.main),
 }
 
@@ -175,10 +180,10 @@ def forget_new_workers() -> None:
 def hook_process(undo: contextlib.ExitStack) -> None:
     """Measure, in this process, each batch where it is made, and the transport of batches."""
     replace = functools.partial(_hook, undo)
-    for kind in (_utils.fetch._MapDatasetFetcher, _utils.fetch._IterableDatasetFetcher, own_fetch.Fetcher):
+    for kind in (*DATASET_FETCHERS, own_fetch.Fetcher):
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
-    replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
+    replace(torch_pin_memory, "pin_memory", _timed(probes.PIN, pin_memory))
     replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
     hook_copies(undo)
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data._utils.worker import _generate_state
 
 from fastload.rng.entry_points import Pair, Source, begin_worker, current, name_of
 from fastload.rng.worker_info import get_worker_info
+from fastload.system.torch_private import generate_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def seed_libraries(base_seed: int, worker_id: int) -> int:
     seed = base_seed + worker_id
     random.seed(seed)
     torch.manual_seed(seed)
-    np.random.seed(_generate_state(base_seed, worker_id))
+    np.random.seed(generate_state(base_seed, worker_id))
     return seed
 
 

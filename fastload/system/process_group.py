@@ -1,4 +1,4 @@
-"""The process group of this rank, and its store, which all ranks of the job can reach.
+"""The process group of this rank, and whether this process only works for a rank.
 
 torch is never imported here: if the script never imported torch.distributed, this process is not in a group.
 """
@@ -20,15 +20,6 @@ def process_group() -> Any | None:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed
     return None
-
-
-def store_of(group: Any) -> Any:
-    """The store of the default process group.
-
-    Raises:
-        Exception: The group has none, or this release of torch keeps it elsewhere.
-    """
-    return group.distributed_c10d._get_default_store()  # torch 2.6 to 2.13 have it
 
 
 def is_worker() -> bool:

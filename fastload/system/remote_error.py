@@ -19,11 +19,11 @@ import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch._utils import ExceptionWrapper
 
 from fastload.errors import FastloadError
 from fastload.system.logs import is_debugging
 from fastload.system.notes import add_note
+from fastload.system.torch_private import ExceptionWrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -23,6 +23,7 @@ from fastload.system.budget import available_bytes, cgroup_limit_bytes
 from fastload.system.cgroups import figure, read_text
 from fastload.system.humanize import readable_memory
 from fastload.system.posix import resource
+from fastload.system.torch_private import has_cuda_context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,8 +215,7 @@ def _mappings() -> Iterator[tuple[tuple[int, int], str, int]]:
 def _devices_with_context() -> list[int]:
     if not torch.cuda.is_initialized():
         return []
-    core: Any = torch._C  # torch has no public function for this
-    return [index for index in range(torch.cuda.device_count()) if core._cuda_hasPrimaryContext(index)]
+    return [index for index in range(torch.cuda.device_count()) if has_cuda_context(index)]
 
 
 def _why_no_devices() -> str:

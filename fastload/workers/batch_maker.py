@@ -19,7 +19,6 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch.utils.data._utils import worker as torch_worker
 
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
@@ -30,6 +29,7 @@ from fastload.rng.entry_points import begin_worker
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
+from fastload.system.torch_private import set_thread_name, set_worker_info
 from fastload.system.worker_memory import keep_freed_memory
 from fastload.workers.messages import Answer, Kind, Work
 
@@ -140,9 +140,7 @@ class BatchMaker:
         keep_freed_memory(job.num_workers)
         seeding.seed_libraries(job.base_seed, self._id)
         # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
-        torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
-        )
+        set_worker_info(self._id, job.num_workers, seed, job.dataset)
         install_slot_rules()
 
     def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
@@ -245,7 +243,7 @@ def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState:
 
 def _be_quiet() -> None:
     """Use one thread in this worker: thread pools that compete for busy cores are up to ten times slower."""
-    torch.multiprocessing._set_thread_name("pt_data_worker")
+    set_thread_name("pt_data_worker")
     torch.set_num_threads(1)
     os.environ["NO_ALBUMENTATIONS_UPDATE"] = "1"  # else its import looks for a newer version on the network
     os.environ.setdefault("OPENCV_FOR_THREADS_NUM", "1")  # in case OpenCV is imported later

@@ -17,6 +17,7 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
+from fastload.system.torch_private import has_auto_collation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,7 +116,7 @@ class Options:
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
         if self.rng == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
-            check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
+            check_dataset(dataset, auto_collation=has_auto_collation(loader) and not reads_ahead(dataset))
         if self.worker_type != "process" and loader.multiprocessing_context is not None:
             raise ValueError(
                 f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '

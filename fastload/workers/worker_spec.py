@@ -24,12 +24,12 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
 )
-from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system.notes import add_note
+from fastload.system.torch_private import has_auto_collation, is_iterable
 from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ class Job(FetchSettings):
         """
         return cls(
             dataset=loader.dataset,
-            is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=loader._auto_collation,
+            is_iterable=is_iterable(loader),
+            auto_collation=has_auto_collation(loader),
             collate_fn=vars(loader)["collate_fn"],
             drop_last=loader.drop_last,
             worker_init_fn=loader.worker_init_fn,

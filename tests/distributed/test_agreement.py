@@ -1,6 +1,6 @@
 """The ranks' loaders are compared at their first epoch; ranks that differ for a good reason raise nothing.
 
-One process plays all ranks: each has a ledger of its own, and all have one store.
+One process plays all ranks: each has a record of its own, and all have one store.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any, size: int = 2) -> None:
         self._patch = monkeypatch
-        self._ledgers: dict[int, rank_consistency._Ledger] = {}
+        self._records: dict[int, rank_consistency._RankRecord] = {}
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
     def become(self, rank: int) -> None:
         self._patch.setattr(dist, "get_rank", lambda: rank)
-        self._patch.setattr(
-            rank_consistency, "_ledger", self._ledgers.setdefault(rank, rank_consistency._Ledger())
-        )
+        record = self._records.setdefault(rank, rank_consistency._RankRecord())
+        self._patch.setattr(rank_consistency, "_record", record)
 
 
 @pytest.fixture

@@ -68,7 +68,9 @@ TESTS = {
     f" tests/resume/test_failures.py {FEW}",
     "epochs/sampler_state.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
     f" tests/rng/test_seeding.py {FEW}",
-    "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
+    "epochs/cursor.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
+    f" tests/resume/test_failures.py {FEW}",
+    "epochs/saved_cursor.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
     "device/stream_prefetcher.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",
 }
 # `mutants.quick` takes from hypothesis what a mutant does not need: shrinking, and other examples each time.

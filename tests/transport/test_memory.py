@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader
-from fastload.epochs import without_workers
+from fastload.epochs.loader_state import state_of
 from fastload.errors import SegmentError
 from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
@@ -305,9 +305,9 @@ def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_c
 
     assert second <= first
     assert torch.equal(held, before)
-    assert loader in without_workers._warm
+    assert state_of(loader).buffers is not None
     loader.close()
-    assert loader not in without_workers._warm
+    assert state_of(loader).buffers is None
 
 
 KNOWN = [[number] for number in range(100)]

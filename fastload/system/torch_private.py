@@ -1,0 +1,138 @@
+"""The private names of torch that fastload needs, in one place: a drop-in loader cannot do without them.
+
+Each comment says since which release torch has the name there; all were read in 2.6 to 2.13. When a release
+moves one, its test in tests/test_torch_private.py fails, and this is the only file to change. Subclasses of
+torch's loader and iterators also inherit, read and override private attributes (`_next_data`, `_iterator`):
+the same test names them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+# ExceptionWrapper: since 1.2; before, it was in torch.utils.data._utils.
+from torch._utils import ExceptionWrapper as ExceptionWrapper
+from torch.autograd import profiler
+
+# torch_collate has `collate` and `default_collate_fn_map` since 2.0. The other modules: since 1.2.
+from torch.utils.data._utils import (
+    collate as torch_collate,
+)
+from torch.utils.data._utils import (
+    fetch as torch_fetch,
+)
+from torch.utils.data._utils import (
+    pin_memory as torch_pin_memory,
+)
+from torch.utils.data._utils import (
+    worker as torch_worker,
+)
+
+# The iterators: since 1.2.
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter as BaseDataLoaderIter,
+)
+from torch.utils.data.dataloader import (
+    _DatasetKind,
+)
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+)
+from torch.utils.data.dataloader import (
+    _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.utils.data import DataLoader
+
+__all__ = [
+    "DATASET_FETCHERS",
+    "BaseDataLoaderIter",
+    "ExceptionWrapper",
+    "MultiProcessingDataLoaderIter",
+    "SingleProcessDataLoaderIter",
+    "generate_state",
+    "pin_memory",
+    "torch_collate",
+    "torch_fetch",
+    "torch_pin_memory",
+    "torch_worker",
+    "worker_loop",
+]
+
+# The classes whose `fetch` makes a batch in torch's workers: since 1.2.
+DATASET_FETCHERS = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
+# (base_seed, worker_id) -> the seed of numpy.random in that worker: since 1.9.
+generate_state: Callable[[int, int], Any] = torch_worker._generate_state
+# (batch, device): since 1.2, with a device since 1.12.
+pin_memory: Callable[..., Any] = torch_pin_memory.pin_memory
+# What a worker process of torch's loader runs: since 1.2.
+worker_loop = torch_worker._worker_loop
+
+
+def is_iterable(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's dataset is iterable-style (`_dataset_kind`, since 1.2)."""
+    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+
+
+def has_auto_collation(loader: DataLoader[Any]) -> bool:
+    """Whether the loader's sampler returns lists of indices (`_auto_collation`, since 1.2)."""
+    return bool(loader._auto_collation)
+
+
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler that an epoch iterates over: of batches or of samples (`_index_sampler`, since 1.2)."""
+    return loader._index_sampler
+
+
+def needs_torch_next(iterator: BaseDataLoaderIter) -> bool:
+    """Whether torch's `__next__` does more than count: it labels a profile, and warns about wrong lengths.
+
+    `_is_profiler_enabled`: in 2.6 to 2.13. `_IterableDataset_len_called`: since 1.5.
+    """
+    return profiler._is_profiler_enabled or iterator._IterableDataset_len_called is not None
+
+
+def set_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
+    """Let torch's `get_worker_info()` describe this process as a worker (`_worker_info`, since 1.2)."""
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
+    )
+
+
+def set_thread_name(name: str) -> None:
+    """Name this thread for tools such as top; since 2.5."""
+    torch.multiprocessing._set_thread_name(name)
+
+
+def default_store() -> Any:
+    """The store of the default process group; in 2.6 to 2.13.
+
+    Raises:
+        Exception: There is no group, or this release of torch keeps its store elsewhere.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def has_cuda_context(device_index: int) -> bool:
+    """Whether this process has a context on the device; in 2.6 to 2.13, in builds with CUDA."""
+    core: Any = torch._C
+    return bool(core._cuda_hasPrimaryContext(device_index))
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether torch.compile made it, or a part of it: of a function, or of a module.
+
+    `_torchdynamo_orig_callable` and `_orig_mod`: since 2.0. `_compiled_call_impl`: since 2.2.
+    """
+    parts = function.modules() if isinstance(function, torch.nn.Module) else [function]
+    return any(
+        hasattr(part, "_torchdynamo_orig_callable")
+        or hasattr(part, "_orig_mod")
+        or getattr(part, "_compiled_call_impl", None) is not None
+        for part in parts
+    )
