@@ -148,6 +148,42 @@ def _code(path: Path) -> str:
     return ast.unparse(tree)
 
 
+def _private_names_of_torch(path: Path) -> set[str]:
+    """The private names of torch that a file imports, or reads of what it imported from torch."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    paths: dict[str, str] = {}  # what the file's names from torch stand for
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.name if alias.asname else alias.name.partition(".")[0]
+                paths[alias.asname or name] = name
+                paths[f" {alias.name}"] = alias.name  # the module itself
+        elif isinstance(node, ast.ImportFrom):
+            is_ours = node.module == "fastload.system.torch_private"
+            module = "torch" if is_ours else node.module or ""
+            paths |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
+    paths = {name: full for name, full in paths.items() if full.partition(".")[0] == "torch"}
+    used = set(paths.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            name, _, rest = ast.unparse(node).partition(".")
+            used |= {f"{paths[name]}.{rest}"} if name in paths else set()
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used |= {node.value} if re.fullmatch(r"torch(\.\w+)+", node.value) else set()
+    return {name for name in used if re.search(r"\._[a-z]", name, re.IGNORECASE)}
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    """Code imports none, and reads none of a module, a class or a user's loader, outside of torch_private."""
+    of_loaders = re.compile(r"\._dataset_kind\b|\b(?:loader|twin)\._(?:auto_collation|index_sampler)\b")
+    users = {
+        name
+        for name, path in FILES.items()
+        if _private_names_of_torch(path) or of_loaders.search(_code(path))
+    }
+    assert users == {"system.torch_private"}
+
+
 def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
     """CUDA is touched where batches meet a device, and beside the training loop, which is the user's."""
     naming = {name for name, path in FILES.items() if "torch.cuda." in path.read_text()}

@@ -1,0 +1,212 @@
+"""The private names of torch that fastload needs are there, and mean what fastload believes."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from fastload.system import torch_private
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SIGNATURES = {
+    "generate_state": ["base_seed", "worker_id"],
+    "pin_memory": ["data", "device"],
+    "worker_loop": [
+        *("dataset_kind", "dataset", "index_queue", "data_queue", "done_event", "auto_collation"),
+        *("collate_fn", "drop_last", "base_seed", "init_fn", "worker_id", "num_workers"),
+        *("persistent_workers", "shared_seed"),
+    ],
+    "torch_collate.collate": ["batch", "collate_fn_map"],
+    "torch_collate.collate_tensor_fn": ["batch", "collate_fn_map"],
+    "BaseDataLoaderIter.__init__": ["self", "loader"],
+    "BaseDataLoaderIter._next_data": ["self"],
+    "BaseDataLoaderIter._next_index": ["self"],
+    "BaseDataLoaderIter._reset": ["self", "loader", "first_iter"],
+    "MultiProcessingDataLoaderIter._shutdown_workers": ["self"],
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_functions_take_the_arguments_that_fastload_passes(name: str) -> None:
+    """Functions that fastload calls, replaces or overrides."""
+    function: Any = torch_private
+    for part in name.split("."):
+        function = getattr(function, part)
+    assert list(inspect.signature(function).parameters) == SIGNATURES[name]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+# What torch's iterator sets, and what fastload's iterators read, set or override.
+OF_ITERATORS = {
+    "_dataset": list,
+    "_num_workers": int,
+    "_pin_memory": bool,
+    "_timeout": int,
+    "_sampler_iter": object,
+    "_base_seed": int,
+    "_persistent_workers": bool,
+    "_num_yielded": int,
+    "_IterableDataset_len_called": type(None),
+}
+
+
+@pytest.mark.parametrize("name", OF_ITERATORS)
+def test_torchs_iterator_has_the_attributes_that_fastloads_share(name: str) -> None:
+    """The base class sets each, with a value of the type that fastload expects."""
+    iterator = iter(DataLoader([1, 2, 3]))
+    assert isinstance(iterator, torch_private.SingleProcessDataLoaderIter)
+    assert isinstance(getattr(iterator, name), OF_ITERATORS[name])
+
+
+def test_an_iterator_counts_its_batches_and_draws_its_base_seed_first() -> None:
+    """`_num_yielded` grows with each batch; `_base_seed` is the first draw from the loader's generator."""
+    loader = DataLoader([1, 2, 3], generator=torch.Generator().manual_seed(5))
+    iterator: Any = iter(loader)
+    expected = torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(5))
+    next(iterator)
+    assert (iterator._num_yielded, iterator._base_seed) == (1, expected.item())
+
+
+def test_persistent_workers_are_kept_in_the_loader() -> None:
+    """`_iterator` is the iterator of the next epoch, `_workers` are its processes."""
+    loader: Any = DataLoader([1, 2, 3], num_workers=1, persistent_workers=True)
+    assert loader._iterator is None
+    iterator = iter(loader)
+    assert isinstance(iterator, torch_private.MultiProcessingDataLoaderIter)
+    assert iterator is iter(loader) is loader._iterator
+    assert [worker.is_alive() for worker in iterator._workers] == [True]
+    iterator._shutdown_workers()
+
+
+@pytest.mark.parametrize(
+    ("loader", "facts"),
+    [
+        (DataLoader([1, 2, 3], 2), (False, True)),
+        (DataLoader([1, 2, 3], batch_size=None), (False, False)),
+        (DataLoader(Stream(), 2), (True, True)),
+    ],
+)
+def test_a_loader_says_what_its_sampler_returns(loader: DataLoader[Any], facts: tuple[bool, bool]) -> None:
+    """Whether the dataset is a stream, whether indices come in lists, and which sampler gives them."""
+    assert (torch_private.is_iterable(loader), torch_private.has_auto_collation(loader)) == facts
+    sampler = loader.batch_sampler if facts[1] else loader.sampler
+    assert torch_private.index_sampler(loader) is sampler
+
+
+def test_torchs_next_is_needed_under_a_profiler_or_for_a_stream_with_a_length() -> None:
+    """Each of the two is a state of torch's that its `__next__` reads."""
+    iterator: Any = iter(DataLoader([1, 2, 3]))
+    assert not torch_private.needs_torch_next(iterator)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_private.needs_torch_next(iterator)
+    iterator._IterableDataset_len_called = 3
+    assert torch_private.needs_torch_next(iterator)
+
+
+def test_fetchers_of_torch_have_a_method_fetch() -> None:
+    """Of one argument, the index or the list of indices, and with the dataset in `dataset`."""
+    for fetcher in torch_private.DATASET_FETCHERS:
+        assert list(inspect.signature(fetcher.fetch).parameters) == ["self", "possibly_batched_index"]
+        assert fetcher(Stream(), False, None, False).dataset is not None
+
+
+def test_the_rules_of_collation_have_tensors_and_arrays() -> None:
+    """Fastload replaces these two rules."""
+    rules = torch_private.torch_collate.default_collate_fn_map
+    assert rules[torch.Tensor] is torch_private.torch_collate.collate_tensor_fn
+    assert np.ndarray in rules
+
+
+class NumpySeed:
+    """A dataset whose sample is the first word of the state of numpy.random in its worker."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        return int(np.random.get_state()[1][0])  # type: ignore[index]
+
+
+def test_workers_of_torch_seed_numpy_with_generate_state() -> None:
+    """The worker's numpy.random has the state that its seed and its number give."""
+    iterator: Any = iter(DataLoader(NumpySeed(), num_workers=1))  # type: ignore[arg-type]
+    expected = np.random.RandomState(torch_private.generate_state(iterator._base_seed, 0))
+    assert next(iterator).item() == expected.get_state()[1][0]  # type: ignore[index]
+
+
+def test_worker_info_is_what_torchs_public_function_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four attributes; before, this process is no worker."""
+    monkeypatch.setattr(torch_private.torch_worker, "_worker_info", None)
+    assert get_worker_info() is None
+    torch_private.set_worker_info(1, 2, 3, [4])
+    info: Any = get_worker_info()
+    assert (info.id, info.num_workers, info.seed, info.dataset) == (1, 2, 3, [4])
+
+
+def test_a_thread_gets_its_name() -> None:
+    """Linux shows it in /proc."""
+    names = []
+
+    def name_thread() -> None:
+        torch_private.set_thread_name("pt_data_worker")
+        with open(f"/proc/self/task/{threading.get_native_id()}/comm") as file:
+            names.append(file.read().strip())
+
+    thread = threading.Thread(target=name_thread)
+    thread.start()
+    thread.join()
+    assert names == ["pt_data_worker"]
+
+
+def test_an_error_of_a_worker_keeps_its_class() -> None:
+    """`ExceptionWrapper` raises the same class, with the text of the traceback and of the place."""
+    try:
+        raise KeyError("missing")
+    except KeyError:
+        wrapper = torch_private.ExceptionWrapper(where="in DataLoader worker process 0")
+    with pytest.raises(KeyError, match="in DataLoader worker process 0"):
+        wrapper.reraise()
+
+
+def test_the_default_store_is_that_of_the_process_group(tmp_path: Path) -> None:
+    """What one rank sets in it, a rank that opened the same store reads."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        torch_private.default_store().set("key", "value")
+        assert torch_private.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ValueError, match="not been initialized"):
+        torch_private.default_store()
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+def test_a_device_that_was_not_used_has_no_context() -> None:
+    """Asking makes none."""
+    assert torch_private.has_cuda_context(0) in (False, torch.cuda.is_initialized())
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_compiled_functions_and_modules_are_found(is_module: bool) -> None:
+    """`torch.compile` marks both; a module around a compiled one counts, and so does `Module.compile()`."""
+    plain: Any = torch.nn.ReLU() if is_module else torch.abs
+    assert not torch_private.is_compiled(plain)
+    assert torch_private.is_compiled(torch.compile(plain, backend="eager"))
+    if is_module:
+        assert torch_private.is_compiled(torch.nn.Sequential(torch.compile(torch.nn.ReLU(), backend="eager")))
+        plain.compile(backend="eager")
+        assert torch_private.is_compiled(plain)
