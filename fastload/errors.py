@@ -73,7 +73,7 @@ class LoaderClosedError(FastloadError, RuntimeError):
         super().__init__(message)
 
 
-class SegmentError(FastloadError, MemoryError):
+class SharedMemoryError(FastloadError, MemoryError):
     """Shared memory could not be created or grown; the message says how many bytes, and why."""
 
 

@@ -44,7 +44,7 @@ from fastload.cache.record import encode
 from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.stack import Stack, split_budget
-from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
+from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.remote import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
@@ -228,7 +228,7 @@ class Opener:
         if reason is None:
             try:
                 return self._open_shared()
-            except SegmentError as error:
+            except SharedMemoryError as error:
                 reason = str(error)
         self._examine()
         max_bytes = self._ram_bytes(is_shared=False)

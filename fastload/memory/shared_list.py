@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from fastload.errors import SegmentError, short_repr
+from fastload.errors import SharedMemoryError, short_repr
 from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
 from fastload.system.logs import say_once
 from fastload.system.sizes import readable_size
@@ -52,7 +52,7 @@ class SharedList(Sequence[T]):
 
     Raises:
         TypeError: An item cannot be pickled; the message has its index.
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
@@ -146,7 +146,7 @@ def _stored(items: Iterable[Any]) -> Segment | bytearray:
             try:
                 segment.write(chunk, nbytes)
             except OSError as error:
-                raise SegmentError(
+                raise SharedMemoryError(
                     f"cannot grow a SharedList beyond {nbytes:,} bytes: {with_limit(error)}"
                 ) from error
             nbytes += len(chunk)

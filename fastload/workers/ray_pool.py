@@ -32,7 +32,7 @@ from fastload.errors import (
     BatchLostError,
     FastloadError,
     LoaderClosedError,
-    SegmentError,
+    SharedMemoryError,
     WorkerDiedError,
     WorkerStartError,
     add_note,
@@ -338,7 +338,7 @@ class RayPool(Lender):
         try:
             if data is not None and (memory is None or memory.nbytes < data.nbytes):
                 memory = shared_memory(data.nbytes)
-        except SegmentError as error:
+        except SharedMemoryError as error:
             answer.kind, answer.payload = Kind.ERROR, _lost(f"there is no memory for a batch: {error}")
         else:
             if data is not None and memory is not None:

@@ -14,7 +14,7 @@ import torch
 
 from fastload import DataLoader
 from fastload.epochs import on_device
-from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SegmentError
+from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SharedMemoryError
 from fastload.workers import pool
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
@@ -293,7 +293,7 @@ def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatc
 
     def map_or_refuse(self: Any, *, writable: bool) -> Any:
         if os.getpid() == parent and next(refusals, False):
-            raise SegmentError("out of address space")
+            raise SharedMemoryError("out of address space")
         return original(self, writable=writable)
 
     monkeypatch.setattr(pool.Segment, "map", map_or_refuse)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fastload import DataLoader
 from fastload.epochs import without_workers
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
@@ -103,7 +103,7 @@ def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.Mon
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)
 
-    with pytest.raises(SegmentError, match="cannot take so much memory"):
+    with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
         private_memory(4096)
 
 
@@ -280,7 +280,7 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
 
 
 def _no_memory(mapping: Any) -> None:
-    raise SegmentError("cannot take so much memory")
+    raise SharedMemoryError("cannot take so much memory")
 
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
     iterator = iter(DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
-        with pytest.raises(SegmentError, match="cannot take so much memory"):
+        with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
 
