@@ -96,7 +96,7 @@ class CacheError(FastloadError):
     """Base of the errors of CachedDataset and its caches."""
 
 
-class RandomDatasetError(CacheError, ValueError):
+class NondeterministicDatasetError(CacheError, ValueError):
     """The dataset returns a different sample on every access, so a cache would freeze one random draw."""
 
 

@@ -174,7 +174,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build exits:data made", 1, "exits.* ended the process with exit code 3"),
     ("cache build has_no_memory:data made", 1, "^MemoryError: MemoryError$"),
     ("cache build tests.cli_zoo:fails made", 1, "^RuntimeError: RuntimeError: the factory failed$"),
-    ("cache build tests.cli_zoo:Random made", 1, "^RandomDatasetError: "),
+    ("cache build tests.cli_zoo:Random made", 1, "^NondeterministicDatasetError: "),
     # options
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),

@@ -123,7 +123,7 @@ class CachedDataset(Dataset[Any]):
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
             `prepare` is not callable.
-        RandomDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: Reading a sample twice gave different results.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.

@@ -131,7 +131,7 @@ class Opener:
         """The requested cache, or tiers of caches.
 
         Raises:
-            RandomDatasetError: Reading a sample twice gave different results.
+            NondeterministicDatasetError: Reading a sample twice gave different results.
             UnsupportedSampleError: A value in a sample cannot be cached.
             CacheMismatchError: The cache was made from other samples.
             ValueError: `cache` is not a valid description of a cache.

@@ -15,7 +15,7 @@ import torch
 
 from fastload.cache.encoded import DecodedSamples, EncodedSamples
 from fastload.cache.record import decode, encode
-from fastload.errors import CacheError, RandomDatasetError, add_note
+from fastload.errors import CacheError, NondeterministicDatasetError, add_note
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from fastload.rng.entry_points import Source, reading
@@ -42,7 +42,7 @@ def probe(
         look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:
-        RandomDatasetError: Reading a sample twice gave different results; names the leaf.
+        NondeterministicDatasetError: Reading a sample twice gave different results; names the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
@@ -59,7 +59,7 @@ def probe(
                     of_user = (
                         dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
                     )
-                    raise RandomDatasetError(
+                    raise NondeterministicDatasetError(
                         f"{type(of_user).__name__}[{index}] returns a different sample on every access: "
                         f"{path} differs. A cache would freeze one draw. Move the random part out of the "
                         "dataset, to CachedDataset(dataset, transform), which runs it on every access"
@@ -127,7 +127,7 @@ def reject_random(dataset: Any) -> None:
     An `ImageFolder` is known not to; none of its files is read.
 
     Raises:
-        RandomDatasetError: Reading the first, the middle or the last sample twice gave different results.
+        NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different results.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
     if isinstance(dataset, ImageFolder):

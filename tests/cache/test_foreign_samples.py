@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import fastload
-from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from tests.kit.batches import assert_same_samples
 from tests.kit.datasets import Made
 
@@ -110,7 +110,7 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
     assert_same_samples(cached(formatted)[3], formatted[3])
-    with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
+    with pytest.raises(NondeterministicDatasetError, match=r'\$\["pixels"\] differs'):
         fastload.CachedDataset(rows.with_transform(lambda batch: {"pixels": [np.random.rand(2)]}))
 
 

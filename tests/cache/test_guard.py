@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
-from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
@@ -64,7 +64,7 @@ FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)], seed=0))
 )
 def test_what_cannot_be_cached_is_refused_at_construction(dataset: Any, said: str) -> None:
     """Random samples, also by a pipeline inside or in reused memory, and other types; the leaf is named."""
-    with pytest.raises(RandomDatasetError, match=said):
+    with pytest.raises(NondeterministicDatasetError, match=said):
         CachedDataset(dataset)
     with pytest.raises(UnsupportedSampleError, match=r'\$\["image"\]'):
         CachedDataset(Made(lambda index: {"image": {1, 2}}))
@@ -83,7 +83,7 @@ def test_random_state_is_put_back() -> None:
     before = states()
     first, second = (CachedDataset(dataset, cache_key="flipped") for _ in range(2))
     assert first.cache.origin == second.cache.origin
-    with pytest.raises(RandomDatasetError):
+    with pytest.raises(NondeterministicDatasetError):
         CachedDataset(RandomImages("random"))
     assert states() == before
 
