@@ -149,7 +149,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     assert (figures.num_batches, figures.num_samples) == (5, 18)
     assert counts.histogram.total() == 4
     if way and way.get("in_order", True):
-        assert 0 < (figures.worker_utilisation or 0) <= 1
+        assert 0 < (figures.worker_utilization or 0) <= 1
 
 
 @pytest.mark.slow
@@ -270,7 +270,7 @@ def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
     assert figures.wait_share == 14 / 164
 
 
-def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
+def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
     """Two workers that were busy for 3 s together, in an epoch of 2 s."""
     loader = DataLoader(ROWS, 4)
     recorder = recorder_of(loader)
@@ -279,7 +279,7 @@ def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     measured.count(clock[0] - 2 * S, (4, 0))
     recorder.add(Work(1_000_000))
     recorder.add(Work(2_000_000))
-    assert loader.stats().worker_utilisation == 0.75
+    assert loader.stats().worker_utilization == 0.75
 
 
 @given(st.lists(WAIT_NS, max_size=50), st.lists(WAIT_NS, min_size=1, max_size=300))

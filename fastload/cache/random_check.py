@@ -127,7 +127,8 @@ def reject_random(dataset: Any) -> None:
     An `ImageFolder` is known not to; none of its files is read.
 
     Raises:
-        NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different results.
+        NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different
+            results.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
     if isinstance(dataset, ImageFolder):

@@ -502,5 +502,5 @@ def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list
         return
     (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
     assert loader["num_batches"] == 4
-    assert loader["worker_utilisation"] is not None
+    assert loader["worker_utilization"] is not None
     assert "default_collate" in [stage["name"] for stage in loader["stages"]]

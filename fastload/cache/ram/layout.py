@@ -273,8 +273,8 @@ def create(
         origin: As for `Layout.plan`.
 
     Raises:
-        SharedMemoryError: The system denied even a segment that holds little more than the examples, or the lock
-            under which space is claimed.
+        SharedMemoryError: The system denied even a segment that holds little more than the examples, or the
+            lock under which space is claimed.
     """
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
     layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""

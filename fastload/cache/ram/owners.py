@@ -88,8 +88,8 @@ class Entry:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            SharedMemoryError: The process does not let this one open its descriptors, or runs in a different PID
-                namespace (container), or its descriptor refers to a different file.
+            SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
+                PID namespace (container), or its descriptor refers to a different file.
         """
         if self.namespace != pid_namespace():
             raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")
