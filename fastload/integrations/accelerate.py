@@ -1,7 +1,7 @@
 """`prepare` of Hugging Face Accelerate for fastload's loaders, without `fastload.patch_torch()`.
 
 Accelerate prepares the loader, and this file then replaces the torch loader inside the prepared one with
-fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, synchronising generators,
+fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, synchronizing generators,
 the gradient state, and moving batches to the device.
 
 Importing this file imports Accelerate.

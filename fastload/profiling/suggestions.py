@@ -323,7 +323,7 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         ]
         yield Suggestion(
             "uint8",
-            f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the "
+            f"send images as uint8 and normalize on the device: without {normalizers[0].name} in the "
             'dataset, and with DataLoader(dataset, device="cuda", '
             "device_transform=fastload.transforms.Normalize(mean, std))",
             _without(timeline, model, [*normalizers, *collates]),
