@@ -73,7 +73,7 @@ class DataLoader(LoaderSettings):
             workers, and none where the share is one CPU. Each later `iter(loader)` chooses as many workers as
             the consumer needs, at most this share, from the times of earlier batches (see `stats`). One log
             line explains each choice. The attribute is always an int. Needs a map-style dataset. With
-            ``rng="worker"`` the random streams depend on the number.
+            ``seeding="worker"`` the random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
             strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
@@ -84,8 +84,8 @@ class DataLoader(LoaderSettings):
             seed. Without workers, pipelines use the streams of worker 0 while batches are read. False leaves
             both alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in all
             workers, and without workers no seed controls its draws.
-        rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue from
-            one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
+        seeding: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue
+            from one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
             `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
             `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
@@ -96,12 +96,13 @@ class DataLoader(LoaderSettings):
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
-            ``rng="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline is
-            held by a function, a class or a set. All threads share the generators of `random`, `numpy.random`
-            and torch, so their draws have no fixed order: use `fastload.sample_rng()` with ``rng="sample"``
-            instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra ``ray``), whose batches
-            are those of worker processes. The cluster is the one that `ray.init()` has connected to, or that
-            ``RAY_ADDRESS`` or `ray_options` names. Large arrays in the dataset are read-only in these actors.
+            ``seeding="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline
+            is held by a function, a class or a set. All threads share the generators of `random`,
+            `numpy.random` and torch, so their draws have no fixed order: use `fastload.sample_rng()` with
+            ``seeding="sample"`` instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra
+            ``ray``), whose batches are those of worker processes. The cluster is the one that `ray.init()`
+            has connected to, or that ``RAY_ADDRESS`` or `ray_options` names. Large arrays in the dataset are
+            read-only in these actors.
         ray_options: How Ray places the actors: options of its actors, such as ``{"num_cpus": 2}`` (1 by
             default) or ``{"resources": {"decoders": 1}}``, and ``"address"`` (of a cluster, or ``"local"`` to
             start one here), ``"exclude_driver_node": True`` (use no CPUs of this machine) and
@@ -115,13 +116,13 @@ class DataLoader(LoaderSettings):
             `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
             gets its result. Small images are transformed many times faster together than one by one.
             fastload's own transforms draw the same numbers as in a `device_transform`. Others draw from the
-            worker's generators, which ``rng="sample"`` seeds for each batch.
+            worker's generators, which ``seeding="sample"`` seeds for each batch.
         device_transform: Called with each whole batch on the device, without gradients, autocast or inference
             mode: one of `fastload.transforms`, any callable or module whose own tensors are on the device, or
             a list of these, applied in order. On CUDA it runs ahead on the side stream; it should not wait
             for the device or keep its input. The draws of fastload's own transforms depend on the seed, the
-            epoch, the rank and the batch's number with ``rng="worker"``, and on the sample with
-            ``rng="sample"``.
+            epoch, the rank and the batch's number with ``seeding="worker"``, and on the sample with
+            ``seeding="sample"``.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use a different sample instead, so batch sizes and order stay the same. Its index
             depends on the seed, the epoch and the position, so it is the same for any number of workers and
@@ -133,7 +134,7 @@ class DataLoader(LoaderSettings):
             failure raises TooManyFailuresError instead of its batch.
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
-            ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
+            ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
         snapshot_every_n_steps: Accepted for compatibility with torchdata's `StatefulDataLoader`, without
             effect: `state_dict()` is exact after every batch.
 
@@ -170,7 +171,7 @@ class DataLoader(LoaderSettings):
         memory_format: torch.memory_format | None = None,
         prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
-        rng: Literal["worker", "sample"] = "worker",
+        seeding: Literal["worker", "sample"] = "worker",
         worker_type: Literal["process", "thread", "ray"] = "process",
         ray_options: Mapping[str, Any] | None = None,
         device: str | int | torch.device | None = None,
@@ -192,7 +193,7 @@ class DataLoader(LoaderSettings):
         super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        self._looks_for_generators = rng == "sample"  # once, for a warning
+        self._looks_for_generators = seeding == "sample"  # once, for a warning
         self._auto_workers: AutoWorkers | None = None
         agreement.note(self)  # before any process is forked
         if num_workers == "auto":
@@ -244,7 +245,7 @@ class DataLoader(LoaderSettings):
         settings = {name: known(name, default) for name, default in defaults.items()}
         if settings == defaults:
             return own
-        names = ['rng="sample"'] if settings["rng"] == "sample" else []
+        names = ['seeding="sample"'] if settings["seeding"] == "sample" else []
         transforms = ("device", "batch_transform", "device_transform")
         names += [name for name in transforms if settings[name] is not None]
         channels_last = settings["memory_format"] is torch.channels_last

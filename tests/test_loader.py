@@ -23,8 +23,8 @@ from fastload.images.layout import image_layout
 from tests.kit import datasets
 
 EXTRAS = {
-    *("memory_format", "prefetch_memory", "seed_albumentations", "rng", "worker_type", "device", "on_error"),
-    *("batch_transform", "device_transform", "max_errors", "max_worker_restarts", "ray_options"),
+    *("memory_format", "prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
+    *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts", "ray_options"),
     "snapshot_every_n_steps",
 }
 IMAGES = datasets.Made(datasets.image, 12)

@@ -138,7 +138,7 @@ def _exchange(prepared: Any, source: fastload.loader.DataLoader) -> None:
     loader = loader_in_place_of(prepared.base_dataloader, source, device)
     sampler = accelerate.data_loader.get_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
-        # It seeds its generator in each epoch, which can be the loader's, so the seed of rng="sample" is
+        # It seeds its generator in each epoch, which can be the loader's, so the seed of seeding="sample" is
         # taken now. It makes a generator in its first epoch if it has none; a loader's state has the
         # generators that were there when the epoch began.
         known = progress_of(source).sample_seed

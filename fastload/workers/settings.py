@@ -35,7 +35,7 @@ class Options:
     memory_format: torch.memory_format | None = None
     prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
-    rng: str = "worker"
+    seeding: str = "worker"
     worker_type: str = "process"
     ray_options: Mapping[str, Any] | None = None
     device: str | int | torch.device | None = None
@@ -52,7 +52,7 @@ class Options:
                 self.memory_format in (None, torch.channels_last),
                 "None or torch.channels_last",
             ),
-            "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
+            "seeding": (self.seeding in ("worker", "sample"), '"worker" or "sample"'),
             "worker_type": (
                 self.worker_type in ("process", "thread", "ray"),
                 '"process", "thread" or "ray"',
@@ -113,7 +113,7 @@ class Options:
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
-        if self.rng == "sample":
+        if self.seeding == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
         if self.worker_type != "process" and loader.multiprocessing_context is not None:

@@ -56,7 +56,7 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
 def batches_of(dataset: Any, *, loader_class: Any = fastload.DataLoader, **options: Any) -> list[Any]:
     """Two shuffled epochs."""
     if loader_class is fastload.DataLoader:
-        options["rng"] = "sample"
+        options["seeding"] = "sample"
     generator = torch.Generator().manual_seed(3)
     loader = loader_class(dataset, batch_size=5, shuffle=True, generator=generator, **options)
     return [[part.clone() for part in batch] for _ in range(2) for batch in loader]
@@ -256,7 +256,7 @@ def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Pat
         with pytest.raises(ImageReadError, match=r"damaged/a/5\.jpg"):
             ds[5]
     assert ds[4][0].shape == (SIDE, SIDE, 3)
-    options: dict[str, Any] = {"on_error": "replace", "max_errors": 4, "rng": "sample"}
+    options: dict[str, Any] = {"on_error": "replace", "max_errors": 4, "seeding": "sample"}
     with fastload.DataLoader(ds, batch_size=4, num_workers=num_workers, **options) as loader:
         assert [len(images) for images, _ in loader] == [4, 4]
 

@@ -115,7 +115,7 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
 
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
-    """A cache of rows has no `__getitems__`, so that rng="sample" works."""
+    """A cache of rows has no `__getitems__`, so that seeding="sample" works."""
 
     def draw(sample: Any) -> torch.Tensor:
         return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
@@ -124,6 +124,8 @@ def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
     found = []
     for num_workers in (0, 1):
         generator = torch.Generator().manual_seed(1)
-        loader = fastload.DataLoader(dataset, 2, num_workers=num_workers, rng="sample", generator=generator)
+        loader = fastload.DataLoader(
+            dataset, 2, num_workers=num_workers, seeding="sample", generator=generator
+        )
         found.append(torch.cat(list(loader)))
     assert torch.equal(*found)

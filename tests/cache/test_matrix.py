@@ -112,8 +112,8 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
     return open_case
 
 
-def loader_of(dataset: CachedDataset, rng: Any = "worker") -> Any:
-    return fastload.DataLoader(dataset, BATCH, collate_fn=list, rng=rng)
+def loader_of(dataset: CachedDataset, seeding: Any = "worker") -> Any:
+    return fastload.DataLoader(dataset, BATCH, collate_fn=list, seeding=seeding)
 
 
 def assert_right(batches: Any, samples: list[Any]) -> None:

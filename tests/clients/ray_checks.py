@@ -204,7 +204,7 @@ def check_batches_are_those_of_processes() -> None:
     """Bit for bit and type for type, with all random numbers; on a device; with replaced samples."""
     for dataset, options in (
         (Mixed(), {}),
-        (Mixed(), {"rng": "sample"}),
+        (Mixed(), {"seeding": "sample"}),
         (Made(lambda i: (torch.full((1 + i % 5,), i), "x" * i), 24), {"collate_fn": as_list}),
         (Numbered(), {"batch_size": None, "num_workers": 3}),
         (Numbered(), {"pin_memory": True, "drop_last": True, "batch_size": 7}),
@@ -214,8 +214,8 @@ def check_batches_are_those_of_processes() -> None:
         (Stream(), {}),
     ):
         assert_same_batches(batches(dataset, "process", **options), batches(dataset, **options))
-    alone = batches(Numbered(), "process", rng="sample", num_workers=0)
-    assert_same_batches(alone, batches(Numbered(), rng="sample", num_workers=1))
+    alone = batches(Numbered(), "process", seeding="sample", num_workers=0)
+    assert_same_batches(alone, batches(Numbered(), seeding="sample", num_workers=1))
 
 
 def check_worker_init_fn_runs_in_the_actor() -> None:
@@ -283,7 +283,7 @@ def check_persistent_workers_stay() -> None:
 
 
 def check_a_state_resumes_with_other_workers() -> None:
-    """From processes to Ray and back, with a different number; map-style with rng="sample", and streams."""
+    """To Ray and back, with a different number of workers; map-style with seeding="sample", and streams."""
     for dataset, before, after in (
         (Mixed(), ("process", 2), ("ray", 3)),
         (Mixed(), ("ray", 3), ("process", 1)),
@@ -293,7 +293,7 @@ def check_a_state_resumes_with_other_workers() -> None:
     ):
         options: Any = {"batch_size": 2}
         if isinstance(dataset, Mixed):
-            options |= {"rng": "sample", "shuffle": True}
+            options |= {"seeding": "sample", "shuffle": True}
         torch.manual_seed(5)
         with loader_of(dataset, worker_type=before[0], num_workers=before[1], **options) as loader:
             iterator = iter(loader)

@@ -93,7 +93,7 @@ def test_any_tree_has_torchvisions_order(tree: set[str], tmp_path_factory: Any, 
     assert found == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"rng": "sample"}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"seeding": "sample"}])
 def test_a_loader_gives_the_batches_of_the_local_folder(options: Any, local: Path, url: str) -> None:
     """Shuffled; its own bulk read is no reason to refuse random numbers by sample."""
     for wrapped in (lambda folder: folder, lambda folder: Subset(folder, range(SIZE))):

@@ -131,8 +131,8 @@ def test_an_epoch_that_is_under_way_outlives_a_state_that_does_not_fit() -> None
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_without_a_state_the_epoch_is_not_counted(num_workers: int) -> None:
-    """The epoch's number, from which rng="sample" draws, is that of the epochs that did begin."""
-    options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "rng": "sample"}
+    """The epoch's number, from which seeding="sample" draws, is that of the epochs that did begin."""
+    options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "seeding": "sample"}
     plain, loader = (
         DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options) for _ in range(2)
     )

@@ -67,7 +67,7 @@ def reads(subject: Subject, rng: random.Random) -> None:
     """
     loader, case = subject.loader(), subject.case
     held = Held(rng)
-    # rng="sample" sets the generators for samples that a loader reads.
+    # seeding="sample" sets the generators for samples that a loader reads.
     num_samples = 0 if case.is_stream or case.kind == "draws" else rng.choice([0, 0, 2])
     # Worker and consumer share a batch that the collate function keeps.
     spoils = 0.0 if case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])

@@ -33,7 +33,7 @@ class Subject:
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
-        # The random numbers of rng="sample", by epoch, index and occurrence of the index in the epoch.
+        # The random numbers of seeding="sample", by epoch, index and occurrence of the index in the epoch.
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
     def _make_dataset(self) -> Any:
@@ -87,7 +87,7 @@ class Subject:
             in_order=case.in_order,
             memory_format=torch.channels_last if case.channels_last else None,
             prefetch_memory=case.prefetch_memory,
-            rng=case.rng,  # type: ignore[arg-type]
+            seeding=case.seeding,  # type: ignore[arg-type]
             worker_type="thread" if is_thread else "process",
             **order.sampling(case, generator),
         )
