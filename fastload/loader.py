@@ -77,8 +77,8 @@ class DataLoader(LoaderSettings):
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
             strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
-        prefetch_memory: Upper bound on the memory for batches in flight: bytes, ``"2GB"``, a share of free
-            memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
+        max_prefetch_memory: Upper bound on the memory for batches in flight: ``"2GB"``, bytes, a share of
+            free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_albumentations: Give every albumentations pipeline its own random stream in each worker, wherever
             it is kept, and MONAI's random transforms one stream; what a `worker_init_fn` seeds keeps its
             seed. Without workers, pipelines use the streams of worker 0 while batches are read. False leaves
@@ -169,7 +169,7 @@ class DataLoader(LoaderSettings):
         pin_memory_device: str = "",
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
-        prefetch_memory: int | float | str = "auto",
+        max_prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
         seeding: Literal["worker", "sample"] = "worker",
         worker_type: Literal["process", "thread", "ray"] = "process",

@@ -159,7 +159,7 @@ def test_restarted_workers_and_copies_count(tmp_path: Any) -> None:
     with DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2) as loader:
         assert len(list(loader)) == 10
         assert (loader.stats().num_restarts, loader.stats().num_batches) == (1, 10)
-    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, prefetch_memory=1) as loader:
+    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, max_prefetch_memory="1B") as loader:
         held = list(loader)
         assert len(held) == 16
         assert 0 < loader.stats().num_copies <= 16

@@ -48,7 +48,7 @@ from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryErro
 from fastload.files.remote import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
-from fastload.system.budget import available_bytes, parse_memory
+from fastload.system.budget import available_bytes, check_memory, parse_memory
 from fastload.system.logs import log, say_once
 from fastload.system.sizes import readable_size
 
@@ -85,7 +85,7 @@ class Opener:
     progress: bool
 
     def __post_init__(self) -> None:
-        parse_memory(self.max_memory)  # raises before anything is read
+        check_memory(self.max_memory, name="max_memory")  # raises before anything is read
         self.holds_images = False
         self.jpegs: LMDBCache | StoredSamples | None = None
         self.source = decoded_source(self.dataset, self.prepare)

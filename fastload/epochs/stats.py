@@ -70,7 +70,7 @@ class LoaderStats:
             no caller received. None if no sample of one was read, and with torch's own iterators.
         cache_misses: Samples of `CachedDataset`s read from their source, as above.
         num_copies: Batches copied because slots were scarce (the caller holds many batches, or
-            `prefetch_memory` is small), or because objects in them hide tensors from the device.
+            `max_prefetch_memory` is small), or because objects in them hide tensors from the device.
         num_restarts: Dead workers that were replaced.
     """
 

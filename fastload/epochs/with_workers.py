@@ -85,7 +85,7 @@ class WorkerIterator(HostIterator):
         self._pin_thread: PinThread | None = None
         self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
         recorder = recorder_of(loader)
-        max_bytes = parse_prefetch_memory(loader.prefetch_memory)
+        max_bytes = parse_prefetch_memory(loader.max_prefetch_memory)
         self._pool: Pool | ThreadPool | RayPool
         if loader.worker_type == "ray" and not loader.persistent_workers:
             say_once(

@@ -33,7 +33,7 @@ class Options:
     """
 
     memory_format: torch.memory_format | None = None
-    prefetch_memory: int | float | str = "auto"
+    max_prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
     seeding: str = "worker"
     worker_type: str = "process"
@@ -83,10 +83,8 @@ class Options:
                 "restarted and called; max_worker_restarts allows restarts"
             )
         check_max_errors(self.max_errors)
-        if self.prefetch_memory != "auto":
-            budget.parse_memory(
-                self.prefetch_memory, name="prefetch_memory"
-            )  # raises here and not in the first epoch
+        if self.max_prefetch_memory != "auto":
+            budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
         if self.device is not None:
             check_device(self.device)
         for name in ("batch_transform", "device_transform"):

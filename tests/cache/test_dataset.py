@@ -66,7 +66,7 @@ def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any)
     assert (first > 0) == (kind is MixedImages)  # rows of one size need no lock
 
 
-@pytest.mark.parametrize("max_memory", ["auto", 1])
+@pytest.mark.parametrize("max_memory", ["auto", "1B"])
 def test_caller_may_write(max_memory: Any) -> None:
     """Samples are private and writable, on a hit and on a miss; view() gives read-only arrays."""
     dataset = Everything(4)

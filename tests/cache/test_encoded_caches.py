@@ -49,7 +49,7 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
             build_lmdb(encoded_source(dataset), path, codec="source", num_workers=0).close()
         return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
     cache = {"none": None, "both": BOTH, "part of both": BOTH}.get(name, name)
-    max_memory = SMALL_BUDGET if name == "part of both" else 1 << 24
+    max_memory = f"{SMALL_BUDGET}B" if name == "part of both" else 1 << 24
     return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
 
 
@@ -169,7 +169,7 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     folder = ImageFolder(photos)
     encoded = CachedDataset(folder, cache="ram-encoded", max_memory=1 << 24).fill(0, progress=False)
     file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
-    ds = CachedDataset(folder, cache=BOTH, max_memory=SMALL_BUDGET)
+    ds = CachedDataset(folder, cache=BOTH, max_memory=f"{SMALL_BUDGET}B")
     info = ds.fill(0, progress=False)
     kinds = [type(ds._view(index)[0]) for index in range(NUM_IMAGES)]
     assert info.num_cached == encoded.num_cached == NUM_IMAGES

@@ -254,7 +254,7 @@ def large(index: int) -> Any:
 @pytest.mark.parametrize("cached", [True, False])
 def test_torch_is_not_given_read_only_arrays(make: Any, *, cached: bool) -> None:
     """It would warn that they are not writable, which the user cannot change; hits and misses alike."""
-    ds = warmed(Made(make)) if cached else CachedDataset(Made(make), max_memory=1)
+    ds = warmed(Made(make)) if cached else CachedDataset(Made(make), max_memory="1B")
     torch.set_warn_always(True)
     try:
         found = read_epoch(fastload.DataLoader(ds, 5))

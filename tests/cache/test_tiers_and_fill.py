@@ -85,7 +85,7 @@ def test_a_budget_that_is_too_small_is_one_warning(
     monkeypatch.setattr(logging.getLogger("fastload"), "handlers", [handler])
     with contextlib.closing(handler):
         tiers = ["ram", f"lmdb:{tmp_path / 'x'}"] if cache == "lmdb" else "ram"
-        ds = CachedDataset(kind(480), cache=tiers, max_memory=80_000, num_workers=0, progress=False)
+        ds = CachedDataset(kind(480), cache=tiers, max_memory="80kB", num_workers=0, progress=False)
         for _ in range(2):
             assert sum(fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len)) == 480
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
@@ -125,7 +125,7 @@ def test_fill_of_a_full_cache_is_nothing(is_file: bool, tmp_path: Any, monkeypat
 def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
     """It does not read all that is left to the source to find out, and a second one reads nothing."""
     dataset = kind(2000)
-    ds = CachedDataset(dataset, max_memory=100_000)
+    ds = CachedDataset(dataset, max_memory="100kB")
     ds.fill(0, progress=False)
     before = sum(dataset.reads)
     with caplog.at_level(logging.INFO, "fastload"):
@@ -144,7 +144,7 @@ def tiered(dataset: Images, path: Any, **options: Any) -> CachedDataset:
 def test_what_ram_lacks_is_read_from_the_file(tmp_path: Any) -> None:
     """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
     dataset = RaggedImages(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=20_000)
+    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory="20kB")
     for _ in range(2):
         for index in range(40):
             assert_same_samples(ds._view(index), dataset.sample(index))

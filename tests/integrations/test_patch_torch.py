@@ -199,7 +199,7 @@ def test_other_ways_to_build_a_loader_keep_them() -> None:
     """A part of a stream for each rank, as Accelerate; public attributes, as ignite; a new sampler."""
     stream, part = datasets.Stream(), datasets.Stream()
     part.dataset = stream  # type: ignore[attr-defined]
-    ours = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
+    ours = fastload.DataLoader(stream, 4, max_prefetch_memory="1GB")
     fastload.patch_torch(seeding="sample")
     loader = tud.DataLoader(IMAGES, 4)
     left_out = ("batch_size", "sampler", "drop_last")
@@ -211,7 +211,7 @@ def test_other_ways_to_build_a_loader_keep_them() -> None:
     fastload.unpatch_torch()
     fastload.patch_torch()
     prepared: Any = tud.DataLoader(part, collate_fn=ours.collate_fn)
-    assert prepared.prefetch_memory == "1GB"
+    assert prepared.max_prefetch_memory == "1GB"
 
 
 def test_loaders_are_pickled_and_copied() -> None:

@@ -181,7 +181,7 @@ ACCELERATE = types.SimpleNamespace(
 )
 IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = (
-    {"memory_format": torch.channels_last, "prefetch_memory": "1GB", "seed_albumentations": False}
+    {"memory_format": torch.channels_last, "max_prefetch_memory": "1GB", "seed_albumentations": False}
     | {
         "seeding": "sample",
         "device": "cpu",

@@ -68,7 +68,7 @@ class Case:
     method: str = _one_of("fork", {"fork": 60, "thread": 22, "forkserver": 25, "spawn": 3})
     prefetch_factor: int = _one_of(2, {1: 2, 2: 4, 3: 1, 5: 1})
     is_persistent: bool = _rarely(40)
-    prefetch_memory: int | str = _one_of("auto", {"auto": 4, 1: 2, "64KB": 2, "1MB": 1})
+    max_prefetch_memory: str = _one_of("auto", {"auto": 4, "1B": 2, "64KB": 2, "1MB": 1})
     channels_last: bool = _rarely(25)
     seeding: str = _one_of("worker", {"worker": 2, "sample": 1})
     collate: str = _one_of("default", {"default": 6, "list": 2, "arrays": 1, "keeps": 2})

@@ -165,7 +165,7 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
         "method": rng.choice(methods),
         "prefetch_factor": rng.choice([1, 2, 4]),
         "is_persistent": case.is_persistent and num_workers > 0,
-        "prefetch_memory": rng.choice(["auto", 1, "64KB"]),
+        "max_prefetch_memory": rng.choice(["auto", "1B", "64KB"]),
     }
     other = settled(dataclasses.replace(case, **changes))
     return {name: getattr(other, name) for name in (*changes, "timeout_s", "in_order")}

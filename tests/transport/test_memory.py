@@ -246,7 +246,7 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)
-    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "prefetch_memory": "2MB"}
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "max_prefetch_memory": "2MB"}
     iterator = iter(DataLoader(dataset, 1, **options))
     pid = iterator._workers[0].pid
     for number, batch in enumerate(iterator):
