@@ -16,7 +16,7 @@ from fastload.bench.apart import in_a_line
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.random_check import probe
 from fastload.cache.record import encode
-from fastload.cache.sources import PreparedDataset
+from fastload.cache.sources import PreTransformedDataset
 from fastload.errors import CacheError, UnsupportedSampleError
 from fastload.loader import DataLoader
 
@@ -88,7 +88,7 @@ def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
 
 def with_transform(dataset: Any, transform: Callable[..., Any] | None) -> Any:
     """The dataset with a transform behind it, which gets the samples as that of a CachedDataset does."""
-    return dataset if transform is None else PreparedDataset(dataset, transform)
+    return dataset if transform is None else PreTransformedDataset(dataset, transform)
 
 
 def _why_no_batch(samples: Sequence[Any]) -> str:

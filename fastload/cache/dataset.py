@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fastload.cache.columns import Allocate
     from fastload.cache.sample_cache import SampleCache
 
-# Samples of a CachedDataset went through `prepare` and `transform`. If it had the wrapped dataset's
+# Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
 # fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong
 # images. The state and the epoch of that dataset do not describe cached samples. Neither a new epoch nor the
 # setters of Hugging Face datasets can change the samples that are cached later.
@@ -82,8 +82,8 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
-            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `prepare` converts
-            other samples, such as PIL images, graphs and subclasses of tensors.
+            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `pre_transform`
+            converts other samples, such as PIL images, graphs and subclasses of tensors.
         transform: The random part, run on every access: an albumentations pipeline (it gets the targets of a
             dict sample, the sample if it is an array, or else its first element) or any other callable (it
             gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
@@ -94,10 +94,12 @@ class CachedDataset(Dataset[Any]):
             of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them on every
             access; `["ram", "ram-encoded"]` keeps as many samples decoded as `max_memory` allows beside the
             files of the others. None stores nothing, and reads the dataset every time.
-        prepare: The deterministic part, run once per sample, before it is cached; called like `transform`.
-        cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user with
-            the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and torch's
-            Subset of one) are shared without a key. Of any other dataset, each rank has its own cache.
+        pre_transform: The deterministic part, run once per sample, before it is cached; called like
+            `transform`.
+        cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
+            with the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and
+            torch's Subset of one) are shared without a key. Of any other dataset, each rank has its own
+            cache.
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
@@ -115,14 +117,14 @@ class CachedDataset(Dataset[Any]):
     Attributes:
         dataset: As given.
         transform: As given; can be set. Set a new pipeline instead of modifying this one in place.
-        prepare: As given.
+        pre_transform: As given.
         cache_key: As given.
         cache: The cache in use; `cache.explain()` says why.
         decode: As given.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
-            `prepare` is not callable.
+            `pre_transform` is not callable.
         NondeterministicDatasetError: Reading a sample twice gave different results.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
@@ -135,7 +137,7 @@ class CachedDataset(Dataset[Any]):
         transform: Callable[..., Any] | None = None,
         *,
         cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
-        prepare: Callable[..., Any] | None = None,
+        pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
         num_workers: int | None = None,
@@ -144,18 +146,18 @@ class CachedDataset(Dataset[Any]):
     ) -> None:
         _check_map_style(dataset)
         check_decode(decode)
-        for role, function in (("transform", transform), ("prepare", prepare)):
+        for role, function in (("transform", transform), ("pre_transform", pre_transform)):
             if function is not None:
                 check_callable(role, function)
         self.dataset = dataset
         self.transform = transform
-        self.prepare = prepare
+        self.pre_transform = pre_transform
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, prepare, cache_key, max_memory, num_workers, progress)
+        opener = Opener(dataset, pre_transform, cache_key, max_memory, num_workers, progress)
         self.cache = opener.open(cache)
         self._stores = cache is not None
         self._source = opener.source
@@ -242,7 +244,7 @@ class CachedDataset(Dataset[Any]):
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
-        for role, function in (("prepare", self.prepare), ("transform", self.transform)):
+        for role, function in (("pre_transform", self.pre_transform), ("transform", self.transform)):
             if function is not None:
                 parts.append(f"{role}={getattr(function, '__name__', type(function).__name__)}")
         return f"{type(self).__name__}({', '.join(parts)})"

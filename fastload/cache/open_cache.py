@@ -78,7 +78,7 @@ class Opener:
     """
 
     dataset: Any
-    prepare: Callable[..., Any] | None
+    pre_transform: Callable[..., Any] | None
     key: str | None
     max_memory: str | float
     num_workers: int | None
@@ -88,7 +88,7 @@ class Opener:
         check_memory(self.max_memory, name="max_memory")  # raises before anything is read
         self.holds_images = False
         self.jpegs: LMDBCache | StoredSamples | None = None
-        self.source = decoded_source(self.dataset, self.prepare)
+        self.source = decoded_source(self.dataset, self.pre_transform)
         check_key(self.key)
         self.examples: dict[int, Any] = {}
         self._num_samples = len(self.dataset)
@@ -98,7 +98,7 @@ class Opener:
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
-        return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
+        return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)
 
     @functools.cached_property
     def shared_as(self) -> Fingerprint | None:
@@ -109,12 +109,12 @@ class Opener:
         """Make the source return undecoded images.
 
         Raises:
-            ValueError: The dataset has none, or `prepare` needs decoded ones.
+            ValueError: The dataset has none, or `pre_transform` needs decoded ones.
         """
-        if self.prepare is not None:
+        if self.pre_transform is not None:
             raise ValueError(
-                f"{asked} stores images before they are decoded, but prepare= works on decoded ones: omit "
-                "prepare=, and do this in transform="
+                f"{asked} stores images before they are decoded, but pre_transform= works on decoded ones: "
+                "omit pre_transform=, and do this in transform="
             )
         self.source = encoded_source(self.dataset)
         self.holds_images = True
@@ -137,7 +137,7 @@ class Opener:
             ValueError: `cache` is not a valid description of a cache.
         """
         if cache is None:
-            if self.prepare is None:
+            if self.pre_transform is None:
                 self.source = encoded_source(self.dataset, is_needed=False)
                 self.holds_images = True
             log.info("cache: none, every access reads the dataset")
@@ -243,7 +243,7 @@ class Opener:
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
         if self.shared_as is None:
-            why = why_private(self.dataset, self.prepare)
+            why = why_private(self.dataset, self.pre_transform)
         elif (found := self._open_registered(self.shared_as)) is not None:
             return found
         else:

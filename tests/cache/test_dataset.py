@@ -217,8 +217,10 @@ def test_attributes_of_the_dataset_inside() -> None:
 
 
 def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
-    """A second cache holds samples after prepare, of which the fingerprint of the source says nothing."""
-    inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner")
+    """A second cache holds samples after pre_transform, which the source's fingerprint does not cover."""
+    inner = CachedDataset(
+        Labelled(20), pre_transform=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner"
+    )
     outer = CachedDataset(inner, max_memory="1MB")
     plain = CachedDataset(Labelled(20), max_memory="1MB")
     assert fingerprint_of(inner) is None
@@ -254,11 +256,11 @@ def test_copies_and_pickles_share_the_cache() -> None:
         assert ds.cache.get(number) is not None
 
 
-@pytest.mark.parametrize("prepare", [None, as_it_is])
-def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("pre_transform", [None, as_it_is])
+def test_a_dataset_from_a_file(pre_transform: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """By the argument of `cache`, with its prefix, or by a name; it has the names of its source's classes."""
     monkeypatch.chdir(tmp_path)
-    CachedDataset(Labelled(4), prepare=prepare, cache="lmdb:cache", num_workers=0).cache.close()
+    CachedDataset(Labelled(4), pre_transform=pre_transform, cache="lmdb:cache", num_workers=0).cache.close()
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4

@@ -214,7 +214,7 @@ def test_refusals(photos: Path, tmp_path: Path) -> None:
     """What cannot be cached undecoded is refused with advice; `decode` is also checked if it is set later."""
     folder = ImageFolder(photos)
     for dataset, options, said in (
-        (folder, {"prepare": A.Compose([A.Resize(9, 9)])}, "omit prepare="),
+        (folder, {"pre_transform": A.Compose([A.Resize(9, 9)])}, "omit pre_transform="),
         (ImageFolder(photos, size=20), {}, "omit size="),
         (Files(photos, is_decoded=True), {}, r"return fastload\.EncodedImage"),
         (folder, {"decode": "quick"}, 'decode should be "exact" or "fast"'),

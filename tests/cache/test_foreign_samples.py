@@ -38,7 +38,7 @@ def picture(index: int) -> Image.Image:
 
 
 def to_arrays(sample: Any) -> Any:
-    """The `prepare` of the documentation, for pairs and for rows."""
+    """The `pre_transform` of the documentation, for pairs and for rows."""
     image, label = sample.values() if isinstance(sample, dict) else sample
     return np.asarray(image.convert("RGB")), label
 
@@ -74,13 +74,13 @@ def test_annotations_are_cached_as_they_are(make: Any, cached: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "Hugging Face"])
 def test_pil_images_are_converted_by_prepare(library: str, request: Any, cached: Any) -> None:
-    """With `prepare`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
+    """With `pre_transform`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
     pairs = Made(lambda index: (picture(index), index), NUM_SAMPLES)
     source = request.getfixturevalue("rows") if library == "Hugging Face" else pairs
-    dataset = cached(source, prepare=to_arrays)
+    dataset = cached(source, pre_transform=to_arrays)
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
-    with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*prepare=function'):
+    with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*pre_transform=function'):
         fastload.CachedDataset(source)
 
 
@@ -120,7 +120,7 @@ def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
     def draw(sample: Any) -> torch.Tensor:
         return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
 
-    dataset = fastload.CachedDataset(rows, prepare=to_arrays, transform=draw)
+    dataset = fastload.CachedDataset(rows, pre_transform=to_arrays, transform=draw)
     found = []
     for num_workers in (0, 1):
         generator = torch.Generator().manual_seed(1)

@@ -250,8 +250,10 @@ def test_other_samples_under_a_name_are_an_error(start: Any) -> None:
     said = rf'process {maker}, .* num_samples is "31" here and "30" there'
     with pytest.raises(CacheMismatchError, match=said):
         CachedDataset(Images(31), cache_key="photos")
-    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*different key"):
-        CachedDataset(Images(30), cache_key="photos", prepare=A.Resize(8, 8))
+    with pytest.raises(
+        CacheMismatchError, match=r"pre_transform is .* here and nothing there.*different key"
+    ):
+        CachedDataset(Images(30), cache_key="photos", pre_transform=A.Resize(8, 8))
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))
 

@@ -205,8 +205,8 @@ def test_the_same_parts_are_opened_without_reading(tmp_path: Any) -> None:
     assert sum(dataset.reads) == 0
     with pytest.raises(CacheMismatchError, match='fingerprint is "2" here and "1" there'):
         CachedDataset(KnownImages(40, version="2"), cache=cache)
-    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there"):
-        CachedDataset(KnownImages(40), cache=cache, prepare=A.Resize(8, 8))
+    with pytest.raises(CacheMismatchError, match=r"pre_transform is .* here and nothing there"):
+        CachedDataset(KnownImages(40), cache=cache, pre_transform=A.Resize(8, 8))
 
 
 @pytest.mark.parametrize("columns", [80, 160])

@@ -155,7 +155,7 @@ DATASETS: dict[str, Callable[[Any], Any]] = {
     "concat": lambda folder: ConcatDataset([Subset(folder, range(7)), Subset(folder, range(7, SIZE))]),
     "forwarding": Forwarding,
     "cached": fastload.CachedDataset,
-    "prepared": lambda folder: fastload.CachedDataset(folder, prepare=prepared, cache_key="prepared"),
+    "prepared": lambda folder: fastload.CachedDataset(folder, pre_transform=prepared, cache_key="prepared"),
     "none": lambda folder: fastload.CachedDataset(folder, cache=None),
     "encoded": lambda folder: fastload.CachedDataset(folder, cache="ram-encoded"),
 }

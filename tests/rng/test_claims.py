@@ -219,7 +219,7 @@ def test_epochs_differ() -> None:
 
 
 def cached(own: Any = None) -> CachedDataset:
-    return CachedDataset(Pictures(own=own), prepare=zoo.resize(), transform=Jitter(own))
+    return CachedDataset(Pictures(own=own), pre_transform=zoo.resize(), transform=Jitter(own))
 
 
 @pytest.mark.parametrize(

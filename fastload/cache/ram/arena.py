@@ -284,7 +284,7 @@ def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of
     """Warn that the cache holds only some of the samples."""
     log.warning(
         "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
-        "every access. Increase max_memory=, or shrink the samples in prepare=",
+        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
         *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
         needed,
     )
