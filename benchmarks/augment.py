@@ -35,7 +35,7 @@ import fastload
 from fastload.device import resample
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import BatchStreams
-from fastload.rng.sample_streams import StreamOrigin
+from fastload.rng.keys import StreamOrigin
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.chain import chained
 

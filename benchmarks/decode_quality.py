@@ -34,7 +34,7 @@ from photos import SOURCES, encode_jpeg, load_photo
 from PIL import Image
 
 import fastload
-from fastload.cache.pushdown import Pushdown
+from fastload.albumentations.crop import Pushdown
 
 AREAS = ((SIZES[0], 32, 20, 300), (SIZES[2], 224, 12, 120), (SIZES[3], 224, 6, 60))
 NUM_CLASSES = 10

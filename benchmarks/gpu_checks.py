@@ -38,7 +38,7 @@ import torch
 from gpu_tools import CHECKS, MB, Busy, check, gpu_ms, run_all, sized, sources, wall_ms
 from harness import RESULTS, machine
 
-from fastload.device.prefetch import DevicePrefetcher
+from fastload.device.device_prefetcher import DevicePrefetcher
 from fastload.training.backends import tune_backends
 from fastload.training.oom import find_batch_size, retry_on_oom
 from fastload.training.report import memory_report

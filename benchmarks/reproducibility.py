@@ -26,8 +26,8 @@ from rich.table import Table
 from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 import fastload
+from fastload.rng.keys import StreamCounter, StreamOrigin, stream_bytes
 from fastload.rng.sample_rng import SampleRng
-from fastload.rng.sample_streams import StreamCounter, StreamOrigin, stream_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

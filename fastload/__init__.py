@@ -15,7 +15,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample as FailedSample
     from fastload.cache.dataset import CachedDataset as CachedDataset
-    from fastload.device.prefetch import DevicePrefetcher as DevicePrefetcher
+    from fastload.device.device_prefetcher import DevicePrefetcher as DevicePrefetcher
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
     from fastload.epochs.stats import LoaderStats as LoaderStats
     from fastload.errors import FastloadError as FastloadError
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from fastload.rng.worker_info import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
     from fastload.training.report import memory_report as memory_report
 else:  # with __getattr__ in sight, type checkers would accept any name
-    from fastload.system.public import public_names as _public_names
+    from fastload.system.lazy_exports import public_names as _public_names
 
     __getattr__, __dir__, __all__ = _public_names(
         "fastload",
         {
             "batch.failed_sample": ("FailedSample",),
             "cache.dataset": ("CachedDataset",),
-            "device.prefetch": ("DevicePrefetcher",),
+            "device.device_prefetcher": ("DevicePrefetcher",),
             "epochs.node_partition": ("NodePartitionSampler",),
             "epochs.stats": ("LoaderStats",),
             "errors": ("FastloadError",),

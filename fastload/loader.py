@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 
 from fastload.batch.failures import report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
-from fastload.epochs import agreement, resume
+from fastload.epochs import rank_consistency, resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats, recorder_of
@@ -195,7 +195,7 @@ class DataLoader(LoaderSettings):
         vars(self).update(vars(options))
         self._looks_for_generators = seeding == "sample"  # once, for a warning
         self._auto_workers: AutoWorkers | None = None
-        agreement.note(self)  # before any process is forked
+        rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
             has_context = multiprocessing_context is not None
             is_for_workers = prefetch_factor is not None or timeout or persistent_workers
@@ -258,7 +258,7 @@ class DataLoader(LoaderSettings):
         self.__dict__["collate_fn"] = own_collate(collate_fn)
 
     def __iter__(self) -> Any:
-        agreement.check(self)
+        rank_consistency.check(self)
         persistent: Any = self._iterator
         workers = getattr(persistent, "source", persistent)
         if isinstance(workers, WorkerIterator) and not workers.is_ours:

@@ -24,8 +24,8 @@ PACKAGE = Path(fastload.__file__).parent
 # Rooms from the bottom up; a file may import from its own room and from rooms before it, never in a circle.
 # A folder imports from itself and from folders before it, for types too.
 FROM_THE_BOTTOM = """
-errors system memory files images nested rng batch cache device transforms workers epochs training loader
-profiling integrations bench cli __init__ __main__
+errors system memory files images nested rng albumentations batch cache device transforms workers epochs
+training loader profiling integrations bench cli __init__ __main__
 """
 LAYERS = FROM_THE_BOTTOM.split()
 
@@ -174,7 +174,7 @@ def test_import_of_the_package_alone_imports_nothing_else() -> None:
     program = (
         "import sys, fastload\n"
         "found = {name for name in sys.modules if name.startswith(('fastload.', 'torch', 'numpy'))}\n"
-        "found -= {'fastload.system', 'fastload.system.public'}\n"
+        "found -= {'fastload.system', 'fastload.system.lazy_exports'}\n"
         "assert not found, found\n"
         "assert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n"
     )
@@ -187,7 +187,7 @@ def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpr
     _run(
         interpreter,
         f"import sys\n{program}\n"
-        "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.record'}\n"
+        "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.format.record'}\n"
         "assert not guests & set(sys.modules), guests & set(sys.modules)\n",
     )
 

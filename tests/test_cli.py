@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build import inventory
-from fastload.cache.codecs import CACHE_CODECS
+from fastload.cache.format.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cli import cache_commands, main
 from tests.cache.build_zoo import building
@@ -353,7 +353,7 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     for_help, for_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
     assert "fastload.cache.lmdb.lmdb_cache" in for_disk
-    assert "fastload.cache.ram.registry" in in_memory
+    assert "fastload.cache.ram.sharing" in in_memory
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 

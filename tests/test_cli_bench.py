@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.bench import apart, measure
+from fastload.bench import measure, subprocess_runner
 from fastload.bench.contenders import Contender
 from fastload.bench.measure import Epochs
 from fastload.bench.report import ending_lines
@@ -274,7 +274,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
         with fastload.DataLoader(dataset, 4, num_workers=2) as loader:
             batches = iter(loader)
             next(batches)
-            workers = [child.pid for child in apart.multiprocessing.active_children()]
+            workers = [child.pid for child in subprocess_runner.multiprocessing.active_children()]
             pids.write_text(" ".join(map(str, [os.getpid(), *workers])))
             os.kill(os.getppid(), signal.SIGINT)
             signal.pause()
@@ -297,7 +297,7 @@ def test_sigterm_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch
 
     def call(function: Any, dataset: Any, *arguments: Any) -> Any:
         if function is not measure.build:
-            return apart.call(function, dataset, *arguments)
+            return subprocess_runner.call(function, dataset, *arguments)
         Path(arguments[0]).write_bytes(b"a part of a cache")
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal was not heard")

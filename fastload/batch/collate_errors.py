@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from fastload.errors import add_note
 from fastload.images.encoded import EncodedImage
 from fastload.nested.advice import advice
 from fastload.nested.tree import outline
+from fastload.system.notes import add_note
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _TORCHS_RULES = tuple(torch_collate.default_collate_fn_map)

@@ -21,22 +21,23 @@ import torch
 
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
+from fastload.batch.dataset_state import ENDED, DatasetState, keeps_state
 from fastload.batch.failed_sample import path_of
-from fastload.batch.iterable_state import ENDED, IterableState, keeps_state
 from fastload.batch.read_ahead import inside_subsets, read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import is_torch_default
-from fastload.errors import ResumeError, add_note, short_repr
+from fastload.errors import ResumeError
 from fastload.memory.lease import Buffers, WritingInto
 from fastload.rng.batch_draws import BatchStreams, drawing_from
+from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fastload.memory.lease import Arena
     from fastload.rng.batch_draws import BatchId
+    from fastload.rng.keys import StreamOrigin
     from fastload.rng.sample_rng import SampleRng
-    from fastload.rng.sample_streams import StreamOrigin
 
 
 @dataclass(kw_only=True)
@@ -126,7 +127,7 @@ class Fetcher:
         *,
         in_worker: bool,
         sample_rng: SampleRng | None,
-        dataset_state: IterableState | None = None,
+        dataset_state: DatasetState | None = None,
         worker_id: int | None = None,
     ) -> None:
         self._dataset = dataset
@@ -168,14 +169,14 @@ class Fetcher:
         self._indices: Sequence[Any] = ()  # the indices of the batch whose samples are being read one by one
         self._left: Iterator[Any] = iter(())  # the indices after the one being read
 
-    def dataset_state(self) -> IterableState:
+    def dataset_state(self) -> DatasetState:
         """The current state of an iterable dataset, or of a map-style dataset that has a state_dict()."""
         if self._has_ended:
             return ENDED
         data, iterator = (
             b"" if owner is None else pickle.dumps(owner.state_dict()) for owner in self._owners
         )
-        return IterableState("begun", data, None, iterator, self._num_batches)
+        return DatasetState("begun", data, None, iterator, self._num_batches)
 
     @property
     def has_first_state(self) -> bool:
@@ -419,7 +420,7 @@ class Fetcher:
         return array
 
 
-def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
+def _iterator_at(dataset: Any, state: DatasetState | None) -> Iterator[Any]:
     """Call ``iter`` on an iterable dataset, and make the iterator continue at the state.
 
     The state of the dataset is loaded before ``iter``. If the dataset is its own iterator, and `__iter__`
@@ -449,7 +450,7 @@ def _iterator_at(dataset: Any, state: IterableState | None) -> Iterator[Any]:
     return iterator
 
 
-def _is_at(dataset: Any, state: IterableState) -> bool:
+def _is_at(dataset: Any, state: DatasetState) -> bool:
     """Whether the dataset says that it is at this state; False if the two cannot be compared."""
     try:
         return bool(dataset.state_dict() == state.load())

@@ -16,8 +16,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failed_sample import FailedSample
-from fastload.errors import add_note, short_repr
 from fastload.rng.batch_draws import BatchId
+from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

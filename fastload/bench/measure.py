@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.utils.data
 
-from fastload.bench.apart import in_a_line
+from fastload.bench.subprocess_runner import in_a_line
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.format.record import encode
 from fastload.cache.random_check import probe
-from fastload.cache.record import encode
 from fastload.cache.sources import PreTransformedDataset
 from fastload.errors import CacheError, UnsupportedSampleError
 from fastload.loader import DataLoader

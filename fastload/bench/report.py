@@ -9,7 +9,7 @@ import statistics
 from typing import TYPE_CHECKING
 
 from fastload.bench.result import verdicts
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

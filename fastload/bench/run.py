@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Subset
 
 from fastload.bench import measure
-from fastload.bench.apart import RunFailedError, call
 from fastload.bench.contenders import CACHES, contenders_of
 from fastload.bench.result import Result, Row, this_machine
+from fastload.bench.subprocess_runner import RunFailedError, call
 from fastload.cache.dataset import CachedDataset
 from fastload.system.budget import parse_memory
 from fastload.system.cpu_times import CpuTimes, others_share
 from fastload.system.cpus import worthwhile_cpus
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
 else:
-    from fastload.system.public import public_names as _public_names
+    from fastload.system.lazy_exports import public_names as _public_names
 
     __getattr__, __dir__, __all__ = _public_names(
         "fastload.cache",

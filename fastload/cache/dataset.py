@@ -23,21 +23,22 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.counts import counts
 from fastload.cache.encoded import decode_images
+from fastload.cache.format.counts import counts
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.sources import StoredSamples
-from fastload.cache.stack import Stack
+from fastload.cache.tiers import Stack
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
-from fastload.errors import UnsupportedSampleError, add_note
+from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.sample_rng import mark
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fastload.cache.columns import Allocate
-    from fastload.cache.sample_cache import SampleCache
+    from fastload.cache.format.columns import Allocate
+    from fastload.cache.format.sample_cache import SampleCache
 
 # Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
 # fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong

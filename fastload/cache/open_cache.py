@@ -25,32 +25,32 @@ import numpy as np
 from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
-from fastload.cache.codecs import SOURCE
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
-from fastload.cache.fingerprint import (
+from fastload.cache.format.codecs import SOURCE
+from fastload.cache.format.fingerprint import (
     Fingerprint,
     check_key,
     fingerprint_of,
     has_own_fingerprint,
     why_private,
 )
+from fastload.cache.format.record import encode
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.in_memory import held_bytes
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import registry
+from fastload.cache.ram import sharing
 from fastload.cache.ram.arena import log_short
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.record import encode
-from fastload.cache.sample_cache import SampleCache
 from fastload.cache.sources import StoredSamples, decoded_source
-from fastload.cache.stack import Stack, split_budget
+from fastload.cache.tiers import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.remote import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, check_memory, parse_memory
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -265,11 +265,11 @@ class Opener:
     def _open_registered(self, fingerprint: Fingerprint) -> SharedMemoryCache | None:
         """The cache of this name, new or not; None without a registry of shared caches."""
         try:
-            cache = registry.find(fingerprint, self._num_samples)
+            cache = sharing.find(fingerprint, self._num_samples)
             if cache is None:
                 self._examine()
                 max_bytes = self._ram_bytes(is_shared=True)
-                cache = registry.create(fingerprint, self._num_samples, self._examples(), max_bytes)
+                cache = sharing.create(fingerprint, self._num_samples, self._examples(), max_bytes)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from fastload.cache.encoded import DecodedSamples, EncodedSamples
-from fastload.cache.record import decode, encode
-from fastload.errors import CacheError, NondeterministicDatasetError, add_note
+from fastload.cache.format.record import decode, encode
+from fastload.errors import CacheError, NondeterministicDatasetError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from fastload.rng.entry_points import Source, reading
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,8 +18,7 @@ from fastload.errors import ImageReadError, NondeterministicDatasetError, Unsupp
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory
-from fastload.system.sizes import readable_size
-from fastload.system.tables import table
+from fastload.system.humanize import readable_size, table
 
 _MAX_SAMPLES = 100
 

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import Dataset, Subset
 
 from fastload.cache.encoded import DecodedSamples, DerivedSamples, decode_images
-from fastload.cache.sample_cache import BaseCache
+from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.transform import Call
 from fastload.errors import CacheError
 from fastload.images.folder import ImageFolder
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 

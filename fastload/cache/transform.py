@@ -17,20 +17,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from fastload.albumentations.crop import Pushdown
+from fastload.albumentations.deferred_end import find_tail
+from fastload.albumentations.read_only import keeps_read_only
 from fastload.cache.encoded import decode_images, decode_others
-from fastload.cache.fingerprint import is_albumentations
-from fastload.cache.pushdown import Pushdown
-from fastload.cache.tail import find_tail
-from fastload.cache.zero_copy import keeps_read_only
-from fastload.errors import ImageReadError, add_note
+from fastload.cache.format.fingerprint import is_albumentations
+from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.cache.tail import Tail
+    from fastload.albumentations.deferred_end import Tail
 
 _IMAGES = (np.ndarray, EncodedImage)
 _UINT8 = np.dtype(np.uint8)

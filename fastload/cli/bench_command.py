@@ -175,9 +175,9 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
 
 def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
     """The result of a benchmark; after Ctrl-C, what was measured so far is printed."""
-    from fastload.bench.apart import RunFailedError
     from fastload.bench.report import table_lines
     from fastload.bench.run import Benchmark, NoBatchError
+    from fastload.bench.subprocess_runner import RunFailedError
 
     source = settings.source
     datasets = {name: open_source(source, size) for name, size in sides.items()}

@@ -25,8 +25,7 @@ from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_er
 from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
-from fastload.system.sizes import readable_size
-from fastload.system.tables import table
+from fastload.system.humanize import readable_size, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -298,8 +297,8 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.lmdb.copies import copies, copies_directory
-    from fastload.cache.ram.registry import live_caches
+    from fastload.cache.lmdb.mirror import copies, copies_directory
+    from fastload.cache.ram.sharing import live_caches
 
     live, found = live_caches(), copies()
     nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
@@ -368,7 +367,7 @@ def rm(
 
 def _files_of(path: str) -> list[str]:
     from fastload.cache.build import inventory
-    from fastload.cache.ram.registry import live_caches
+    from fastload.cache.ram.sharing import live_caches
 
     try:
         return inventory.files_of(path)
@@ -394,7 +393,7 @@ def prune(
     They are downloaded again when they are needed. Copies also make room for each other: the environment
     variable FASTLOAD_CACHE_BYTES limits them.
     """
-    from fastload.cache.lmdb.copies import copies, remove_copies
+    from fastload.cache.lmdb.mirror import copies, remove_copies
 
     before_s = time.time() - 86400 * days
     old = [copy for copy in copies() if copy.used_s <= before_s]

@@ -17,7 +17,7 @@ from fastload.cli.terminal import CommandError
 from fastload.profiling.hooks import FOLDER
 from fastload.profiling.session import Profile
 from fastload.system.logs import write_stderr
-from fastload.system.sent_error import hide_frames
+from fastload.system.remote_error import hide_frames
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cli.arguments import check_url, is_url
 from fastload.cli.terminal import CommandError, ExitCode
-from fastload.errors import add_note
+from fastload.system.notes import add_note
 from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.streamless import STREAMLESS_TYPES, StreamlessDevice, why_no_streamless_device
+from fastload.device.synchronous import STREAMLESS_TYPES, SynchronousDevice, why_no_streamless_device
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
 from fastload.system.logs import say_once
@@ -113,7 +113,7 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
     return asked
 
 
-def choose_backend(device: str | int | torch.device, asker: str) -> Backend | StreamlessDevice | None:
+def choose_backend(device: str | int | torch.device, asker: str) -> Backend | SynchronousDevice | None:
     """The backend that copies to ``device``; None for the CPU. Messages name ``asker`` as their subject.
 
     Raises:
@@ -140,7 +140,7 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | St
         )
     if is_streamless:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
-        return StreamlessDevice(asked)
+        return SynchronousDevice(asked)
     return _CUDABackend(asked.index)
 
 

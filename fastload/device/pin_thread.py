@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from fastload.system.sent_error import SentError
-from fastload.system.wakes import Wakes
+from fastload.system.remote_error import RemoteError
+from fastload.system.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +46,7 @@ class PinThread:
         self._device_index = device_index
         self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
-        self._wakes = Wakes()
+        self._wakes = Wakeup()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
 
     def start(self) -> None:
@@ -74,7 +74,7 @@ class PinThread:
             del error  # breaks a cycle between the error and this frame
 
     def wait(self, due: Any, deadline: float | None) -> None:
-        """Wait until the next answer is ready, as `Wakes.wait`."""
+        """Wait until the next answer is ready, as `Wakeup.wait`."""
         self._wakes.wait(deadline)
 
     def close(self) -> None:
@@ -99,6 +99,6 @@ class PinThread:
             del answer, error  # else this frame would keep the batch alive until the next one
 
 
-def pin_error(device_index: int | None) -> SentError:
+def pin_error(device_index: int | None) -> RemoteError:
     """The current exception as torch's pin thread reports it."""
-    return SentError.current(f"in pin memory thread for device {device_index}")
+    return RemoteError.current(f"in pin memory thread for device {device_index}")

@@ -3,7 +3,7 @@
 Runs in the consumer's process, for the pool whose workers write the slots. Rules:
 
 1. A slot is registered only while it is unreferenced. A registered slot is lent only to callers that keep
-   each batch until the device has read it (device/copies.py). Any other caller gets memory that is not
+   each batch until the device has read it (`stream_prefetcher`). Any other caller gets memory that is not
    registered.
 2. Memory is registered once, and unregistered before it is unmapped: registered memory is held here. Memory
    is never unregistered while a copy from it is in flight.

@@ -2,7 +2,7 @@
 
 Runs in the consumer's process, and wraps the iterator over batches on the host. Rules:
 
-1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (device/copies.py). On other
+1. On a GPU, batches are copied and transformed `DEPTH` ahead of the caller (`stream_prefetcher`). On other
    devices they are moved and transformed when the caller asks for them.
 2. `state_dict()` counts the batches that the caller received, not those prefetched.
 3. The random numbers of a transform depend on the batch (rng/batch_draws.py), whenever it runs.
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.copies import CopiesAhead, apply_transform
 from fastload.device.cuda import choose_backend
-from fastload.device.streamless import StreamlessDevice
+from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
+from fastload.device.synchronous import SynchronousDevice
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
@@ -39,7 +39,7 @@ DEPTH = 2
 _backends: weakref.WeakKeyDictionary[Any, dict[str, tuple[Backend, Any]]] = weakref.WeakKeyDictionary()
 
 
-def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | StreamlessDevice | None:
+def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | SynchronousDevice | None:
     """The backend and copy stream of this loader, or a device without copies ahead; None for the CPU.
 
     Raises:
@@ -49,7 +49,7 @@ def choose_device(loader: LoaderSettings) -> tuple[Backend, Any] | StreamlessDev
     name = str(loader.device)
     if name not in known:
         backend = choose_backend(loader.device, "DataLoader")  # type: ignore[arg-type]  # not None here
-        if backend is None or isinstance(backend, StreamlessDevice):
+        if backend is None or isinstance(backend, SynchronousDevice):
             return backend
         known[name] = (backend, backend.make_stream())
     return known[name]
@@ -68,7 +68,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
     """
 
     def __init__(
-        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | StreamlessDevice | None
+        self, loader: LoaderSettings, source: Any, device: tuple[Backend, Any] | SynchronousDevice | None
     ) -> None:
         self.owner = weakref.ref(loader)
         self.source = source
@@ -76,7 +76,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
         self._device = device
         self._is_closed = False
         self._waited_ns = 0  # of earlier epochs
-        self._copies: CopiesAhead[Any] | None = None
+        self._copies: StreamPrefetcher[Any] | None = None
         self._turn = threading.RLock()  # threads can share the iterator
         self._begin(loader)
 
@@ -90,7 +90,9 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
             next_transform = None if self._transform is None else self._transform.of_fetched
             hand_over = self._fetched.hand_over
             poll = self._fetched.poll
-            self._copies = CopiesAhead(self._fetched, *self._device, DEPTH, next_transform, hand_over, poll)
+            self._copies = StreamPrefetcher(
+                self._fetched, *self._device, DEPTH, next_transform, hand_over, poll
+            )
 
     @property
     def device_wait_ns(self) -> int:
@@ -115,7 +117,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
             return batch, self._fetched.size
         batch, size = self.source.next_sized()
         device = torch.device("cpu")
-        if isinstance(self._device, StreamlessDevice):
+        if isinstance(self._device, SynchronousDevice):
             device, batch = self._device.device, self._device.move(batch)
         if self._transform is not None:
             batch = apply_transform(self._transform.of_fetched(), batch, device)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.iterable_state import ENDED, NOT_BEGUN, IterableState
-from fastload.epochs.order import DEFAULT, Order
-from fastload.errors import ResumeError, short_repr
+from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
+from fastload.epochs.sampler_state import DEFAULT, Order
+from fastload.errors import ResumeError
+from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,12 +66,12 @@ class Position:
     checksum: tuple[int, int] = (0, 0)
     is_finished: bool = False
     obstacle: str | None = None
-    dataset_states: list[IterableState] | None = None
+    dataset_states: list[DatasetState] | None = None
     next_worker: int = 0
     rank: int | None = None
     order: Order = Order()  # noqa: RUF009
 
-    def advance(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+    def advance(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Count a batch that the caller receives.
 
         Args:
@@ -237,7 +238,7 @@ def _samplers(value: Any) -> dict[str, bytes]:
     }
 
 
-def _dataset_states(value: Any) -> list[IterableState] | None:
+def _dataset_states(value: Any) -> list[DatasetState] | None:
     if value is None:
         return None
     if not value:
@@ -245,14 +246,14 @@ def _dataset_states(value: Any) -> list[IterableState] | None:
     return [_dataset_state(part) for part in value]
 
 
-def _dataset_state(value: Any) -> IterableState:
+def _dataset_state(value: Any) -> DatasetState:
     for mark in (NOT_BEGUN, ENDED):
         if value["progress"] == mark.progress:
             return mark
     if value["progress"] != "begun" or value.keys().isdisjoint(("state", "iterator", "num_batches")):
         raise ValueError(f"{short_repr(value)} should say how far the dataset was read")
     data, iterator = (pickle.dumps(value[name]) if name in value else b"" for name in ("state", "iterator"))
-    return IterableState("begun", data, iterator=iterator, num_batches=_count(value.get("num_batches", 0)))
+    return DatasetState("begun", data, iterator=iterator, num_batches=_count(value.get("num_batches", 0)))
 
 
 def _order(value: Any) -> Order:
@@ -282,7 +283,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _plain_dataset_state(state: IterableState) -> dict[str, Any]:
+def _plain_dataset_state(state: DatasetState) -> dict[str, Any]:
     plain: dict[str, Any] = {"progress": state.progress}
     if state.data:
         plain["state"] = state.load()

@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.batch.iterable_state import ENDED, LOST, NOT_BEGUN, keeps_state
-from fastload.epochs.order import DEFAULT, LOADER, Sources, length_or_none, rank_and_order, rank_of
+from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, keeps_state
 from fastload.epochs.position import Position
+from fastload.epochs.sampler_state import DEFAULT, LOADER, Sources, length_or_none, rank_and_order, rank_of
 from fastload.errors import ResumeError
 from fastload.rng.batch_draws import BatchId
-from fastload.rng.sample_streams import StreamCounter
+from fastload.rng.keys import StreamCounter
 from fastload.system.logs import log
-from fastload.system.sent_error import SentError
+from fastload.system.remote_error import RemoteError
 
 if TYPE_CHECKING:
     from collections import deque
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from fastload.batch.iterable_state import IterableState
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.batch.dataset_state import DatasetState
+    from fastload.rng.keys import StreamOrigin
 
 
 _SAME = "the same dataset, sampler and batch_size as before"
@@ -74,8 +74,8 @@ class Epoch:
 
     def __init__(self, position: Position, *, is_iterable: bool) -> None:
         self.position = position
-        self.error: SentError | None = None
-        self.ahead: deque[tuple[Any, int, IterableState | None]] | None = None
+        self.error: RemoteError | None = None
+        self.ahead: deque[tuple[Any, int, DatasetState | None]] | None = None
         self.fetched_origin: tuple[Any, StreamOrigin] | None = None
         self.loads_dataset_states = False
         self.stream_counter: StreamCounter | None = None
@@ -117,7 +117,7 @@ class Epoch:
         """How many batches were fetched: the caller has received them, or they are ahead."""
         return self.position.num_received + (0 if self.ahead is None else len(self.ahead))
 
-    def fetched(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+    def fetched(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
         if self._counted:
             self.fetched_origin = self._counted.popleft()
@@ -135,7 +135,7 @@ class Epoch:
         """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
         self.position.is_finished = self.ahead is None
 
-    def received(self, index: Any, worker: int = 0, dataset_state: IterableState | None = None) -> None:
+    def received(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Record that the caller receives the batch of this index, and the dataset's state after it."""
         states = self.position.dataset_states
         if states is not None and dataset_state == LOST and self._is_iterable:
@@ -319,7 +319,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     try:
         position.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
-        epoch.error = SentError.current("in a sampler's state_dict()")
+        epoch.error = RemoteError.current("in a sampler's state_dict()")
     if obstacle is None and has_dataset_states(loader):
         _begin_dataset_states(loader, epoch, state)
     if state is not None and state.is_within_epoch:

@@ -24,8 +24,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastload.system.humanize import readable_size, readable_time
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size, readable_time
 from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 
 if TYPE_CHECKING:

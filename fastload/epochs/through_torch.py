@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleP
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
 from fastload.batch.nbytes import nbytes_of
-from fastload.device.copies import apply_transform
+from fastload.device.stream_prefetcher import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform

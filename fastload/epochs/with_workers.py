@@ -22,30 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
-from fastload.batch.iterable_state import NOT_BEGUN
-from fastload.device.copies import pin_plain
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
+from fastload.device.stream_prefetcher import pin_plain
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
-from fastload.errors import (
-    BatchLostError,
-    LoaderClosedError,
-    WorkerDiedError,
-    add_place,
-    short_repr,
-)
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.memory.ring import Ring
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.logs import say_once
-from fastload.workers.core import AT_START
-from fastload.workers.job import Job
+from fastload.system.notes import add_place, short_repr
+from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
 from fastload.workers.ray_pool import RayPool
 from fastload.workers.schedule import Schedule
 from fastload.workers.threads import ThreadPool
+from fastload.workers.worker_spec import Job
 
 if TYPE_CHECKING:
     from collections.abc import Callable

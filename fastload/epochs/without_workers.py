@@ -12,23 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailureCount
 from fastload.batch.nbytes import nbytes_of
-from fastload.cache.counts import counts
+from fastload.cache.format.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
-from fastload.errors import LoaderClosedError, add_place
+from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
 from fastload.rng.entry_points import HERE, Place, draw_from, reading
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
-from fastload.workers.core import dataset_state_of, make_fetcher
-from fastload.workers.job import Job
+from fastload.system.notes import add_place
+from fastload.workers.batch_maker import dataset_state_of, make_fetcher
 from fastload.workers.messages import Work
+from fastload.workers.worker_spec import Job
 
 if TYPE_CHECKING:
-    from fastload.batch.iterable_state import IterableState
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.batch.dataset_state import DatasetState
+    from fastload.rng.keys import StreamOrigin
     from fastload.workers.settings import LoaderSettings
 
 # Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
@@ -146,7 +147,7 @@ class LocalIterator(HostIterator):
     def _received(self, index: Any) -> None:
         self._epoch.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
 
-    def _dataset_state(self) -> IterableState:
+    def _dataset_state(self) -> DatasetState:
         return dataset_state_of(self._fetcher, "in the dataset's state_dict()")
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ import torch.utils.data
 
 import fastload.loader
 from fastload.batch.loader_collate import carried_settings
-from fastload.errors import add_note
 from fastload.integrations.ram_cache import cached
 from fastload.integrations.state import state
+from fastload.system.notes import add_note
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
 _COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments

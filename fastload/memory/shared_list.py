@@ -22,10 +22,11 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from fastload.errors import SharedMemoryError, short_repr
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
+from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
-from fastload.system.sizes import readable_size
+from fastload.system.notes import short_repr
 
 T = TypeVar("T")
 

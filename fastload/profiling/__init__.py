@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastload.profiling.session import Profile as Profile
     from fastload.profiling.session import profile as profile
 else:
-    from fastload.system.public import public_names as _public_names
+    from fastload.system.lazy_exports import public_names as _public_names
 
     __getattr__, __dir__, __all__ = _public_names(
         "fastload.profiling",

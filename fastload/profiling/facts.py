@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from fastload.nested.tree import leaves
-from fastload.profiling.hot_lines import is_own_code
+from fastload.profiling.line_sampler import is_own_code
 from fastload.profiling.small_objects import find_small_objects
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from fastload.batch import fetch as own_fetch
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
-from fastload.profiling.hot_lines import HotLines
+from fastload.profiling.line_sampler import LineSampler
 from fastload.profiling.recording import Moment, Recording
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
@@ -81,7 +81,7 @@ class Process:
         self._lock = threading.Lock()
         self._watches: dict[tuple[int, int, int], BatchWatch] = {}  # by loader, worker and thread
         self._making: dict[int, tuple[int, int]] = {}  # the loader and the worker, by thread
-        self._lines: HotLines | None = None  # from the first batch on
+        self._lines: LineSampler | None = None  # from the first batch on
 
     @classmethod
     def begin_worker(cls, directory: str, loader: int) -> None:
@@ -121,7 +121,7 @@ class Process:
         watch = BatchWatch(self._recording, loader, worker, self._probes.switch)
         with self._lock:
             if self._lines is None:
-                self._lines = HotLines(self._recording, self._making)
+                self._lines = LineSampler(self._recording, self._making)
             self._watches[loader, worker, thread] = watch
         held = vars(fetcher)  # torch's name and fastload's; its truth would ask for the dataset's length
         self._probes.add_dataset(held["dataset"] if "dataset" in held else held.get("_dataset"))

@@ -18,7 +18,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from fastload.profiling.hot_lines import is_own_code
+from fastload.profiling.line_sampler import is_own_code
 from fastload.profiling.spans import here, probe
 
 if TYPE_CHECKING:

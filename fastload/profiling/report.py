@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.profiling.small_objects import CURE, MIN_BYTES
 from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_culprit, suggest
 from fastload.profiling.timeline import Timeline, mean, median
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

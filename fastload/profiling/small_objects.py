@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.memory.segment import PAGE_BYTES
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fastload.profiling import probes
 from fastload.profiling.prediction import Model
 from fastload.profiling.timeline import mean, median, seconds
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling import probes
-from fastload.profiling.hot_lines import LINE
+from fastload.profiling.line_sampler import LINE
 from fastload.profiling.spans import OWN_CODE
 from fastload.profiling.watching import NEW, REPLAYED
 

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.rng.sample_streams import as_int, index_key
+from fastload.rng.keys import as_int, index_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.rng.keys import StreamOrigin
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
 

@@ -16,7 +16,7 @@ from fastload.rng.sample_rng import SampleRng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.rng.keys import StreamOrigin
 
 
 class Key(NamedTuple):

@@ -25,8 +25,8 @@ import torch
 
 from fastload.rng.entry_points import Place, Source, begin_worker, draw_from
 from fastload.rng.generators import LIBRARY_GENERATORS, Search, held_generators, number, pcg64_state
-from fastload.rng.sample_streams import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
-from fastload.rng.takeover import Takeover, put_back
+from fastload.rng.keys import STREAM_BYTES, StreamOrigin, index_key, stream_bytes
+from fastload.rng.rng_scope import RngScope, put_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -81,7 +81,7 @@ class SampleRng(Source):
         self._stream_bytes = b""
         self._generator: np.random.Generator | None = None  # once requested
         self._outer: tuple[SampleRng | None, Place] = None, Place()
-        self._takeover = Takeover(self._shared) if role == "local" else None
+        self._takeover = RngScope(self._shared) if role == "local" else None
         if with_transforms and role != "local":
             begin_worker(self, is_thread=role == "thread")
 

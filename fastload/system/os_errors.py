@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 # What to change, by the code of the error.
 _CURES = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         memory_report as memory_report,
     )
 else:
-    from fastload.system.public import public_names as _public_names
+    from fastload.system.lazy_exports import public_names as _public_names
 
     __getattr__, __dir__, __all__ = _public_names(
         "fastload.training",

@@ -21,8 +21,8 @@ import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
 from fastload.system.cgroups import figure, read_text
+from fastload.system.humanize import readable_memory
 from fastload.system.posix import resource
-from fastload.system.sizes import readable_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

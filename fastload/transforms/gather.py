@@ -10,7 +10,7 @@ from torch import nn
 
 from fastload.device.cuda import free_bytes
 from fastload.nested.device_tree import map_movable
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from typing import Self

@@ -11,8 +11,8 @@ from multiprocessing import process
 from typing import NamedTuple
 
 from fastload.system.cpus import rank_cpus
+from fastload.system.humanize import readable_time
 from fastload.system.logs import log
-from fastload.system.sizes import readable_time
 
 ENOUGH_BATCHES = 16  # for a choice; the first batches of epochs do not count
 _MAX_FIRST = 16  # workers of the first epoch

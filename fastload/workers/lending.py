@@ -12,7 +12,7 @@ import numpy as np
 from fastload.batch.packing import restore, unpack, views
 from fastload.device.registered import RegisteredSlots, hides_tensors
 from fastload.memory.ring import SlotState
-from fastload.system.sent_error import SentError
+from fastload.system.remote_error import RemoteError
 from fastload.workers.messages import Kind, Work
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Lender:
                 answer.nbytes = answer.payload.used_bytes
                 answer.payload = self._unpacked(answer.payload, slot)
             except Exception as error:  # noqa: BLE001  # fails only this batch
-                answer.kind, answer.payload = Kind.ERROR, SentError(error)
+                answer.kind, answer.payload = Kind.ERROR, RemoteError(error)
         self._give_back(task)
 
     def _unpacked(self, packed: Packed, slot: Slot) -> Any:

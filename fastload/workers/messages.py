@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastload.batch.packing import Packed
 
 if TYPE_CHECKING:
+    from fastload.batch.dataset_state import DatasetState
     from fastload.batch.failed_sample import FailedSample
-    from fastload.batch.iterable_state import IterableState
     from fastload.memory.ring import Slot
     from fastload.rng.batch_draws import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.rng.keys import StreamOrigin
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGI
 
 
 class Begin(NamedTuple):
-    """An epoch begins; the arguments are those of `WorkerCore.begin_epoch`."""
+    """An epoch begins; the arguments are those of `BatchMaker.begin_epoch`."""
 
     epoch: int | None
-    dataset_state: IterableState | None
+    dataset_state: DatasetState | None
 
 
 class Fetch(NamedTuple):
@@ -94,7 +94,7 @@ class Answer:
 
     Attributes:
         kind: The kind.
-        payload: The batch, as the transport's ``finish`` returned it; or the error, as a SentError.
+        payload: The batch, as the transport's ``finish`` returned it; or the error, as a RemoteError.
         dataset_state: The state of the worker's copy of the dataset after this batch; None if it has none.
         failed: Samples that could not be read and were replaced.
         num_samples: The samples of the batch.
@@ -104,7 +104,7 @@ class Answer:
 
     kind: Kind
     payload: Any = None
-    dataset_state: IterableState | None = None
+    dataset_state: DatasetState | None = None
     failed: tuple[FailedSample, ...] = ()
     num_samples: int = 0
     nbytes: int | None = 0

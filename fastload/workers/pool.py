@@ -28,23 +28,24 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError, add_note, short_repr
+from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment
 from fastload.system.cgroups import oom_kills
 from fastload.system.limits import too_many_files
 from fastload.system.logs import log
+from fastload.system.notes import add_note, short_repr
 from fastload.workers.channel import Channel, make_channel
-from fastload.workers.job import Job, PickledJob, pickle_job
 from fastload.workers.lending import Lender
 from fastload.workers.messages import INTERRUPTED, Begin, Fetch, Task, Work, of_plain
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
+from fastload.workers.worker_spec import Job, PickledJob, pickle_job
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.context import BaseContext
 
-    from fastload.batch.iterable_state import IterableState
+    from fastload.batch.dataset_state import DatasetState
     from fastload.memory.ring import Ring
     from fastload.workers.channel import Received
 
@@ -174,7 +175,7 @@ class Pool(Lender):
             worker.gets_no_more = True
             self._feed(worker)
 
-    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
         """Send the message of an epoch; answers to older tasks still arrive first, and are dropped."""
         with self.lock:
             for worker in self._workers:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.workers.channel import Channel
-    from fastload.workers.job import Job, PickledJob
+    from fastload.workers.worker_spec import Job, PickledJob
 
 # The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0

@@ -1,6 +1,6 @@
 """Worker actors of a Ray cluster instead of worker processes: `worker_type="ray"`.
 
-Importing this file does not import Ray. Each worker is one actor, which runs a `WorkerCore`; its batches are
+Importing this file does not import Ray. Each worker is one actor, which runs a `BatchMaker`; its batches are
 packed bytes in Ray's object store. Rules:
 
 1. A task is one call of a method, and Ray makes the calls of one actor in order. The caller gives each worker
@@ -35,28 +35,27 @@ from fastload.errors import (
     SharedMemoryError,
     WorkerDiedError,
     WorkerStartError,
-    add_note,
-    short_repr,
 )
 from fastload.memory.lease import Buffers, shared_memory
 from fastload.memory.segment import pickled_for_other_machines
-from fastload.system import sent_error
+from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.logs import log, say_once
-from fastload.system.sent_error import SentError
-from fastload.workers.core import WorkerCore
-from fastload.workers.job import Job, explain
+from fastload.system.notes import add_note, short_repr
+from fastload.system.remote_error import RemoteError
+from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.lending import Lender
 from fastload.workers.messages import Answer, Begin, Kind, Task, Work, of_plain, to_plain
+from fastload.workers.worker_spec import Job, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from fastload.batch.iterable_state import IterableState
+    from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
     from fastload.memory.ring import Ring
     from fastload.rng.batch_draws import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
+    from fastload.rng.keys import StreamOrigin
 
 _GRACE_S = 5.0  # for workers to finish their current sample
 _WATCH_INTERVAL_S = 5.0  # how often a waiting caller looks whether its worker has started
@@ -265,7 +264,7 @@ class RayPool(Lender):
     def _finish(self, worker: _Handle) -> None:
         worker.end = worker.end or worker.actor.__ray_terminate__.remote()
 
-    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
         """Begin an epoch in each worker; the answers to older tasks are dropped."""
         with self.lock:
             for worker in self._workers:
@@ -461,8 +460,8 @@ class RayPool(Lender):
                 self._ray.kill(worker.actor)
 
 
-def _lost(text: str) -> SentError:
-    return SentError(BatchLostError(text))
+def _lost(text: str) -> RemoteError:
+    return RemoteError(BatchLostError(text))
 
 
 def _release() -> str:
@@ -485,11 +484,11 @@ class RayWorker:
         class CloudPacker(Packer, ray.cloudpickle.Pickler):  # type: ignore[misc]
             """Packs batches with objects of classes that the script defines, which Ray has sent here."""
 
-        sent_error.use_pickle(ray.cloudpickle)
+        remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
         self._buffers = Buffers(parse_prefetch_memory("auto"), _BUFFERS)
         self._ahead: deque[Any] = deque()
-        self._core = WorkerCore(worker_id, _PutJob(job, release), self._buffers.arena, self._pack)
+        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers.arena, self._pack)
         self._core.begin()
         self._since_ns = time.perf_counter_ns()
 
@@ -499,7 +498,7 @@ class RayWorker:
 
         return socket.gethostname(), ray.util.get_node_ip_address(), os.getpid()
 
-    def begin_epoch(self, epoch: int | None, dataset_state: IterableState | None) -> None:
+    def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
         """Begin an epoch; an error is the answer to its tasks."""
         self._core.begin_epoch(epoch, dataset_state)
         self._since_ns = time.perf_counter_ns()
@@ -532,7 +531,7 @@ class RayWorker:
 
 
 class _PutJob:
-    """A job in the object store; `WorkerCore` loads it."""
+    """A job in the object store; `BatchMaker` loads it."""
 
     def __init__(self, references: list[Any], release: str) -> None:
         self._references = references

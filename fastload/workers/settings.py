@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, MapDataPipe
 from fastload.batch.failures import check_max_errors
 from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
-from fastload.rng.sample_streams import check_dataset
+from fastload.rng.keys import check_dataset
 from fastload.system import budget
 
 if TYPE_CHECKING:

@@ -28,16 +28,16 @@ from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
 from fastload.rng.generators import Search, attributes, held_generators
-from fastload.system.wakes import Wakes
-from fastload.workers.core import WorkerCore
+from fastload.system.wakeup import Wakeup
+from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import Begin, Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.batch.iterable_state import IterableState
-    from fastload.workers.job import Job
+    from fastload.batch.dataset_state import DatasetState
     from fastload.workers.messages import Work
+    from fastload.workers.worker_spec import Job
 
 _GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
@@ -111,7 +111,7 @@ class ThreadPool:
     def finish(self, worker_id: int) -> None:
         """Do nothing: threads stop at once."""
 
-    def begin_epoch(self, epoch: int | None, dataset_states: list[IterableState] | None) -> None:
+    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
         """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
             worker.drop_tasks()
@@ -166,11 +166,11 @@ class _Worker:
         finish: Callable[[Any], Any] | None,
         note_work: Callable[[Work], None],
     ) -> None:
-        self._core = WorkerCore(worker_id, job, buffers.arena, finish, is_thread=True)
+        self._core = BatchMaker(worker_id, job, buffers.arena, finish, is_thread=True)
         self._buffers = buffers
         self._note_work = note_work
         self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
-        self.wakes = Wakes()  # the consumer, which looks into its tasks for answers
+        self.wakes = Wakeup()  # the consumer, which looks into its tasks for answers
         self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
         self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()

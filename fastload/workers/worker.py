@@ -1,4 +1,4 @@
-"""The worker process: a `WorkerCore` that gets indices through a pipe and writes batches to shared memory.
+"""The worker process: a `BatchMaker` that gets indices through a pipe and writes batches to shared memory.
 
 All code here runs in the worker. A worker communicates only with the parent, through one pipe:
 
@@ -23,16 +23,16 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.iterable_state import LOST
+from fastload.batch.dataset_state import LOST
 from fastload.batch.packing import Packed, pack
 from fastload.memory.lease import Arena, Memory
 from fastload.memory.segment import Segment, allocated
 from fastload.system.limits import too_many_files
 from fastload.system.linux import open_process
-from fastload.system.sent_error import SentError
+from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import freeze_inherited
+from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.channel import Channel
-from fastload.workers.core import WorkerCore
 from fastload.workers.messages import INTERRUPTED, Answer, Begin, Fetch, Kind, to_plain
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.workers.channel import Received
-    from fastload.workers.job import Job, PickledJob
+    from fastload.workers.worker_spec import Job, PickledJob
 
 
 def main(
@@ -117,7 +117,7 @@ class _Worker:
         self._slots: dict[int, Memory] = {}
         self._arena = Arena(self._make_memory)
         self._new_segment: Segment | None = None
-        self._core = WorkerCore(worker_id, job, self._arena, self._pack)
+        self._core = BatchMaker(worker_id, job, self._arena, self._pack)
 
     def _pack(self, batch: Any) -> Packed:
         return pack(batch, self._arena)
@@ -205,9 +205,9 @@ class _Worker:
         return True
 
 
-def short_error(answer: Answer, error: Exception, where: str) -> SentError:
+def short_error(answer: Answer, error: Exception, where: str) -> RemoteError:
     """The error to send, short enough for the pipe, if ``error`` kept an answer from being sent."""
     if answer.kind is not Kind.ERROR:
-        return SentError.of_text(f"the batch could not be sent: {error!r}", where)
-    short: SentError = answer.payload.shortened(3800, where)  # leaves room for the rest of the reply
+        return RemoteError.of_text(f"the batch could not be sent: {error!r}", where)
+    short: RemoteError = answer.payload.shortened(3800, where)  # leaves room for the rest of the reply
     return short

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.bench import apart
-from fastload.bench.apart import RunFailedError, call
+from fastload.bench import subprocess_runner
+from fastload.bench.subprocess_runner import RunFailedError, call
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture
 @pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By SIGKILL if they are deaf to it. tests/test_cli_bench.py has those that are not."""
-    monkeypatch.setattr(apart, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(subprocess_runner, "_PATIENCE_S", 0.1)
     pids = tmp_path / "pids"
     with pytest.raises(KeyboardInterrupt):
         call(sleep_deaf, str(pids))

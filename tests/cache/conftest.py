@@ -9,17 +9,17 @@ import pytest
 from PIL import Image
 
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.ram import owners
+from fastload.cache.ram import registry
 from tests.cache.zoo import Images
 from tests.images.test_encoded import noise
 from tests.kit.jobs import Job
 
 
 @pytest.fixture
-def registry(tmp_path: Any, monkeypatch: Any) -> Any:
+def registry_folder(tmp_path: Any, monkeypatch: Any) -> Any:
     """An empty registry of this test's own."""
     path = tmp_path / "registry"
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(path))
+    monkeypatch.setenv(registry.DIRECTORY_VARIABLE, str(path))
     return path
 
 

@@ -21,8 +21,8 @@ import albumentations as A
 import cv2
 import numpy as np
 
+from fastload.albumentations.read_only import keeps_read_only
 from fastload.cache.transform import TransformCaller
-from fastload.cache.zero_copy import keeps_read_only
 from fastload.nested.tree import leaves
 
 H, W = 24, 20

@@ -37,8 +37,8 @@ from fastload.cache.build.on_executor import build_on
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import fingerprint_of
-from fastload.cache.lmdb import copies
+from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import attempts
@@ -411,7 +411,7 @@ class Builder:
 @contextlib.contextmanager
 def builder_in(folder: Path, way: str) -> Iterator[Builder]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(copies.DIRECTORY_VARIABLE, str(folder / "host"))
+        patch.setenv(mirror.DIRECTORY_VARIABLE, str(folder / "host"))
         patch.setattr(attempts, "_sleep", lambda _: None)
         register()
         FaultyFileSystem.reset()

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Subset
 import fastload
 from fastload.cache import open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.sample_cache import SampleCache
 from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
 from fastload.system import locks
@@ -28,7 +28,7 @@ from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, M
 from tests.kit.batches import assert_same_samples, stop_workers
 from tests.kit.datasets import Stream
 
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
 def as_it_is(sample: Any) -> Any:

@@ -27,7 +27,7 @@ from tests.cache.zoo import Files, Made
 from tests.images.test_encoded import noise
 from tests.kit.batches import assert_same_samples
 
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 NUM_IMAGES = 12
 SIDE = 32  # of the crops

@@ -14,7 +14,7 @@ from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from tests.kit.batches import assert_same_samples
 from tests.kit.datasets import Made
 
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 NUM_SAMPLES = 6
 
 

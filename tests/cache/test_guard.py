@@ -19,13 +19,13 @@ from torch.utils.data import Subset
 
 import fastload
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import Fingerprint, digest_of, fingerprint_of
+from fastload.cache.format.fingerprint import Fingerprint, digest_of, fingerprint_of
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
 
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
 class Augmented(Images):

@@ -23,18 +23,18 @@ from hypothesis import strategies as st
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
+from fastload.cache.format.record import encode
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.record import encode
 from fastload.errors import CacheError, SharedMemoryError
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
 
 MB, GB = 1 << 20, 1 << 30
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
 def assert_right(ds: CachedDataset, dataset: Images) -> None:

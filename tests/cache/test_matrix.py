@@ -21,7 +21,7 @@ from tests.cache.zoo import Everything, Files, Images, Made, MixedImages, Pair, 
 from tests.kit.batches import assert_same_samples, read_epoch
 from tests.kit.remote import FaultyFileSystem, register, upload
 
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 SIZE, BATCH = 12, 5
 URL = "faulty://bucket/photos"
 ROWS = np.arange(SIZE * 60, dtype=np.float32).reshape(SIZE, 20, 3)

@@ -23,7 +23,7 @@ from fastload import errors
 from fastload.cache.build import inventory
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import Task, TransientTaskError, build_on
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import CacheBusyError, CacheError, TooManyFailuresError
 from fastload.system import locks
 from tests.cache.build_zoo import BrokenImages, Calling, die, exit_codes, odd, refusing

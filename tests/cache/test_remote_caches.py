@@ -24,7 +24,7 @@ import fastload
 from fastload.cache.build import plan, upload
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.upload import build_at_url
-from fastload.cache.lmdb import copies
+from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
@@ -46,8 +46,8 @@ SHARDS = ["00000-of-00003.lmdb", "00001-of-00003.lmdb", "00002-of-00003.lmdb"]
 @pytest.fixture(autouse=True)
 def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of this test's own for builds and copies, and an empty faulty store; no pauses."""
-    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "host"))
-    monkeypatch.delenv(copies.BYTES_VARIABLE, raising=False)
+    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "host"))
+    monkeypatch.delenv(mirror.BYTES_VARIABLE, raising=False)
     monkeypatch.setattr(attempts, "_sleep", lambda _: None)
     register()
     FaultyFileSystem.reset()
@@ -98,7 +98,7 @@ def change(name: str, data: bytes, url: str = URL) -> None:
 
 def copied() -> list[str]:
     """The names of copies and unfinished downloads."""
-    return sorted(path.name for path in Path(copies.copies_directory()).glob("*"))
+    return sorted(path.name for path in Path(mirror.copies_directory()).glob("*"))
 
 
 def copy_of(url: str = URL) -> Path:
@@ -176,7 +176,7 @@ def test_a_directory_that_is_not_this_users_is_an_error(
         LMDBCache(URL) if name == "copies" else build()
 
     said = "\n".join([str(error.value), *getattr(error.value, "__notes__", [])])
-    assert copies.DIRECTORY_VARIABLE in said
+    assert mirror.DIRECTORY_VARIABLE in said
     assert change == "no directory" or [*own.iterdir()] == []
 
 
@@ -396,7 +396,7 @@ def test_a_damaged_shard_is_an_error_and_never_a_copy(damage: Any, said: str, mo
 
     assert [name.endswith(".partial") for name in copied() if not name.endswith(".lock")] == [True]
     change(SHARDS[1], data)
-    monkeypatch.setattr(copies, "_PART_BYTES", len(data) // 3)
+    monkeypatch.setattr(mirror, "_PART_BYTES", len(data) // 3)
     FaultyFileSystem.reads.clear()
     FaultyFileSystem.faults[SHARDS[1]] = [raising(ConnectionError("reset")), cut, cut]
     copy_of()
@@ -460,7 +460,7 @@ def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -
 def test_a_copy_that_changes_at_its_opening_is_downloaded_again(moment: str, monkeypatch: Any) -> None:
     """Whoever may write in the directory of several users can also rename the directories in it."""
     build()
-    copy, inner, opened = copy_of(), copies.open_cache, []
+    copy, inner, opened = copy_of(), mirror.open_cache, []
     good, shard = Path(shutil.copy(copy / SHARDS[0], f"{copy}.good")), copy / SHARDS[0]
     before = {"removed before": lambda: shutil.rmtree(copy), "exchanged": lambda: shard.chmod(0o666)}
     after = {"removed after": lambda: shutil.rmtree(copy), "exchanged": lambda: good.replace(shard)}
@@ -474,7 +474,7 @@ def test_a_copy_that_changes_at_its_opening_is_downloaded_again(moment: str, mon
         after.get(moment, str)()
         return found
 
-    monkeypatch.setattr(copies, "open_cache", open_cache)
+    monkeypatch.setattr(mirror, "open_cache", open_cache)
     assert copy_of() == copy
     assert opened == [str(copy)] * 2
 
@@ -507,14 +507,14 @@ def test_a_download_or_a_build_that_was_killed_continues(
     calls: int, method: str, store: str, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any read or upload; shards that a download has finished are not read again."""
-    monkeypatch.setattr(copies, "_AT_ONCE", 1)
+    monkeypatch.setattr(mirror, "_AT_ONCE", 1)
     is_download = method == "cat_file"
     if is_download:
         build(url=store, shards=6)
     run = (LMDBCache, store) if is_download else (build, None, store)
     dying = functools.partial(die_at, calls, method, *run)
     assert exit_codes(dying) == [-signal.SIGKILL]
-    kept = len(list(Path(copies.copies_directory()).rglob("*.lmdb"))) if is_download else 0
+    kept = len(list(Path(mirror.copies_directory()).rglob("*.lmdb"))) if is_download else 0
     assert kept == (max(0, calls - 1) if is_download else 0)  # one call reads the manifest
 
     build(url=store, shards=None)
@@ -534,12 +534,12 @@ def three(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Three URLs with caches of the same size, with room for two copies and a half."""
     urls = [f"faulty://bucket/{name}" for name in "abc"]
     nbytes = [build(url=url)[0].nbytes for url in urls]
-    monkeypatch.setenv(copies.BYTES_VARIABLE, str(nbytes[0] * 5 // 2))
+    monkeypatch.setenv(mirror.BYTES_VARIABLE, str(nbytes[0] * 5 // 2))
     return urls
 
 
 def has_copy(url: str) -> bool:
-    return any(name.startswith(copies.digest_of_url(url)) for name in copied())
+    return any(name.startswith(mirror.digest_of_url(url)) for name in copied())
 
 
 def test_a_check_of_a_damaged_copy_names_its_url() -> None:
@@ -554,7 +554,7 @@ def test_a_check_of_a_damaged_copy_names_its_url() -> None:
 
 def test_prune_removes_the_copies_that_nobody_uses(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted downloads too; not the copy that is open, nor one that was opened lately."""
-    monkeypatch.delenv(copies.BYTES_VARIABLE)
+    monkeypatch.delenv(mirror.BYTES_VARIABLE)
     opened = LMDBCache(three[0])
     copy_of(three[1])
     unfinished = copy_of(three[2])
@@ -600,7 +600,7 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
         numbers = r"takes 1\d\d\.\d kB, and all copies in .* can take .* in use take .*FASTLOAD_CACHE_BYTES"
         with pytest.raises(CacheError, match=numbers):
             LMDBCache(three[0])
-    monkeypatch.setenv(copies.BYTES_VARIABLE, "1000")
+    monkeypatch.setenv(mirror.BYTES_VARIABLE, "1000")
     with pytest.raises(CacheError, match=r"can take 1\.0 kB"):
         LMDBCache(three[0])
     assert [has_copy(url) for url in three] == [False, True, True]
@@ -609,12 +609,12 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
 def test_the_limit_has_the_forms_of_sizes(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default it is 80% of what is free and what copies take; what is no size names the variable."""
     build()
-    os.makedirs(copies.copies_directory())
+    os.makedirs(mirror.copies_directory())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
     for text, nbytes in {"1000": 1000, "2kB": 2000, "1MiB": 1 << 20, "auto": 800, "": 800}.items():
-        monkeypatch.setenv(copies.BYTES_VARIABLE, text)
-        assert copies.allowed_bytes(100) == nbytes
+        monkeypatch.setenv(mirror.BYTES_VARIABLE, text)
+        assert mirror.allowed_bytes(100) == nbytes
     for text in ("0", "-1", "many", "5 parsecs"):
-        monkeypatch.setenv(copies.BYTES_VARIABLE, text)
+        monkeypatch.setenv(mirror.BYTES_VARIABLE, text)
         with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
             LMDBCache(URL)

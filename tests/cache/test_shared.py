@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
@@ -33,7 +33,7 @@ MB = 1 << 20
 # Of a cache of small images and labels: header, table, pages that are used in part, gaps between columns.
 OVERHEAD = 2 * 4096 + 2 * 4096 + 128
 ROW_BYTES = 32 * 24 * 3 + 8
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
 def make(dataset: Images, max_memory: int = 64 * MB) -> SharedMemoryCache:

@@ -25,12 +25,12 @@ from torch.utils.data import Subset
 from fastload.cache import open_cache
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.fingerprint import Fingerprint, fingerprint_of
-from fastload.cache.lmdb import copies
+from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
+from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import owners, registry
+from fastload.cache.ram import registry, sharing
 from fastload.cache.ram.layout import DESCRIPTION_AT, Layout
-from fastload.cache.ram.owners import Entry
+from fastload.cache.ram.registry import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, pickled_for_other_machines
@@ -42,7 +42,7 @@ from tests.kit.faults import OTHER_KINDS, something_else
 from tests.kit.remote import FaultyFileSystem, register
 
 MB = 1 << 20
-pytestmark = pytest.mark.usefixtures("registry")
+pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
 def fill(dataset: Images, key: str | None = None) -> tuple[Any, Any]:
@@ -78,7 +78,7 @@ def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | N
 
 
 @pytest.mark.slow
-def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry: Any) -> None:
+def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry_folder: Any) -> None:
     """What one job stores is there for all; another follows a killed maker; the last takes it along."""
     mine = CachedDataset(KnownImages(30), max_memory=64 * MB)
     before = mine.cache_info().num_cached
@@ -93,8 +93,8 @@ def test_a_cache_lives_as_long_as_one_of_its_jobs(start: Any, registry: Any) -> 
     third = start(look, KnownImages(30))
     assert third.answer() == (third.pid, 3)
     third.kill()
-    assert owners.entries() == []
-    assert os.listdir(registry) == ["lock"]
+    assert registry.entries() == []
+    assert os.listdir(registry_folder) == ["lock"]
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_ranks_are_warned_once_of_private_caches(num_ranks: int, monkeypatch: An
     )
     assert "pass cache_key=" in made[0].cache.explain()
     if num_ranks > 1:  # that others should find it and cannot is worth one, too
-        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/such")
+        monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/such")
         CachedDataset(KnownImages(30))
         assert "the registry of shared caches cannot be used. Each rank" in caplog.text
 
@@ -286,21 +286,21 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
     elif fault != "of another name":
         with something_else(fault) as other:
             os.dup2(other, segment.fd)
-    owners.register(fingerprint.name, number or segment.fd)
+    registry.register(fingerprint.name, number or segment.fd)
 
-    assert registry.find(fingerprint, 3) is None
+    assert sharing.find(fingerprint, 3) is None
     mine = CachedDataset(dataset, max_memory=MB)
     assert start(look, dataset).answer() == (os.getpid(), 3)
     assert mine.cache.origin.created_s > cache.origin.created_s
-    assert len(owners.entries()) == 3  # the false one too: its owner may make it true at any moment
+    assert len(registry.entries()) == 3  # the false one too: its owner may make it true at any moment
     segment.close()
 
 
 def test_a_cache_that_is_closed_meanwhile_is_no_error(monkeypatch: Any) -> None:
     """Its owner may close it between the moment of the listing and that of the opening."""
     first = CachedDataset(KnownImages(3), max_memory=MB)
-    real = owners.entries
-    monkeypatch.setattr(owners, "entries", lambda name: (real(name), first.cache.close())[0])
+    real = registry.entries
+    monkeypatch.setattr(registry, "entries", lambda name: (real(name), first.cache.close())[0])
     second = CachedDataset(KnownImages(3), max_memory=MB)
     assert second.cache.origin.created_s > first.cache.origin.created_s
     assert second[1][1] == 1
@@ -312,7 +312,7 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other = start(fill, Images(30), "photos")
     other.answer()
     one.cache.close()
-    (live,) = registry.live_caches()
+    (live,) = sharing.live_caches()
     nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
     with pytest.raises(PermissionError):
         os.ftruncate(two.cache.fd, 0)
@@ -322,15 +322,15 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     assert live.parts["num_samples"] == "30"
     assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
     assert stat.S_IMODE(mode) == 0o600
-    assert [entry.pid for entry in owners.entries()] == [other.pid]
+    assert [entry.pid for entry in registry.entries()] == [other.pid]
 
 
 def test_a_stopped_creator_delays_nobody_for_long(monkeypatch: Any) -> None:
     """While somebody holds the creation lock, others make private caches; an error of its holder frees it."""
-    monkeypatch.setattr(owners, "_CREATION_WAIT_S", 0.01)
-    with pytest.raises(OSError, match="mine"), owners.creating():
+    monkeypatch.setattr(registry, "_CREATION_WAIT_S", 0.01)
+    with pytest.raises(OSError, match="mine"), registry.creating():
         raise OSError("mine")  # which is not taken for one of the lock
-    with owners.creating() as is_alone:
+    with registry.creating() as is_alone:
         assert is_alone
         ds = CachedDataset(KnownImages(3))
     assert "the registry of shared caches cannot be used" in ds.cache.explain()
@@ -348,27 +348,27 @@ def test_an_entry_survives_its_file_name(name: str, numbers: Any, other: str) ->
     assert odd is None or odd.name == other.split(".")[0]
 
 
-def test_entries_are_of_living_processes(registry: Any) -> None:
+def test_entries_are_of_living_processes(registry_folder: Any) -> None:
     """A dead owner's is removed; one of a later process with its number is none; a fork takes none back."""
-    assert exit_codes(lambda: owners.register("a", 7)) == [0]
-    assert len(os.listdir(registry)) == 1
-    assert owners.entries("a") == []
-    assert os.listdir(registry) == []
-    entry: Any = owners.register("a", 7)
-    assert exit_codes(lambda: owners.unregister(entry)) == [0]
-    assert owners.entries("a") == [entry]
+    assert exit_codes(lambda: registry.register("a", 7)) == [0]
+    assert len(os.listdir(registry_folder)) == 1
+    assert registry.entries("a") == []
+    assert os.listdir(registry_folder) == []
+    entry: Any = registry.register("a", 7)
+    assert exit_codes(lambda: registry.unregister(entry)) == [0]
+    assert registry.entries("a") == [entry]
     later = dataclasses.replace(entry, started=entry.started + 1)
-    (registry / entry.file_name).rename(registry / later.file_name)
-    assert owners.entries("a") == []
+    (registry_folder / entry.file_name).rename(registry_folder / later.file_name)
+    assert registry.entries("a") == []
 
 
-def test_an_owner_that_cannot_be_reached(registry: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_an_owner_that_cannot_be_reached(registry_folder: Any, monkeypatch: Any, caplog: Any) -> None:
     """An error says why: elsewhere, closed, other memory, or forbidden; a cache is made, with a line."""
     say_once.cache_clear()
     first = CachedDataset(KnownImages(3))
-    (mine,) = owners.entries()
+    (mine,) = registry.entries()
     other = dataclasses.replace(mine, namespace=mine.namespace + 1)
-    (registry / mine.file_name).rename(registry / other.file_name)
+    (registry_folder / mine.file_name).rename(registry_folder / other.file_name)
     with caplog.at_level(logging.INFO, "fastload"):
         second = CachedDataset(KnownImages(3))
     assert other.is_alive
@@ -384,17 +384,17 @@ def test_an_owner_that_cannot_be_reached(registry: Any, monkeypatch: Any, caplog
         mine.attach()
 
 
-def test_links_in_the_registry_are_not_followed(registry: Any, caplog: Any) -> None:
+def test_links_in_the_registry_are_not_followed(registry_folder: Any, caplog: Any) -> None:
     """A link in the place of the lock or of an entry is refused, and what it points to is left alone."""
-    registry.mkdir(0o700)
-    target = registry.parent / "target"
-    (registry / "lock").symlink_to(target)
+    sharing.mkdir(0o700)
+    target = sharing.parent / "target"
+    (registry_folder / "lock").symlink_to(target)
     with caplog.at_level(logging.INFO, "fastload"):
-        entry: Any = owners.register("a", 7)
-        owners.unregister(entry)
-        (registry / entry.file_name).symlink_to(target)
-        again = owners.register("a", 7)
-        with owners.creating() as is_alone:
+        entry: Any = registry.register("a", 7)
+        registry.unregister(entry)
+        (registry_folder / entry.file_name).symlink_to(target)
+        again = registry.register("a", 7)
+        with registry.creating() as is_alone:
             pass
     assert (again, is_alone) == (None, False)
     assert caplog.text.count("Too many levels of symbolic links") == 2
@@ -412,7 +412,9 @@ WITHOUT_A_REGISTRY = {
 
 
 @pytest.mark.parametrize("fault", WITHOUT_A_REGISTRY)
-def test_without_a_registry_none_is_shared(fault: str, registry: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_without_a_registry_none_is_shared(
+    fault: str, registry_folder: Any, monkeypatch: Any, caplog: Any
+) -> None:
     """Where others could write, or the system refuses, nothing is believed; one line says why."""
     say_once.cache_clear()
     real, refuse = os.stat, mock.Mock(side_effect=OSError(38, "Function not implemented"))
@@ -423,23 +425,23 @@ def test_without_a_registry_none_is_shared(fault: str, registry: Any, monkeypatc
         return real(path, *args, **options)
 
     if fault == "a link":
-        (registry.parent / "elsewhere").mkdir(0o700)
-        registry.symlink_to(registry.parent / "elsewhere")
+        (sharing.parent / "elsewhere").mkdir(0o700)
+        sharing.symlink_to(sharing.parent / "elsewhere")
     elif fault == "a file":
-        registry.touch(0o600)
+        sharing.touch(0o600)
     else:
-        owners.register("a", 7)
+        registry.register("a", 7)
     if fault == "open to others":
-        registry.chmod(0o755)
+        sharing.chmod(0o755)
     elif fault == "no directory":
-        monkeypatch.setenv(owners.DIRECTORY_VARIABLE, "/proc/no/registry")
+        monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/registry")
     elif fault == "no /proc":
         monkeypatch.setattr(os, "stat", hide)
     elif fault in ("no locks", "no list"):
         monkeypatch.setattr(*((fcntl, "flock") if fault == "no locks" else (os, "listdir")), refuse)
-    with caplog.at_level(logging.INFO, "fastload"), owners.creating() as has_lock:
-        found = owners.entries("a")
-        entry = owners.register("a", 7)
+    with caplog.at_level(logging.INFO, "fastload"), registry.creating() as has_lock:
+        found = registry.entries("a")
+        entry = registry.register("a", 7)
 
     assert (has_lock, len(found)) == (fault == "no list", fault == "no locks")
     assert (entry is None) == fault.startswith(("open", "a ", "no d", "no /"))
@@ -488,7 +490,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     """It stores what fits, and all samples are right."""
     source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
     first, limit = CachedDataset(source, max_memory=MB), MB // 2
-    monkeypatch.setattr(registry, "parse_memory", lambda _: limit)
+    monkeypatch.setattr(sharing, "parse_memory", lambda _: limit)
     there = pickle.loads(from_elsewhere(first))
     assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
     assert there.cache_info().max_bytes == limit
@@ -508,14 +510,14 @@ def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -
     """On first use; a plain pickle has no URL, and nothing of its credentials."""
     register()
     FaultyFileSystem.reset()
-    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "here"))
+    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "here"))
     url = "faulty://bucket/caches/train"
     build_at_url(Images(20), url, num_workers=0, progress=False, shards=3)
     cache = LMDBCache(url, progress=False)
     expected = [cache.get(i) for i in range(20)]
     text, plain = sent(cache), pickle.dumps(cache)
     (tmp_path / "here").rename(tmp_path / "gone")
-    monkeypatch.setenv(copies.DIRECTORY_VARIABLE, str(tmp_path / "there"))
+    monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "there"))
     assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
     with pytest.raises(FileNotFoundError):
         pickle.loads(plain).get(0)

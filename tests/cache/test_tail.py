@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import CachedDataset, DataLoader
-from fastload.cache.pushdown import Pushdown
-from fastload.cache.tail import find_tail
+from fastload.albumentations.crop import Pushdown
+from fastload.albumentations.deferred_end import find_tail
 from fastload.images.encoded import EncodedImage
 from fastload.nested.pending import PendingImage, computed
 from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets

@@ -18,12 +18,12 @@ import pytest
 import rich.console
 
 import fastload
-from fastload.cache import progress
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
-from fastload.cache.progress import BuildProgress
+from fastload.cache.format import progress
+from fastload.cache.format.progress import BuildProgress
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.stack import Stack
+from fastload.cache.tiers import Stack
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.memory import segment
 from fastload.system import locks

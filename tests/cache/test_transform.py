@@ -18,9 +18,9 @@ import torch
 from albumentations.pytorch import ToTensor3D, ToTensorV2
 
 from fastload import DataLoader
+from fastload.albumentations.read_only import keeps_read_only
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.transform import TransformCaller
-from fastload.cache.zero_copy import keeps_read_only
 from fastload.nested.tree import leaves
 from tests.cache.zoo import BareImages, Images, Made, Pair
 from tests.kit.batches import assert_same_samples

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.prefetch import DevicePrefetcher
+from fastload.device.device_prefetcher import DevicePrefetcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -14,7 +14,7 @@ import torch
 
 from fastload import DataLoader, DevicePrefetcher
 from fastload.device import cuda as cuda_module
-from fastload.device.streamless import StreamlessDevice
+from fastload.device.synchronous import SynchronousDevice
 from fastload.errors import DeviceUnavailableError
 from fastload.system import logs
 from tests.device.loaders import Loader, on
@@ -173,7 +173,7 @@ def test_neither_an_import_nor_a_report_touches_cuda(interpreter: Interpreter) -
     code = (
         "import torch; torch.backends.cuda.is_built = lambda: True; "
         "torch.cuda.is_available = torch.cuda.device_count = torch.cuda.mem_get_info = None; "
-        "import fastload.device.prefetch, sys; import fastload.training.report as r; "
+        "import fastload.device.device_prefetcher, sys; import fastload.training.report as r; "
         "found = r.memory_report(); found.reset_peak(); "
         "sys.exit(torch.cuda.is_initialized() or found.devices != ())"
     )
@@ -185,12 +185,12 @@ def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPat
     """The caller gets moved and transformed batches, nothing is moved before, and the log says so."""
     moved: list[str] = []
 
-    def move(self: StreamlessDevice, batch: Any) -> Any:
+    def move(self: SynchronousDevice, batch: Any) -> Any:
         moved.append(self.device.type)
         return [part.clone() for part in batch]
 
     monkeypatch.setattr(cuda_module, "why_no_streamless_device", lambda device: None)
-    monkeypatch.setattr(StreamlessDevice, "move", move)
+    monkeypatch.setattr(SynchronousDevice, "move", move)
     logs.say_once.cache_clear()
     iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, device="xpu", device_transform=plus_one))
     assert moved == []
@@ -204,7 +204,7 @@ def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPat
 def test_the_prefetcher_moves_the_batches_of_any_iterable() -> None:
     """Tensors move, also in nests; other values are the same objects; each iter() begins anew."""
     value = object()
-    prefetcher = on(StreamlessDevice(torch.device("meta")), [{"a": [torch.ones(2, 3), value], "b": "text"}])
+    prefetcher = on(SynchronousDevice(torch.device("meta")), [{"a": [torch.ones(2, 3), value], "b": "text"}])
     for _ in range(2):
         (moved,) = prefetcher
         assert moved["a"][0].device.type == "meta"

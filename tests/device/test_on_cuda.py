@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fastload import DataLoader
-from fastload.device.prefetch import DevicePrefetcher
+from fastload.device.device_prefetcher import DevicePrefetcher
 from fastload.transforms import (
     Cutout,
     Gather,

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader
-from fastload.device.copies import CopiesAhead
 from fastload.device.cuda import choose_backend
-from fastload.device.prefetch import DevicePrefetcher
+from fastload.device.device_prefetcher import DevicePrefetcher
+from fastload.device.stream_prefetcher import StreamPrefetcher
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
@@ -255,7 +255,7 @@ def test_a_batch_that_finds_no_memory_is_not_lost(transform: Any) -> None:
     fake, taken = Full(3, 4, 5), []
     source = iter(Loader(4, pair))
     then = None if transform is None else lambda: transform
-    copies = CopiesAhead(source, fake, fake.make_stream(), 2, then, lambda: taken.append(1))
+    copies = StreamPrefetcher(source, fake, fake.make_stream(), 2, then, lambda: taken.append(1))
     kept = [next(copies)]
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError, match="no room") as caught:
@@ -360,7 +360,7 @@ def test_what_failed_holds_no_memory(transform: Any) -> None:
     fake = HasRoom()
     model = fake.allocate_one(torch.zeros(4), fake.current)
     then = None if transform is None else lambda: transform
-    copies = CopiesAhead(iter([pair(n) for n in range(3)]), fake, fake.make_stream(), 2, then)
+    copies = StreamPrefetcher(iter([pair(n) for n in range(3)]), fake, fake.make_stream(), 2, then)
     gc.disable()
     try:
         for number in range(3):
@@ -449,7 +449,7 @@ def test_a_late_leaf_that_finds_no_memory_costs_no_batch() -> None:
 
     fake, taken = FakeBackend(), []
     source = iter([[batch(number), FailsOnce(number)] for number in range(4)])
-    copies = CopiesAhead(source, fake, fake.make_stream(), 2, None, lambda: taken.append(1))
+    copies = StreamPrefetcher(source, fake, fake.make_stream(), 2, None, lambda: taken.append(1))
     found = [next(copies)]
     with pytest.raises(torch.OutOfMemoryError, match="late"):
         next(copies)

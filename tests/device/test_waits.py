@@ -9,8 +9,8 @@ import torch
 
 import fastload
 from fastload import DataLoader
-from fastload.device import copies
-from fastload.device.copies import CopiesAhead
+from fastload.device import stream_prefetcher
+from fastload.device.stream_prefetcher import StreamPrefetcher
 from fastload.epochs import iterator, on_device, stats
 from fastload.profiling import watching
 from tests.device.timed import MS, Clock, TimedBackend, TimedLoader
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (copies, iterator, stats, watching):
+    for module in (stream_prefetcher, iterator, stats, watching):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -127,7 +127,7 @@ def idle_ms(clock: Clock, *, can_poll: bool) -> float:
     backend, source = TimedBackend(clock), TimedLoader(clock, costs_ms)
     poll = source.poll if can_poll else None
     found = []
-    for batch in CopiesAhead(iter(source), backend, backend.make_stream(), 2, poll=poll):
+    for batch in StreamPrefetcher(iter(source), backend, backend.make_stream(), 2, poll=poll):
         found.append(int(batch))
         backend.kernel(20)
         backend.synchronize(backend.main.end_ns)
@@ -141,7 +141,7 @@ def test_ready_batches_are_handed_over_without_waiting_for_the_next(clock: Clock
     clock.now_ns = 0
     backend = TimedBackend(clock)
     source = TimedLoader(clock, [0.0, 100.0, 100.0])
-    copies_ahead = CopiesAhead(source, backend, backend.make_stream(), 2, poll=source.poll)
+    copies_ahead = StreamPrefetcher(source, backend, backend.make_stream(), 2, poll=source.poll)
     assert int(next(copies_ahead)) == 0
     assert clock.now_ns == 0
 
@@ -160,7 +160,7 @@ def test_leaves_that_move_late_do_not_shorten_the_lead(clock: Clock) -> None:
         clock.now_ns = 0
         backend = TimedBackend(clock)
         lead = 0
-        for _ in CopiesAhead(iter([batch] * 20), backend, backend.make_stream(), 2):
+        for _ in StreamPrefetcher(iter([batch] * 20), backend, backend.make_stream(), 2):
             backend.kernel(50)
             lead += clock.now_ns < 40 * MS  # before the first kernel has ended
         leads.append(lead)

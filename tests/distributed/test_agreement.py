@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from fastload import DataLoader, NodePartitionSampler
-from fastload.epochs import agreement
+from fastload.epochs import rank_consistency
 from fastload.errors import RanksDisagreeError
 from tests.resume.zoo import Numbers
 
@@ -28,14 +28,16 @@ class Ranks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any, size: int = 2) -> None:
         self._patch = monkeypatch
-        self._ledgers: dict[int, agreement._Ledger] = {}
+        self._ledgers: dict[int, rank_consistency._Ledger] = {}
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
 
     def become(self, rank: int) -> None:
         self._patch.setattr(dist, "get_rank", lambda: rank)
-        self._patch.setattr(agreement, "_ledger", self._ledgers.setdefault(rank, agreement._Ledger()))
+        self._patch.setattr(
+            rank_consistency, "_ledger", self._ledgers.setdefault(rank, rank_consistency._Ledger())
+        )
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from fastload import CachedDataset, DataLoader, NodePartitionSampler
-from fastload.cache.ram import arena, owners
+from fastload.cache.ram import arena, registry
 from fastload.epochs import node_partition
 from fastload.errors import ResumeError
 from tests.kit import datasets
@@ -245,7 +245,7 @@ def image(index: int) -> Any:
 )
 def test_the_cache_of_each_node_holds_its_part(options: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Two nodes, whose caches have room for little more than half of the samples each."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+    monkeypatch.setenv(registry.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     # A worker that finds the lock of the cache taken leaves its sample to a later epoch. Here it tries on.
     monkeypatch.setattr(arena, "_LOCK_WAIT_S", 60.0)
     images = datasets.Made(image, NUM_IMAGES)

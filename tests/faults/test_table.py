@@ -22,7 +22,7 @@ import torch.distributed as dist
 from PIL import Image
 
 import fastload
-from fastload.cache.ram import owners
+from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
 from fastload.files import attempts
 from fastload.workers import pool
@@ -408,7 +408,7 @@ def test_a_rank_that_ends_with_a_sample_half_stored_in_the_cache_of_all_costs_no
     number: signal.Signals, victim: int, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has stored stays, the rest is stored by another rank, and no sample is wrong."""
-    monkeypatch.setenv(owners.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
+    monkeypatch.setenv(registry.DIRECTORY_VARIABLE, str(tmp_path / "registry"))
     ranks = [Job(fill_together, rank, tmp_path / "store", victim, number, gate) for rank in range(2)]
     try:
         os.waitid(os.P_PID, ranks[victim].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import ImageReadError
 from fastload.images.folder import ImageFolder
 

@@ -66,10 +66,10 @@ TESTS = {
     " tests/cache/test_ram_model.py tests/cache/test_sharing.py -m 'not slow'",
     "epochs/resume.py": "tests/resume/test_saved_state.py tests/resume/test_resume.py"
     f" tests/resume/test_failures.py {FEW}",
-    "epochs/order.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
+    "epochs/sampler_state.py": "tests/resume/test_resume.py tests/resume/test_failures.py"
     f" tests/rng/test_seeding.py {FEW}",
     "epochs/position.py": f"tests/resume/test_saved_state.py tests/resume/test_resume.py {FEW}",
-    "device/copies.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",
+    "device/stream_prefetcher.py": "tests/device/test_prefetch.py tests/device/test_delivery.py",
 }
 # `mutants.quick` takes from hypothesis what a mutant does not need: shrinking, and other examples each time.
 PYTEST = (

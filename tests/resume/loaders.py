@@ -14,7 +14,7 @@ from torch.utils.data import SubsetRandomSampler as Subset
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from fastload import DataLoader
-from fastload.epochs.order import Sources
+from fastload.epochs.sampler_state import Sources
 from tests.resume import zoo
 from tests.resume.zoo import Draws, Numbers, Stateful
 

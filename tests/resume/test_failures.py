@@ -71,7 +71,7 @@ FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
     (THREADS | PERSISTENT, NEXT),
     *((TORCHS | PERSISTENT, fault) for fault in (ITER, NEXT)),
     (TORCHS, UNSTARTED),
-    (WORKER | PERSISTENT | CUDA, (ArithmeticError, {"CopiesAhead": _fail})),
+    (WORKER | PERSISTENT | CUDA, (ArithmeticError, {"StreamPrefetcher": _fail})),
 ]
 
 
@@ -98,7 +98,7 @@ def test_a_loaded_state_stays_loaded(options: Any, fault: Any, request: pytest.F
         workers = loader._iterator
         loader.load_state_dict(state)
         before = stand(loader)
-        owners = {"fault": loader.sampler, "hook": loader.dataset, "CopiesAhead": on_device}
+        owners = {"fault": loader.sampler, "hook": loader.dataset, "StreamPrefetcher": on_device}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in causes.items():
                 patch.setattr(owners.get(name, loader), name, value, raising=False)

@@ -10,7 +10,7 @@ import torch
 
 from fastload import DataLoader
 from fastload.rng.batch_draws import BatchId, BatchStreams, draw_uniforms, drawing_from
-from fastload.rng.sample_streams import StreamOrigin
+from fastload.rng.keys import StreamOrigin
 from tests.device.fake import FakeBackend
 from tests.kit.batches import read_epoch
 from tests.kit.datasets import Made

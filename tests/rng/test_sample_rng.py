@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from fastload import DataLoader
-from fastload.rng.sample_streams import StreamCounter, StreamOrigin, index_key, stream_bytes
+from fastload.rng.keys import StreamCounter, StreamOrigin, index_key, stream_bytes
 from fastload.system.logs import say_once
 from tests.kit.datasets import Bulk, Made, Stream
 from tests.resume.loaders import seeded

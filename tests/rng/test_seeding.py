@@ -24,10 +24,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import fastload
 from fastload import DataLoader
 from fastload.rng import entry_points
-from fastload.rng import takeover as module
+from fastload.rng import rng_scope as module
 from fastload.rng.entry_points import reading
+from fastload.rng.rng_scope import RngScope
 from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
-from fastload.rng.takeover import Takeover
 from tests.kit import datasets
 from tests.resume.loaders import seeded
 from tests.rng import pipelines_zoo as zoo
@@ -383,7 +383,7 @@ def test_a_child_that_was_forked_while_a_thread_held_the_lock() -> None:
         pid = os.fork()
         if pid == 0:
             signal.alarm(20)
-            with Takeover([]):
+            with RngScope([]):
                 pass
             os._exit(0)
         other.submit(module._lock.release).result()
@@ -403,10 +403,10 @@ def test_takeovers_in_any_order(steps: list[Any]) -> None:
     """
     generators = {thing: random.Random(thing) for thing in THINGS}
     own = {thing: generator.getstate() for thing, generator in generators.items()}
-    is_open: list[tuple[Any, set[str], Takeover]] = []
+    is_open: list[tuple[Any, set[str], RngScope]] = []
 
-    def taken(things: set[str], seed: int) -> Takeover:
-        takeover = Takeover([generators[thing] for thing in sorted(things)])
+    def taken(things: set[str], seed: int) -> RngScope:
+        takeover = RngScope([generators[thing] for thing in sorted(things)])
         takeover.__enter__()
         for thing in things:
             generators[thing].seed(seed)

@@ -24,28 +24,23 @@ from fastload.batch.failures import check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
+from fastload.cache.build.staging import REPORT, Unfinished
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
-from fastload.cache.build.unfinished import REPORT, Unfinished
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.codecs import check_codec
+from fastload.cache.format.codecs import check_codec
+from fastload.cache.format.progress import BuildProgress
+from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.progress import BuildProgress
 from fastload.cache.random_check import read_unnoticed
-from fastload.cache.record import encode
-from fastload.errors import (
-    CacheCorruptError,
-    CacheError,
-    CacheMismatchError,
-    UnsupportedSampleError,
-    add_note,
-)
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
 from fastload.system.logs import log
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read

@@ -13,15 +13,15 @@ from torch.utils.data import Dataset
 
 from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.build import processes
-from fastload.cache.progress import BuildProgress
-from fastload.errors import add_note
+from fastload.cache.format.progress import BuildProgress
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastload.cache.sample_cache import SampleCache
+    from fastload.cache.format.sample_cache import SampleCache
 
 _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are read in chunks
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time

@@ -17,10 +17,10 @@ import os
 from dataclasses import dataclass
 
 from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.unfinished import NAMES, REPORT, Unfinished, foreign_part
-from fastload.cache.lmdb.copies import manifest_of_copy
+from fastload.cache.build.staging import NAMES, REPORT, Unfinished, foreign_part
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.lmdb.mirror import manifest_of_copy
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 
 _PARTIAL = ".partial"

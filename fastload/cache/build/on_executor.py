@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import max_failures
 from fastload.cache.build.build import Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
-from fastload.cache.build.unfinished import Unfinished
-from fastload.cache.progress import BuildProgress
+from fastload.cache.build.staging import Unfinished
+from fastload.cache.format.progress import BuildProgress
 from fastload.cache.random_check import reject_random
 from fastload.errors import CacheError, TooManyFailuresError
 

@@ -18,21 +18,22 @@ import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.codecs import BEST_QUALITY, LOSSY, SOURCE
 from fastload.cache.encoded import encoded_source, holds_images
-from fastload.cache.fingerprint import fingerprint_of
+from fastload.cache.format.codecs import BEST_QUALITY, LOSSY, SOURCE
+from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.format.record import encode, outline, record_parts
 from fastload.cache.lmdb.description import Plan, why_different
-from fastload.cache.record import encode, outline, record_parts
 from fastload.cache.sources import decoded_source
-from fastload.errors import CacheMismatchError, UnsupportedSampleError, add_note
+from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested import tree
 from fastload.nested.spec import flatten
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastload.cache.fingerprint import Fingerprint
+    from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 SHARD_BYTES = 1 << 30  # of a shard, roughly, unless the user sets the number of shards

@@ -11,13 +11,13 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
-from fastload.cache.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.encoded import check_headers
+from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
+from fastload.cache.format.record import record_parts
 from fastload.cache.lmdb.format import PADDING
-from fastload.cache.record import record_parts
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.spec import flatten
-from fastload.system.sent_error import text_of
+from fastload.system.remote_error import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.build.build import Build, build_lmdb
 from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.unfinished import REPORT, Unfinished, parse_report, read_report, report_text
+from fastload.cache.build.staging import REPORT, Unfinished, parse_report, read_report, report_text
 from fastload.cache.build.writer import writing
-from fastload.cache.lmdb.copies import DIRECTORY_VARIABLE, digest_of_url, own_directory
 from fastload.cache.lmdb.description import why_different
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -40,9 +39,11 @@ from fastload.cache.lmdb.manifest import (
     remote_files,
     shard_file,
 )
-from fastload.errors import CacheError, CacheMismatchError, RemoteFolderError, add_note
+from fastload.cache.lmdb.mirror import DIRECTORY_VARIABLE, digest_of_url, own_directory
+from fastload.errors import CacheError, CacheMismatchError, RemoteFolderError
 from fastload.system.disk import make_private_directory
 from fastload.system.logs import log
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

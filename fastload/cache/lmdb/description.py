@@ -11,8 +11,8 @@ import reprlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.codecs import BEST_QUALITY, CACHE_CODECS
-from fastload.cache.fingerprint import Fingerprint
+from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS
+from fastload.cache.format.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 
 if TYPE_CHECKING:

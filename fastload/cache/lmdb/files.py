@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 SHARD_SUFFIX = ".lmdb"
-MANIFEST_NAME = "cache.json"  # in an object store and in a local copy, see `manifest` and `copies`
+MANIFEST_NAME = "cache.json"  # in an object store and in a local copy, see `manifest` and `mirror`
 _FILES_A_SHARD = 2  # its descriptor, and that of its mapping
 
 

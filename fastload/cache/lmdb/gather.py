@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.columns import fixed_row
-from fastload.cache.record import outline
+from fastload.cache.format.columns import fixed_row
+from fastload.cache.format.record import outline
 from fastload.nested.leaves import TEXT_KINDS, Leaf, text_value, torch_side
 from fastload.nested.spec import build_batch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
 
 _INT64_BYTES = 8
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples

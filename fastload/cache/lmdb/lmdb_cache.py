@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.lmdb.copies import open_copy
+from fastload.cache.format.progress import BuildProgress
+from fastload.cache.format.record import decode, spec_text
+from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.lmdb.files import open_cache
 from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.gather import stack_records
+from fastload.cache.lmdb.mirror import open_copy
 from fastload.cache.lmdb.open_file import damaged
-from fastload.cache.progress import BuildProgress
-from fastload.cache.record import decode, spec_text
-from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.remote import is_url, local_path
 from fastload.memory.segment import is_for_other_machines
 from fastload.nested.spec import Spec
-from fastload.system.sizes import readable_size
+from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import numpy.typing as npt
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
     from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.open_file import OpenFile
 

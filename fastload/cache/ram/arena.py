@@ -27,21 +27,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fastload.cache.columns import ColumnReader
+from fastload.cache.format.columns import ColumnReader
+from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout
-from fastload.cache.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.errors import SharedMemoryError
-from fastload.memory.order import fence
+from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
+from fastload.system.humanize import readable_size
 from fastload.system.locks import locked
 from fastload.system.logs import log, say_once
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
     from fastload.memory.segment import Segment
     from fastload.nested.spec import Spec
 

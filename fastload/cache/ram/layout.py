@@ -28,17 +28,17 @@ import zlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.columns import Column, plan_columns
-from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.record import ALIGNMENT_BYTES, record_parts
+from fastload.cache.format.columns import Column, plan_columns
+from fastload.cache.format.fingerprint import Fingerprint
+from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.dtypes import dtype_name, numpy_dtype
 from fastload.nested.leaves import IMAGE
 from fastload.nested.spec import Spec, flatten
+from fastload.system.humanize import readable_size
 from fastload.system.locks import locked
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import mmap

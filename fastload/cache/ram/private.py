@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.record import decode, encode
-from fastload.cache.sample_cache import BaseCache
+from fastload.cache.format.record import decode, encode
+from fastload.cache.format.sample_cache import BaseCache
 from fastload.system.budget import available_bytes
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     import numpy.typing as npt

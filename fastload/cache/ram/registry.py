@@ -1,201 +1,202 @@
-"""Opens shared caches by fingerprint: attaches to the cache that a live process holds, or makes it.
+"""The registry of live shared caches: through it, ranks and jobs of one user find each other's memory.
 
-Rules:
+The memory has no name, and lives as long as any process holds it. An entry of the registry says where to
+reach the memory. It is an empty file
 
-1. There is one cache per name: a process that finds none looks again under the creation lock before making
-   one.
-2. A found cache is checked before use: it must belong to this user, be sealed, have the right magic and
-   version, and be made of the same parts. A cache with the same key but different parts is an error.
-3. An unreachable cache is not an error: this process makes its own cache, and one log line says so.
+    DIRECTORY/NAME.PID.STARTED.FD.NAMESPACE
+
+and means: descriptor FD of process PID, which started at tick STARTED, in a PID namespace, is the cache NAME.
+To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
+
+1. An entry is a hint. A process that follows it checks that the owner still runs, and checks the type of the
+   descriptor before opening it: the owner might have reused the number, and opening a pipe or a device would
+   change it (see `segment.open_in_process`).
+2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
+   leave a wrong entry alone, because the owner can register the same number again at any moment.
+3. The directory belongs to this user and is closed to all other users; any other directory is rejected. No
+   file in it is opened through a symbolic link.
+4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
+   second for a lock, so a stopped process delays other processes by at most that.
+5. Without /proc or a usable directory there is no registry. This is not an error: each process makes its own
+   cache, and one log line gives the reason.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-import weakref
+import contextlib
+import os
+import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fastload.cache import ranks
-from fastload.cache.fingerprint import Fingerprint
-from fastload.cache.ram import owners
-from fastload.cache.ram.layout import Origin
-from fastload.cache.ram.private import PrivateCache
-from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, SharedMemoryError
-from fastload.system.budget import parse_memory
+from fastload.cache.ram.layout import SEGMENT_NAME
+from fastload.errors import SharedMemoryError
+from fastload.memory.segment import open_in_process
+from fastload.system.linux import pid_namespace, start_time
+from fastload.system.locks import locked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
-    from fastload.cache.ram.layout import Layout
-    from fastload.cache.ram.owners import Entry
-    from fastload.cache.sample_cache import SampleCache
+    from fastload.memory.segment import Segment
+
+DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
+_LOCK_NAME = "lock"
+_CREATION_WAIT_S = 1.0
+_LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
 @dataclass(frozen=True)
-class LiveCache:
-    """A shared cache of this user, and the processes that hold it.
+class Entry:
+    """One process that holds a cache.
 
     Attributes:
-        name: The name under which it is registered.
-        key: The user's key for it, if there is one.
-        label: The class and the folder of the dataset.
-        parts: The parts of its fingerprint.
-        owners: The processes that opened it by its name; their workers hold it too.
-        num_samples: Number of samples of the dataset.
-        num_cached: Samples stored now.
-        nbytes: Memory in use now, by all processes together.
-        max_bytes: Its maximum memory.
-        created_s: When it was made, in seconds since 1970.
+        name: The name of the cache.
+        pid: The process.
+        started: Start of the process in clock ticks since boot; distinguishes processes with the same number.
+        fd: The cache's descriptor in that process.
+        namespace: The inode of the process's PID namespace.
     """
 
     name: str
-    key: str | None
-    label: str
-    parts: dict[str, str]
-    owners: list[int]
-    num_samples: int
-    num_cached: int
-    nbytes: int
-    max_bytes: int
-    created_s: float
+    pid: int
+    started: int
+    fd: int
+    namespace: int
 
-
-def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None:
-    """The cache of this name that a live process holds, or None.
-
-    Raises:
-        CacheMismatchError: It was made from other samples.
-    """
-    name = fingerprint.name
-    for entry in owners.entries(name):
-        try:
-            cache = _attach(entry)
-        except (SharedMemoryError, CacheMismatchError) as error:
-            text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
-            say_once(text, logging.WARNING if ranks.of_host() > 1 else logging.INFO)
-            continue
-        try:
-            _check(cache, fingerprint, num_samples, entry.pid)
-        except CacheMismatchError:
-            cache.close()
-            raise
-        age_s = max(0.0, time.time() - cache.origin.created_s)
-        cache.reason = (
-            f"process {cache.origin.pid} made it {age_s:,.0f} s ago from the same parts, found through "
-            f"process {entry.pid}"
-        )
-        _register(cache, name)
-        return cache
-    return None
-
-
-def create(
-    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
-) -> SharedMemoryCache | None:
-    """The cache of this name: a new one, or one that another process has just made; None without a registry.
-
-    Raises:
-        CacheMismatchError: Another process has made one from other samples.
-        SharedMemoryError: The memory could not be allocated.
-    """
-    with owners.creating() as is_alone:
-        if not is_alone:
+    @classmethod
+    def parse(cls, file_name: str) -> Entry | None:
+        """The entry that a file name encodes, or None if it is not the name of an entry."""
+        name, *numbers = file_name.split(".")
+        if len(numbers) != 4 or not all(number.isdecimal() for number in numbers):
             return None
-        if (cache := find(fingerprint, num_samples)) is not None:
-            return cache
-        cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
-        _register(cache, fingerprint.name)
-        if cache.unregister is None:
-            cache.close()
-            return None
-        cache.reason = (
-            "new, as no live process held one with these parts; every process that opens it shares it"
-        )
-        return cache
+        return cls(name, *map(int, numbers))
+
+    @property
+    def file_name(self) -> str:
+        """The name of the entry's file."""
+        return f"{self.name}.{self.pid}.{self.started}.{self.fd}.{self.namespace}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process still runs; assumed for a different PID namespace."""
+        return self.namespace != pid_namespace() or start_time(self.pid) == self.started
+
+    def attach(self) -> Segment:
+        """The memory behind the entry; the caller owns it, and must check it.
+
+        Raises:
+            SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
+                PID namespace (container), or its descriptor refers to a different file.
+        """
+        if self.namespace != pid_namespace():
+            raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")
+        try:
+            return open_in_process(
+                self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
+            )
+        except OSError as error:
+            raise SharedMemoryError(
+                f"the descriptor of process {self.pid} cannot be opened: {error.strerror}"
+            ) from error
 
 
-def of_this_machine(layout: Layout) -> SampleCache:
-    """The cache of this machine for a cache that another one made; all its workers share it.
+def directory() -> Path | None:
+    """The directory of this user's registry, created if missing; None, with a log line, if it is unusable.
 
-    Args:
-        layout: Of that cache.
+    FASTLOAD_RUNTIME_DIR overrides it. The default is in /tmp because all sessions and jobs of a user share
+    it; they do not share TMPDIR or XDG_RUNTIME_DIR.
     """
-    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {layout.origin.cache_id}")
-    max_bytes = max(1, min(layout.max_bytes, parse_memory("auto")))
+    path = Path(os.environ.get(DIRECTORY_VARIABLE) or f"/tmp/fastload-{os.getuid()}")
+    problem = "" if pid_namespace() is not None else "it needs /proc, which does not exist"
     try:
-        with owners.creating() as is_alone:
-            if is_alone and (cache := find(fingerprint, layout.num_samples)) is not None:
-                return cache
-            segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
-            cache = SharedMemoryCache.attach(segment)
-            cache.reason = "new: the cache of this machine"
-            _register(cache, fingerprint.name)
-            return cache
-    except SharedMemoryError as error:
-        log.warning("cache: each worker of this machine keeps its own: %s", str(error))
-        return PrivateCache(layout.num_samples, max_bytes, str(error))
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            problem = (
+                "it is not a private directory of this user (mode 0700): remove it, or set "
+                f"{DIRECTORY_VARIABLE}"
+            )
+    except OSError as error:
+        problem = error.strerror or str(error)
+    if problem:
+        say_once(f"cache: no registry of shared caches at {path}: {problem}")
+        return None
+    return path
 
 
-def live_caches() -> list[LiveCache]:
-    """Every shared cache of this user that can be reached from this process, by age."""
-    found: dict[tuple[str, str], LiveCache] = {}
-    for entry in owners.entries():
-        try:
-            cache = _attach(entry)
-        except (SharedMemoryError, CacheMismatchError):
+def entries(name: str | None = None) -> list[Entry]:
+    """Entries of live processes, of one cache or of all; entries of dead processes are removed."""
+    path = directory()
+    if path is None:
+        return []
+    try:
+        file_names = sorted(os.listdir(path))
+    except OSError as error:  # the directory was just removed, or this process has no descriptor left
+        log.info("cache: cannot list the registry at %s: %s", path, error.strerror)
+        return []
+    found = []
+    for file_name in file_names:
+        entry = Entry.parse(file_name)
+        if entry is None or (name is not None and entry.name != name):
             continue
-        origin = cache.origin
-        live = found.setdefault(
-            (entry.name, origin.cache_id),
-            LiveCache(
-                name=entry.name,
-                key=origin.fingerprint.key if origin.fingerprint else None,
-                label=origin.fingerprint.label if origin.fingerprint else "",
-                parts=dict(origin.fingerprint.parts) if origin.fingerprint else {},
-                owners=[],
-                num_samples=cache.num_samples,
-                num_cached=cache.num_cached,
-                nbytes=cache.nbytes,
-                max_bytes=cache.max_bytes,
-                created_s=origin.created_s,
-            ),
-        )
-        live.owners.append(entry.pid)
-        cache.close()
-    return sorted(found.values(), key=lambda live: live.created_s)
+        if entry.is_alive:
+            found.append(entry)
+        else:
+            _remove(path / file_name)
+    return found
 
 
-def _attach(entry: Entry) -> SharedMemoryCache:
-    """The cache behind an entry.
-
-    Raises:
-        SharedMemoryError: It cannot be reached.
-        CacheMismatchError: Its descriptor is not a valid cache of this name.
-    """
-    cache = SharedMemoryCache.attach(entry.attach())
-    if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
-        cache.close()
-        raise CacheMismatchError("the descriptor now refers to a different cache")
-    return cache
+def entry_of(name: str, fd: int) -> Entry | None:
+    """The entry that names a descriptor of this process; None without /proc."""
+    namespace, pid = pid_namespace(), os.getpid()
+    return None if namespace is None else Entry(name, pid, start_time(pid) or 0, fd, namespace)
 
 
-def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int, pid: int) -> None:
-    made_of = cache.origin.fingerprint
-    differences = [] if made_of is None else fingerprint.differences(made_of)
-    if not differences and cache.num_samples != num_samples:
-        differences = [f"the number of samples is {num_samples} here and {cache.num_samples} there"]
-    if differences:
-        raise CacheMismatchError(
-            f"the shared cache with key {fingerprint.key!r}, held by process {pid}, was made from other "
-            f"samples: {'; '.join(differences)} (here: the dataset, there: the cache)"
-        )
+def register(name: str, fd: int) -> Entry | None:
+    """Register that this process holds a cache; None if there is no registry."""
+    path, entry = directory(), entry_of(name, fd)
+    if path is None or entry is None:
+        return None
+    try:
+        os.close(_open(path / entry.file_name))
+    except OSError as error:  # a full or read-only disk: other processes will not find this cache
+        log.info("cache: not registered at %s, so other jobs make their own: %s", path, error.strerror)
+        return None
+    return entry
 
 
-def _register(cache: SharedMemoryCache, name: str) -> None:
-    entry = owners.register(name, cache.fd)
-    if entry is not None:
-        cache.unregister = weakref.finalize(cache, owners.unregister, entry)
+def unregister(entry: Entry) -> None:
+    """Remove an entry; does nothing in a fork of the process that made it."""
+    if entry.pid == os.getpid():
+        path = directory()
+        if path is not None:
+            _remove(path / entry.file_name)
+
+
+@contextlib.contextmanager
+def creating() -> Iterator[bool]:
+    """Hold the user's lock on the creation of caches; yields False if it is not free within a second."""
+    path = directory()
+    if path is None:
+        yield False
+        return
+
+    def failed(error: OSError) -> None:
+        log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
+
+    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
+        yield has_lock
+
+
+def _open(path: Path) -> int:
+    """A descriptor of a file in the registry, which is created if missing."""
+    return os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):  # already gone, or a read-only disk: the wrong hint stays
+        path.unlink()

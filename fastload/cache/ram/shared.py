@@ -17,26 +17,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.ram import owners
+from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
 from fastload.cache.ram.layout import Layout, Origin, create
-from fastload.cache.sample_cache import BaseCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
-    from fastload.cache.columns import Allocate
-    from fastload.cache.fingerprint import Fingerprint
-    from fastload.cache.ram.owners import Entry
-    from fastload.cache.sample_cache import SampleCache
+    from fastload.cache.format.columns import Allocate
+    from fastload.cache.format.fingerprint import Fingerprint
+    from fastload.cache.format.sample_cache import SampleCache
+    from fastload.cache.ram.registry import Entry
 
 
 class SharedMemoryCache(BaseCache):
@@ -101,7 +101,7 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _of_this_machine, (owners.entry_of("", self.fd), self._arena.plan)
+            return _of_this_machine, (registry.entry_of("", self.fd), self._arena.plan)
         return _attached, (self._arena.segment, self._arena.plan)
 
     # --- properties ---------------------------------------------------------------------------------------
@@ -207,6 +207,6 @@ def _of_this_machine(entry: Entry | None, layout: Layout) -> SampleCache:
             cache = SharedMemoryCache.attach(entry.attach())
             if cache.origin.cache_id == layout.origin.cache_id:
                 return cache
-    registry = import_module("fastload.cache.ram.registry")  # which builds on this file
+    registry = import_module("fastload.cache.ram.sharing")  # which builds on this file
     made: SampleCache = registry.of_this_machine(layout)
     return made

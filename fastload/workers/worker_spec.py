@@ -27,8 +27,9 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.fetch import FetchSettings
-from fastload.errors import FastloadError, WorkerStartError, add_note
+from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
+from fastload.system.notes import add_note
 from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:

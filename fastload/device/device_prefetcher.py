@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from fastload.device.copies import CopiesAhead
 from fastload.device.cuda import choose_backend
-from fastload.device.streamless import StreamlessDevice
+from fastload.device.stream_prefetcher import StreamPrefetcher
+from fastload.device.synchronous import SynchronousDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -60,7 +60,7 @@ class DevicePrefetcher(Generic[T]):
             raise ValueError(f"depth should be at least 1 batch, but got depth={depth}")
         self.loader = loader
         self.depth = depth
-        self._backend: Backend | StreamlessDevice | None = choose_backend(device, "DevicePrefetcher")
+        self._backend: Backend | SynchronousDevice | None = choose_backend(device, "DevicePrefetcher")
         self._stream: Any = None
 
     @property
@@ -74,11 +74,11 @@ class DevicePrefetcher(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         if self._backend is None:
             return iter(self.loader)
-        if isinstance(self._backend, StreamlessDevice):
+        if isinstance(self._backend, SynchronousDevice):
             return map(self._backend.move, self.loader)
         if self._stream is None:
             self._stream = self._backend.make_stream()
-        return CopiesAhead(iter(self.loader), self._backend, self._stream, self.depth)
+        return StreamPrefetcher(iter(self.loader), self._backend, self._stream, self.depth)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_stream": None}  # the copy, or another process, makes its own stream

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
-from fastload.cache.zero_copy import is_tested_release
+from fastload.albumentations.read_only import is_tested_release
+from fastload.albumentations.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
 from fastload.images.regions import name_of_decoder
 
 if TYPE_CHECKING:

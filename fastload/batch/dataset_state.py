@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from fastload.errors import BatchLostError
 
 if TYPE_CHECKING:
-    from fastload.system.sent_error import SentError
+    from fastload.system.remote_error import RemoteError
 
 
-class IterableState(NamedTuple):
+class DatasetState(NamedTuple):
     """The position of one copy of an iterable dataset, or the state of one copy of a map-style dataset.
 
     Attributes:
@@ -35,7 +35,7 @@ class IterableState(NamedTuple):
 
     progress: Literal["not begun", "begun", "ended", "unknown"]
     data: bytes = b""
-    error: SentError | None = None
+    error: RemoteError | None = None
     iterator: bytes = b""
     num_batches: int = 0
 
@@ -50,7 +50,7 @@ class IterableState(NamedTuple):
         return bool(self.data or self.iterator)
 
     @classmethod
-    def of(cls, state: Any) -> IterableState:
+    def of(cls, state: Any) -> DatasetState:
         """The position of a copy whose `state_dict()` returned ``state``; ``state`` is copied."""
         return cls("begun", pickle.dumps(state))
 
@@ -77,9 +77,9 @@ class IterableState(NamedTuple):
             )
 
 
-NOT_BEGUN = IterableState("not begun")
-ENDED = IterableState("ended")
-LOST = IterableState("unknown")
+NOT_BEGUN = DatasetState("not begun")
+ENDED = DatasetState("ended")
+LOST = DatasetState("unknown")
 
 
 def keeps_state(owner: Any) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fastload.cache.record import FORMAT_VERSION
+from fastload.cache.format.record import FORMAT_VERSION
 
 _DIGEST_BYTES = 16
 

@@ -12,8 +12,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from rich.progress import Progress

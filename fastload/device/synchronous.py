@@ -15,7 +15,7 @@ from fastload.nested.device_tree import map_movable
 STREAMLESS_TYPES = ("mps", "xpu")
 
 
-class StreamlessDevice:
+class SynchronousDevice:
     """Moves whole batches to one device.
 
     Args:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
-from fastload.cache.zero_copy import is_tested_release, keeps_read_only
+from fastload.albumentations.read_only import is_tested_release, keeps_read_only
+from fastload.albumentations.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
 from fastload.nested.pending import PendingImage
 
 if TYPE_CHECKING:

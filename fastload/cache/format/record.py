@@ -27,7 +27,7 @@ import struct
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from fastload.cache.codecs import (
+from fastload.cache.format.codecs import (
     BEST_QUALITY,
     CODECS,
     codec_of_leaf,

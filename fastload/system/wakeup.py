@@ -6,7 +6,7 @@ import queue
 import time
 
 
-class Wakes:
+class Wakeup:
     """One thread waits, others wake it. A wake that comes early is kept; several count as one."""
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ _NOT_OWN = tuple(
 )
 
 
-class HotLines:
+class LineSampler:
     """Looks at the threads that make batches, until `stop()`.
 
     Args:

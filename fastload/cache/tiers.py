@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.encoded import decode_images
-from fastload.cache.record import ALIGNMENT_BYTES
-from fastload.cache.sample_cache import BaseCache, SampleCache
+from fastload.cache.format.record import ALIGNMENT_BYTES
+from fastload.cache.format.sample_cache import BaseCache, SampleCache
 from fastload.nested.tree import read_only
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
 
 # A cache without room for one sample can have room for a smaller one, but decoding costs time.
 _MAX_REJECTED = 16

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Takeover(contextlib.AbstractContextManager[None]):
+class RngScope(contextlib.AbstractContextManager[None]):
     """A block after which generators have the state of before; reusable.
 
     Args:
@@ -46,7 +46,7 @@ class Takeover(contextlib.AbstractContextManager[None]):
         """Restore everything that no later takeover has."""
         with _lock:
             self.is_open = False
-            later: list[Takeover] = []
+            later: list[RngScope] = []
             if self in _open:  # False in a child that was forked in the middle
                 position = _open.index(self)
                 later = _open[position + 1 :]
@@ -61,7 +61,7 @@ class Takeover(contextlib.AbstractContextManager[None]):
 
 
 _lock = threading.RLock()
-_open: list[Takeover] = []  # the oldest first
+_open: list[RngScope] = []  # the oldest first
 
 
 def _after_fork() -> None:

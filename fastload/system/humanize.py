@@ -1,4 +1,4 @@
-"""Formats byte counts and times for people: in logs, in reports about caches and on the command line."""
+"""Format byte counts, times and tables for people: in logs, in reports and on the command line."""
 
 
 def readable_size(nbytes: float) -> str:
@@ -20,3 +20,11 @@ def readable_time(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Format rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

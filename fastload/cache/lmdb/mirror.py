@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.format.progress import BuildProgress
 from fastload.cache.lmdb.files import MANIFEST_NAME, open_cache
 from fastload.cache.lmdb.manifest import (
     Manifest,
@@ -42,15 +43,14 @@ from fastload.cache.lmdb.manifest import (
     read_manifest,
     remote_files,
 )
-from fastload.cache.progress import BuildProgress
 from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_memory
 from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
+from fastload.system.humanize import readable_size
 from fastload.system.locks import held, try_lock
 from fastload.system.logs import log
 from fastload.system.os_errors import why_unwritable
-from fastload.system.sizes import readable_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

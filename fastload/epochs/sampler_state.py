@@ -20,8 +20,9 @@ import torch
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _DatasetKind
 
-from fastload.batch.iterable_state import keeps_state
-from fastload.errors import ResumeError, add_note
+from fastload.batch.dataset_state import keeps_state
+from fastload.errors import ResumeError
+from fastload.system.notes import add_note
 from fastload.system.process_group import process_group
 
 if TYPE_CHECKING:

@@ -21,15 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
-from fastload.batch.iterable_state import IterableState
 from fastload.batch.stacking import install_slot_rules
-from fastload.cache.counts import counts
+from fastload.cache.format.counts import counts
 from fastload.rng import seeding
 from fastload.rng.entry_points import begin_worker
 from fastload.rng.sample_rng import SampleRng
 from fastload.rng.worker_info import WorkerInfo, work_as
-from fastload.system.sent_error import SentError
+from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import keep_freed_memory
 from fastload.workers.messages import Answer, Kind, Work
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
     from fastload.memory.lease import Arena
     from fastload.rng.batch_draws import BatchId
-    from fastload.rng.sample_streams import StreamOrigin
-    from fastload.workers.job import Job
+    from fastload.rng.keys import StreamOrigin
+    from fastload.workers.worker_spec import Job
 
 AT_START = "at its start"  # the place of an error that is the answer to every task
 
@@ -75,7 +75,7 @@ class Meter:
         return Work(busy_us, self._hits - hits, self._misses - misses)
 
 
-class WorkerCore:
+class BatchMaker:
     """One worker: its dataset, its pipelines, its fetcher.
 
     Args:
@@ -113,7 +113,7 @@ class WorkerCore:
         self._loaded: Job | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
         self._keeps_states = False  # whether each answer has the state of the dataset
-        self._error: SentError | None = None  # the answer to every index while there is no fetcher
+        self._error: RemoteError | None = None  # the answer to every index while there is no fetcher
 
     def begin(self) -> None:
         """Take the first steps, once, in the worker itself."""
@@ -133,7 +133,7 @@ class WorkerCore:
                 job.worker_init_fn(self._id)
             self._loaded = job
         except self._caught:  # the answer to every index
-            self._error = SentError.current(self.where, AT_START)
+            self._error = RemoteError.current(self.where, AT_START)
         self.meter = Meter()
 
     def _take_process(self, job: Job, seed: int) -> None:
@@ -145,7 +145,7 @@ class WorkerCore:
         )
         install_slot_rules()
 
-    def begin_epoch(self, epoch: int | None, dataset_state: IterableState | None) -> None:
+    def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
         """Begin an epoch: iterable datasets start over, or resume from the state.
 
         Args:
@@ -166,7 +166,7 @@ class WorkerCore:
                 job, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
             )
         except self._caught:
-            self._error = SentError.current(self.where, AT_START)
+            self._error = RemoteError.current(self.where, AT_START)
 
     def answer(
         self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None, coming: Iterable[Any] = ()
@@ -201,16 +201,16 @@ class WorkerCore:
         answer.work = self.meter.work()
         return answer
 
-    def _sent(self, error: BaseException, place: str) -> SentError:
+    def _sent(self, error: BaseException, place: str) -> RemoteError:
         if self._is_thread:
-            return SentError.itself(error, place)
-        return SentError.current(self.where, place)
+            return RemoteError.itself(error, place)
+        return RemoteError.current(self.where, place)
 
 
 def make_fetcher(
     job: Job,
     arena: Arena,
-    dataset_state: IterableState | None,
+    dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,
     is_thread: bool = False,
@@ -235,12 +235,12 @@ def make_fetcher(
     )
 
 
-def dataset_state_of(fetcher: Fetcher, where: str) -> IterableState:
+def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState:
     """The state of a fetcher's dataset; an error of it fails no batch, but the loader's `state_dict()`."""
     try:
         return fetcher.dataset_state()
     except Exception:  # noqa: BLE001  # as above
-        return IterableState("unknown", error=SentError.current(where))
+        return DatasetState("unknown", error=RemoteError.current(where))
 
 
 def _be_quiet() -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DistributedSampler
 
 from fastload.epochs.node_partition import NodePartitionSampler
-from fastload.epochs.order import integer_or_none, length_or_none, nested_samplers
+from fastload.epochs.sampler_state import integer_or_none, length_or_none, nested_samplers
 from fastload.errors import RanksDisagreeError
 from fastload.system.logs import log
 from fastload.system.process_group import is_worker, process_group, store_of, watch_forks

@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.cache.columns import Allocate
+    from fastload.cache.format.columns import Allocate
 
 
 @runtime_checkable

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch._utils import ExceptionWrapper
 
-from fastload.errors import FastloadError, add_note
+from fastload.errors import FastloadError
 from fastload.system.logs import is_debugging
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,7 +37,7 @@ _pickle: Any = pickle  # writes errors; pickle reads them
 _SHORT_TEXT = 400  # characters; each takes four bytes at most
 
 
-class SentError(NamedTuple):
+class RemoteError(NamedTuple):
     """An error to be raised in the consumer.
 
     Attributes:
@@ -50,7 +51,7 @@ class SentError(NamedTuple):
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def current(cls, where: str, place: str = "") -> SentError:
+    def current(cls, where: str, place: str = "") -> RemoteError:
         """The exception that is being handled, ready to be sent to another process or kept.
 
         Args:
@@ -75,19 +76,19 @@ class SentError(NamedTuple):
             return cls.of_text(text, where, place, notes)
 
     @classmethod
-    def of_text(cls, text: str, where: str, place: str = "", notes: tuple[str, ...] = ()) -> SentError:
+    def of_text(cls, text: str, where: str, place: str = "", notes: tuple[str, ...] = ()) -> RemoteError:
         """A RuntimeError that has only a text."""
         wrapper = ExceptionWrapper((RuntimeError, RuntimeError(text), None), where)
         wrapper.exc_msg = text
         return cls(pickle.dumps(wrapper), place, notes)
 
     @classmethod
-    def itself(cls, error: BaseException, place: str = "") -> SentError:
+    def itself(cls, error: BaseException, place: str = "") -> RemoteError:
         """An error that occurred in another thread of this process."""
         hide_frames(error)
         return cls(error, place)
 
-    def shortened(self, num_bytes: int, where: str) -> SentError:
+    def shortened(self, num_bytes: int, where: str) -> RemoteError:
         """The error in at most ``num_bytes`` when pickled, without notes; long texts lose their middle."""
         error = pickle.loads(self.payload) if isinstance(self.payload, bytes) else self.payload
         text = error.exc_msg if isinstance(error, ExceptionWrapper) else f"{type(error).__name__}: {error}"
@@ -95,8 +96,8 @@ class SentError(NamedTuple):
             text = f"{text[:_SHORT_TEXT]}\n[...]\n{text[-_SHORT_TEXT:]}"
         if isinstance(error, ExceptionWrapper):
             error.exc_msg = text
-        short = SentError(pickle.dumps(error), self.place)
-        return short if len(pickle.dumps(short)) < num_bytes else SentError.of_text(text, where)
+        short = RemoteError(pickle.dumps(error), self.place)
+        return short if len(pickle.dumps(short)) < num_bytes else RemoteError.of_text(text, where)
 
     def reraise(self) -> NoReturn:
         """Raise the error, with its notes."""

@@ -47,8 +47,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fastload.errors import LoaderClosedError, add_note
+from fastload.errors import LoaderClosedError
 from fastload.nested.device_tree import map_movable
+from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from fastload.device.cuda import Backend
@@ -61,7 +62,7 @@ _MANY_LEAVES, _SMALL_BYTES = 16, 16 << 10
 
 
 @dataclass
-class _Ahead:
+class _InFlight:
     """A batch in flight: all its work on the side stream has been started."""
 
     batch: Any
@@ -101,7 +102,7 @@ class _LacksMemory:
         return error
 
 
-class CopiesAhead(Iterator[T]):
+class StreamPrefetcher(Iterator[T]):
     """One pass over a loader. See NOTE [ Copies ahead ].
 
     Args:
@@ -137,7 +138,7 @@ class CopiesAhead(Iterator[T]):
         if register_slots is not None:
             register_slots(backend, stream)
         self._poll = poll
-        self._ahead: collections.deque[_Ahead | _LacksMemory | Exception] = collections.deque()
+        self._ahead: collections.deque[_InFlight | _LacksMemory | Exception] = collections.deque()
         self._reading = _HostMemory(backend)
         # Not at exit: the memory is freed with the process.
         weakref.finalize(self, self._reading.release_all).atexit = False
@@ -163,7 +164,7 @@ class CopiesAhead(Iterator[T]):
                 raise StopIteration
             if isinstance(first, _LacksMemory):
                 first = self._start_again(first.batch, first.transform)
-            if isinstance(first, _Ahead):
+            if isinstance(first, _InFlight):
                 batch = self._taken_over(first)
             else:
                 self._note_taken()
@@ -180,7 +181,7 @@ class CopiesAhead(Iterator[T]):
         """Fetch batches until ``depth`` are in flight after the next one to hand over; see rule 8."""
         self._reading.release_done(max_left=math.inf)
         while self._source is not None and len(self._ahead) <= self._depth:
-            if self._ahead and not isinstance(self._ahead[-1], _Ahead):
+            if self._ahead and not isinstance(self._ahead[-1], _InFlight):
                 return  # the caller decides whether to continue after an error
             self._reading.release_done(max_left=self._depth)
             with outside_modes(self._backend.device):
@@ -208,7 +209,7 @@ class CopiesAhead(Iterator[T]):
         )
         return True
 
-    def _start_again(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | Exception:
+    def _start_again(self, batch: T, transform: Callable[[Any], Any] | None) -> _InFlight | Exception:
         """Copy a batch when its turn has come: no other batch is in flight then."""
         self._reading.release_all()
         with outside_modes(self._backend.device):
@@ -218,7 +219,7 @@ class CopiesAhead(Iterator[T]):
             raise started.error()
         return started
 
-    def _taken_over(self, ahead: _Ahead) -> T:
+    def _taken_over(self, ahead: _InFlight) -> T:
         """Hand a batch over; it stays the next one if there is no memory for its late leaves."""
         lacking = None
         try:
@@ -238,8 +239,10 @@ class CopiesAhead(Iterator[T]):
         if self._taken is not None:
             self._taken()
 
-    def _start(self, batch: T, transform: Callable[[Any], Any] | None) -> _Ahead | _LacksMemory | Exception:
-        ahead = _Ahead(batch, transform=transform)
+    def _start(
+        self, batch: T, transform: Callable[[Any], Any] | None
+    ) -> _InFlight | _LacksMemory | Exception:
+        ahead = _InFlight(batch, transform=transform)
         ahead.stream = self._backend.current_stream() if transform is None else self._stream
         leaves: list[Any] = []
 
@@ -266,7 +269,7 @@ class CopiesAhead(Iterator[T]):
             return error
         return ahead
 
-    def _copied(self, batch: T, plain: dict[int, torch.Tensor], ahead: _Ahead) -> dict[int, torch.Tensor]:
+    def _copied(self, batch: T, plain: dict[int, torch.Tensor], ahead: _InFlight) -> dict[int, torch.Tensor]:
         """Start the copies of a batch's plain leaves; returns the device's tensors by the leaves' ids."""
         backend = self._backend
         joined = _joined(plain)
@@ -291,7 +294,7 @@ class CopiesAhead(Iterator[T]):
             return joined.split(targets)
         return dict(zip(plain, targets, strict=True))
 
-    def _transform_ahead(self, ahead: _Ahead, transform: Callable[[Any], Any]) -> None:
+    def _transform_ahead(self, ahead: _InFlight, transform: Callable[[Any], Any]) -> None:
         with self._backend.on(self._stream):
             ahead.batch = apply_transform(transform, ahead.batch, self._backend.device)
         ahead.event = self._backend.record_event(self._stream)
@@ -308,7 +311,7 @@ class CopiesAhead(Iterator[T]):
 
         map_movable(ahead.batch, note)
 
-    def _hand_over(self, ahead: _Ahead) -> T:
+    def _hand_over(self, ahead: _InFlight) -> T:
         backend = self._backend
         consumer = backend.current_stream()
         if ahead.event is not None:
