@@ -76,7 +76,7 @@ def build_rate(folder: Any, directory: Path, num_workers: int) -> float:
 def building(directory: Path, num_photos: int, size: int | None, runs: int) -> dict[str, Any]:
     """A raw cache of an image folder, against the decoding alone."""
     make_photos(directory / "photos", num_photos)
-    folder = fastload.ImageFolder(directory / "photos", size)
+    folder = fastload.ImageFolder(directory / "photos", size=size)
     count = min(ALONE, num_photos)
     rows = [Contender("decoding alone, one core", "alone", lambda: decode_rate(folder, count))]
     for w in BUILD_WORKERS:

@@ -392,7 +392,7 @@ def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp
     folder, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png"), tmp_path / "made"
     done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10", "--codec", "png")
     assert done.exit_code == 0, done.output
-    source = fastload.ImageFolder(folder, 10)
+    source = fastload.ImageFolder(folder, size=10)
     opened = fastload.CachedDataset.from_cache(f"{scheme}{dest}")
     dataset = fastload.CachedDataset(source, cache=f"lmdb:{scheme}{dest}")
     assert len(opened) == dataset.cache_info().num_cached == 3

@@ -125,14 +125,14 @@ def _random_state_kept() -> Iterator[None]:
 def reject_random(dataset: Any) -> None:
     """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
 
-    An `ImageFolder` is known not to; none of its files is read.
+    An `ImageFolder` without a transform is known not to; none of its files is read.
 
     Raises:
         NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different
             results.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
-    if isinstance(dataset, ImageFolder):
+    if isinstance(dataset, ImageFolder) and dataset.transform is None:
         return
     last = len(dataset) - 1
     for index in sorted({0, last // 2, last}) if last >= 0 else ():

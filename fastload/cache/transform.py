@@ -21,9 +21,9 @@ from fastload.albumentations.crop import Pushdown
 from fastload.albumentations.deferred_end import find_tail
 from fastload.albumentations.read_only import keeps_read_only
 from fastload.cache.encoded import decode_images, decode_others
-from fastload.cache.format.fingerprint import is_albumentations
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
+from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
 from fastload.system.notes import add_note

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
+from fastload.images.transform import is_albumentations
 
 _DIGEST_BYTES = 16
 
@@ -138,7 +139,10 @@ def why_private(dataset: Any, pre_transform: Any | None) -> str:
     named = type(inner).__name__
     if pre_transform is None and hasattr(inner, "fingerprint"):
         if has_own_fingerprint(dataset):
-            return f"the fingerprint() of {named} is None: its samples have no versions; {share}"
+            return (
+                f"the fingerprint() of {named} is None: its samples have no versions, or it has a transform; "
+                f"{share}"
+            )
         return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
     if pre_transform is None:
         named, where = type(dataset).__name__, "the dataset"
@@ -206,11 +210,6 @@ def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
         except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
             return None
     return None
-
-
-def is_albumentations(value: Any) -> bool:
-    """Whether a value is an albumentations pipeline or transform, without importing albumentations."""
-    return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
 
 
 def _qualified_name(kind: Any) -> str:
