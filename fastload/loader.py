@@ -33,10 +33,16 @@ from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
+from fastload.workers.settings import (
+    OPTION_NAMES,
+    LoaderSettings,
+    Options,
+    default_options,
+    ray_workers,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.context import BaseContext
     from typing import Self
 
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failed_sample import FailedSample
     from fastload.device.cuda import Backend
+    from fastload.workers.settings import RayWorkers
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -100,13 +107,9 @@ class DataLoader(LoaderSettings):
             is held by a function, a class or a set. All threads share the generators of `random`,
             `numpy.random` and torch, so their draws have no fixed order: use `fastload.sample_rng()` with
             ``seeding="sample"`` instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra
-            ``ray``), whose batches are those of worker processes. The cluster is the one that `ray.init()`
-            has connected to, or that ``RAY_ADDRESS`` or `ray_options` names. Large arrays in the dataset are
-            read-only in these actors.
-        ray_options: How Ray places the actors: options of its actors, such as ``{"num_cpus": 2}`` (1 by
-            default) or ``{"resources": {"decoders": 1}}``, and ``"address"`` (of a cluster, or ``"local"`` to
-            start one here), ``"exclude_driver_node": True`` (use no CPUs of this machine) and
-            ``"placement_group"``.
+            ``ray``), whose batches are those of worker processes; `fastload.RayWorkers` has options for them.
+            The cluster is the one that `ray.init()` has connected to, or that ``RAY_ADDRESS`` or `RayWorkers`
+            names. Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
             "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
@@ -172,8 +175,7 @@ class DataLoader(LoaderSettings):
         max_prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
         seeding: Literal["worker", "sample"] = "worker",
-        worker_type: Literal["process", "thread", "ray"] = "process",
-        ray_options: Mapping[str, Any] | None = None,
+        worker_type: Literal["process", "thread", "ray"] | RayWorkers = "process",
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
@@ -217,7 +219,7 @@ class DataLoader(LoaderSettings):
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
-        if vars(self).get("_auto_workers") is None and vars(self).get("worker_type") != "ray":
+        if vars(self).get("_auto_workers") is None and ray_workers(vars(self).get("worker_type")) is None:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -324,7 +326,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            f'worker_type="{self.worker_type}"': self.worker_type != "process",
+            f"worker_type={self.worker_type!r}": self.worker_type != "process",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,66 @@ from fastload.rng.keys import check_dataset
 from fastload.system import budget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
+
+
+_CHOSEN_RAY_OPTIONS = frozenset(
+    {
+        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
+        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
+    }
+)
+
+
+@dataclass(frozen=True, init=False)
+class RayWorkers:
+    """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
+
+    ``worker_type="ray"`` is `RayWorkers()`.
+
+    Args:
+        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
+            None is that of ``RAY_ADDRESS``.
+        exclude_driver_node: Use no CPUs of this machine.
+        placement_group: Place the actors in this group of Ray.
+        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
+            ``resources={"decoders": 1}``.
+
+    Raises:
+        ValueError: fastload chooses this option itself.
+    """
+
+    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        exclude_driver_node: bool = False,
+        placement_group: Any = None,
+        **actor_options: Any,
+    ) -> None:
+        chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
+        if chosen:
+            raise ValueError(
+                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
+                "restarted and called; max_worker_restarts allows restarts"
+            )
+        own = {
+            "address": address,
+            "exclude_driver_node": exclude_driver_node,
+            "placement_group": placement_group,
+        }
+        object.__setattr__(self, "options", {**own, **actor_options})
+
+
+def ray_workers(worker_type: object) -> RayWorkers | None:
+    """The Ray workers that a loader's `worker_type` asks for; None if it asks for processes or threads."""
+    if worker_type == "ray":
+        return RayWorkers()
+    return worker_type if isinstance(worker_type, RayWorkers) else None
 
 
 @dataclass(kw_only=True)
@@ -36,8 +92,7 @@ class Options:
     max_prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
     seeding: str = "worker"
-    worker_type: str = "process"
-    ray_options: Mapping[str, Any] | None = None
+    worker_type: str | RayWorkers = "process"
     device: str | int | torch.device | None = None
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
@@ -54,12 +109,8 @@ class Options:
             ),
             "seeding": (self.seeding in ("worker", "sample"), '"worker" or "sample"'),
             "worker_type": (
-                self.worker_type in ("process", "thread", "ray"),
-                '"process", "thread" or "ray"',
-            ),
-            "ray_options": (
-                self.ray_options is None or isinstance(self.ray_options, Mapping),
-                "a dict of options for Ray's actors, or None",
+                self.worker_type in ("process", "thread", "ray") or isinstance(self.worker_type, RayWorkers),
+                '"process", "thread", "ray" or fastload.RayWorkers(...)',
             ),
             "on_error": (
                 self.on_error in ("raise", "replace") or callable(self.on_error),
@@ -74,14 +125,6 @@ class Options:
         for name, (is_right, expected) in checks.items():
             if not is_right:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
-        if self.ray_options is not None and self.worker_type != "ray":
-            raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
-        ours = sorted(_OUR_RAY_OPTIONS.intersection(self.ray_options or ()))
-        if ours:
-            raise ValueError(
-                f"ray_options cannot have {', '.join(ours)}, because fastload chooses how actors are named, "
-                "restarted and called; max_worker_restarts allows restarts"
-            )
         check_max_errors(self.max_errors)
         if self.max_prefetch_memory != "auto":
             budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
@@ -116,10 +159,10 @@ class Options:
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
         if self.worker_type != "process" and loader.multiprocessing_context is not None:
             raise ValueError(
-                f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '
+                f"multiprocessing_context is for worker processes, but worker_type is {self.worker_type!r}: "
                 "omit one"
             )
-        if self.worker_type == "ray" and is_auto:
+        if is_auto and ray_workers(self.worker_type) is not None:
             raise ValueError(
                 'num_workers="auto" counts the CPUs of this machine, but worker_type="ray" starts workers on '
                 "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
@@ -137,13 +180,6 @@ class Options:
                     f"dataset is a {type(dataset).__name__}"
                 )
 
-
-_OUR_RAY_OPTIONS = frozenset(
-    {
-        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
-        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
-    }
-)
 
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 

@@ -401,27 +401,27 @@ def seen_by(make: Any, **options: Any) -> set[Any]:
 
 
 def check_actors_run_where_they_shall() -> None:
-    """Over both nodes; away from the consumer's on demand; in the placement group that ray_options gives."""
+    """Over both nodes; away from the consumer's on demand; in the placement group that RayWorkers names."""
 
     def node(_: int = 0) -> Any:
         return ray.get_runtime_context().get_node_id()
 
     assert len(seen_by(node, num_workers=4)) == 2
-    away = seen_by(node, ray_options={"exclude_driver_node": True})
+    away = seen_by(node, kind=fastload.RayWorkers(exclude_driver_node=True))
     assert len(away) == 1
     assert node() not in away
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
     ray.get(group.ready())
-    options = {"placement_group": group}
-    found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), ray_options=options)
+    workers = fastload.RayWorkers(placement_group=group)
+    found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), kind=workers)
     assert found == {group.id.hex()}
     ray.util.remove_placement_group(group)
 
 
 def check_a_cluster_without_free_cpus_is_named() -> None:
     """A log line says what the cluster has; the loader waits, or its timeout ends it."""
-    seen, options = log_lines(), {"num_workers": 1, "timeout": 7, "ray_options": {"num_cpus": 64}}
+    seen, options = log_lines(), {"num_workers": 1, "timeout": 7, "kind": fastload.RayWorkers(num_cpus=64)}
     assert "timed out" in raised(RuntimeError, lambda: batches(Numbered(), **options))
     assert any("waits for the Ray cluster" in line and "CPUs: 8" in line for line in seen), seen
     nothing_is_left()
