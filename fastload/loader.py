@@ -138,8 +138,6 @@ class DataLoader(LoaderSettings):
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
-        snapshot_every_n_steps: Accepted for compatibility with torchdata's `StatefulDataLoader`, without
-            effect: `state_dict()` is exact after every batch.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -182,7 +180,6 @@ class DataLoader(LoaderSettings):
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         max_errors: int | float = 0.01,
         max_worker_restarts: int = 0,
-        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         given = dict(locals())
         if isinstance(num_workers, str) and num_workers != "auto":

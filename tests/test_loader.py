@@ -25,7 +25,6 @@ from tests.kit import datasets
 EXTRAS = {
     *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
     *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts"),
-    "snapshot_every_n_steps",
 }
 IMAGES = datasets.Made(datasets.image, 12)
 

@@ -99,7 +99,6 @@ class Options:
     on_error: str | Callable[..., Any] = "raise"
     max_errors: int | float = 0.01
     max_worker_restarts: int = 0
-    snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
         checks = {
@@ -117,10 +116,6 @@ class Options:
                 '"raise", "replace" or a function',
             ),
             "max_worker_restarts": (_is_int(self.max_worker_restarts, 0), "an int of at least 0"),
-            "snapshot_every_n_steps": (
-                self.snapshot_every_n_steps is None or _is_int(self.snapshot_every_n_steps, 1),
-                "an int of at least 1, or None",
-            ),
         }
         for name, (is_right, expected) in checks.items():
             if not is_right:
