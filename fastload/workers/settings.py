@@ -101,6 +101,11 @@ class Options:
     max_worker_restarts: int = 0
 
     def __post_init__(self) -> None:
+        if self.on_error == "skip":  # the word of `fastload cache build`
+            raise ValueError(
+                'on_error="skip" would change the sizes of batches: write on_error="replace", which reads a '
+                "different sample instead, or pass a function"
+            )
         checks = {
             "memory_format": (
                 self.memory_format in (None, torch.channels_last),

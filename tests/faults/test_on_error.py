@@ -203,7 +203,8 @@ RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        *(({"on_error": value}, "on_error should be") for value in ("skip", 5)),
+        *(({"on_error": value}, "on_error should be") for value in ("many", 5)),
+        ({"on_error": "skip"}, r'on_error="skip" .* write on_error="replace", which reads'),
         *(({"max_errors": value}, "max_errors should be") for value in (-1, 1.5, True, "many")),
         *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
         ({"dataset": STREAM}, "needs a map-style dataset"),
