@@ -16,6 +16,7 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
+from fastload.system.checks import Check, integer, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,19 @@ def ray_workers(worker_type: object) -> RayWorkers | None:
     return worker_type if isinstance(worker_type, RayWorkers) else None
 
 
+_WORKER_TYPES = ("process", "thread", "ray")
+_CHECKS = {
+    "memory_format": one_of(None, torch.channels_last),
+    "seeding": one_of("worker", "sample"),
+    "worker_type": Check(
+        '"process", "thread", "ray" or fastload.RayWorkers(...)',
+        lambda value: value in _WORKER_TYPES or isinstance(value, RayWorkers),
+    ),
+    "on_error": one_of("raise", "replace", or_callable=True),
+    "max_worker_restarts": integer(0),
+}
+
+
 @dataclass(kw_only=True)
 class Options:
     """The arguments of `fastload.DataLoader` that torch's loader does not have; it documents them.
@@ -106,25 +120,11 @@ class Options:
                 'on_error="skip" would change the sizes of batches: write on_error="replace", which reads a '
                 "different sample instead, or pass a function"
             )
-        checks = {
-            "memory_format": (
-                self.memory_format in (None, torch.channels_last),
-                "None or torch.channels_last",
-            ),
-            "seeding": (self.seeding in ("worker", "sample"), '"worker" or "sample"'),
-            "worker_type": (
-                self.worker_type in ("process", "thread", "ray") or isinstance(self.worker_type, RayWorkers),
-                '"process", "thread", "ray" or fastload.RayWorkers(...)',
-            ),
-            "on_error": (
-                self.on_error in ("raise", "replace") or callable(self.on_error),
-                '"raise", "replace" or a function',
-            ),
-            "max_worker_restarts": (_is_int(self.max_worker_restarts, 0), "an int of at least 0"),
-        }
-        for name, (is_right, expected) in checks.items():
-            if not is_right:
-                raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
+        for name, check in _CHECKS.items():
+            try:
+                check(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
         check_max_errors(self.max_errors)
         if self.max_prefetch_memory != "auto":
             budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
@@ -188,10 +188,6 @@ OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 def default_options() -> dict[str, Any]:
     """The default options of a loader."""
     return dict(vars(Options()))
-
-
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 if TYPE_CHECKING:
