@@ -119,7 +119,7 @@ def reading(directory: Path, runs: int) -> dict[str, Any]:
     in_ram = fastload.CachedDataset(source, cache="ram")
     for index in range(NUM_IMAGES):
         in_ram._view(index)
-    on_disk = fastload.CachedDataset(source, cache=f"lmdb:{directory / 'read'}", progress=False)
+    on_disk = fastload.CachedDataset(source, cache=f"lmdb:{directory / 'read'}")
     rows = []
     for w in WORKERS:
         rows += [

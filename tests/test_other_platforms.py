@@ -71,11 +71,11 @@ def plain(batch):
 
 found = {}
 expected = [plain(batch) for batch in made(torch.utils.data.DataLoader, source)]
-file = "lmdb:" + tempfile.mkdtemp() + "/cache.lmdb"
+file = fastload.CachedDataset.build(source, tempfile.mkdtemp() + "/x.lmdb", num_workers=0, progress=False)
 caches = {
     "none": source,
     "ram": fastload.CachedDataset(source),
-    "file": fastload.CachedDataset(source, cache=file, num_workers=0, progress=False),
+    "file": fastload.CachedDataset(source, cache=file),
 }
 found["layouts"] = {name: dataset.cache_info().layout for name, dataset in caches.items() if name != "none"}
 for num_workers in WORKERS:

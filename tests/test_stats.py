@@ -229,7 +229,7 @@ def test_every_access_to_a_cached_sample_counts(num_workers: int, wrap: str, tmp
     elif wrap == "a user's":
         dataset = datasets.Made(lambda index: inner[2 * index] + inner[2 * index + 1], 11)
     else:
-        fastload.CachedDataset(ROWS, cache=f"lmdb:{tmp_path}/rows", progress=False).cache.close()
+        fastload.CachedDataset.build(ROWS, tmp_path / "rows", progress=False).close()
         transform = None if wrap == "tiers" else torch.clone
         dataset = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
     with DataLoader(dataset, 4, num_workers=num_workers) as loader:

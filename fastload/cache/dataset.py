@@ -89,12 +89,13 @@ class CachedDataset(Dataset[Any]):
             dict sample, the sample if it is an array, or else its first element) or any other callable (it
             gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
             albumentations' own transforms gets the cached arrays, read-only, if that saves the copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `"lmdb:s3://..."` or any other URL
-            (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
-            (samples read from the file are kept in RAM), or a cache object. `"ram-encoded"` caches the files
-            of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them on every
-            access; `["ram", "ram-encoded"]` keeps as many samples decoded as `max_memory` allows beside the
-            files of the others. None stores nothing, and reads the dataset every time.
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist; see `build`), `"lmdb:s3://..."` or
+            any other URL (downloaded once per host; `fastload cache build` must have built it),
+            `["ram", "lmdb:PATH"]` (samples read from the file are kept in RAM), or a cache object.
+            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
+            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
+            as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
+                every time.
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
@@ -105,8 +106,6 @@ class CachedDataset(Dataset[Any]):
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
             host, divided by the number of ranks there.
-        num_workers: Number of processes to build an LMDB cache; None for one per usable CPU.
-        progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
@@ -141,8 +140,6 @@ class CachedDataset(Dataset[Any]):
         pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
-        num_workers: int | None = None,
-        progress: bool = True,
         decode: Literal["exact", "fast"] = "exact",
     ) -> None:
         _check_map_style(dataset)
@@ -158,13 +155,44 @@ class CachedDataset(Dataset[Any]):
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, pre_transform, cache_key, max_memory, num_workers, progress)
+        opener = Opener(dataset, pre_transform, cache_key, max_memory)
         self.cache = opener.open(cache)
         self._stores = cache is not None
         self._source = opener.source
         self._holds_images = opener.holds_images
         self._jpegs = opener.jpegs
         self.decode = decode
+
+    @staticmethod
+    def build(
+        dataset: Any,
+        path: str | os.PathLike[str],
+        *,
+        pre_transform: Callable[..., Any] | None = None,
+        cache_key: str | None = None,
+        num_workers: int | None = None,
+        progress: bool = True,
+    ) -> LMDBCache:
+        """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
+
+        Args:
+            dataset: As for this class.
+            path: The file, or the directory of shards.
+            pre_transform: As for this class.
+            cache_key: As for this class.
+            num_workers: Processes that read; None for one per usable CPU, 0 for none.
+            progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+
+        Raises:
+            CacheBusyError: Another process is building it.
+            Exception: As this class.
+        """
+        from fastload.cache.open_cache import Opener  # here: as above
+
+        _check_map_style(dataset)
+        opener = Opener(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        cache: Any = opener.open(f"lmdb:{os.fspath(path)}")
+        return cache  # type: ignore[no-any-return]
 
     @classmethod
     def from_cache(

@@ -68,7 +68,7 @@ _MEASURED = 64  # samples whose sizes decide how memory is split between decoded
 
 @dataclass
 class Opener:
-    """Opens the caches of one dataset; the arguments are those of CachedDataset.
+    """Opens the caches of one dataset; the arguments are those of CachedDataset and its `build`.
 
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
@@ -80,9 +80,9 @@ class Opener:
     dataset: Any
     pre_transform: Callable[..., Any] | None
     key: str | None
-    max_memory: str | float
-    num_workers: int | None
-    progress: bool
+    max_memory: str | float = "auto"
+    num_workers: int | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
         check_memory(self.max_memory, name="max_memory")  # raises before anything is read

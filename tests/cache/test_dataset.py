@@ -260,7 +260,7 @@ def test_copies_and_pickles_share_the_cache() -> None:
 def test_a_dataset_from_a_file(pre_transform: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """By the argument of `cache`, with its prefix, or by a name; it has the names of its source's classes."""
     monkeypatch.chdir(tmp_path)
-    CachedDataset(Labelled(4), pre_transform=pre_transform, cache="lmdb:cache", num_workers=0).cache.close()
+    CachedDataset.build(Labelled(4), "cache", pre_transform=pre_transform, num_workers=0).close()
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4

@@ -23,8 +23,13 @@ def cached(request: Any, tmp_path: Any) -> Any:
     """Makes a CachedDataset of each kind, in which all samples are stored."""
 
     def make(dataset: Any, **options: Any) -> fastload.CachedDataset:
-        cache = "ram" if request.param == "ram" else f"lmdb:{tmp_path}/file.lmdb"
-        made = fastload.CachedDataset(dataset, cache=cache, num_workers=0, progress=False, **options)
+        cache: Any = "ram"
+        if request.param == "lmdb":
+            own = {name: options[name] for name in ("pre_transform", "cache_key") if name in options}
+            cache = fastload.CachedDataset.build(
+                dataset, tmp_path / "x", num_workers=0, progress=False, **own
+            )
+        made = fastload.CachedDataset(dataset, cache=cache, **options)
         assert made.fill(num_workers=0, progress=False).num_cached == len(dataset)
         return made
 

@@ -155,7 +155,7 @@ def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: 
     with caplog.at_level(logging.WARNING, "fastload"):
         for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), Made(in_a_buffer, 50)):
             CachedDataset(dataset, cache="ram")
-        CachedDataset(labelled(PIXELS), cache=f"lmdb:{tmp_path / 'x'}", num_workers=0, progress=False)
+        CachedDataset.build(labelled(PIXELS), tmp_path / "x", num_workers=0, progress=False)
     assert "in memory already" not in caplog.text
 
 
@@ -264,7 +264,7 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
     caches: Any = None, "ram", "ram-encoded", ["ram", "ram-encoded"], path, ["ram", path]
     for times, cache in enumerate(caches):
-        dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22, progress=False)
+        dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22)
         assert dataset[0][1] == 0
         assert len(asked) == times
 

@@ -197,8 +197,11 @@ def test_filling_a_cache_reads_the_files_of_many_tasks_at_the_same_time(
     together = meet(SIZE - 3, alone=0)
     if not num_workers:
         faulty.gate = staticmethod(lambda path: path.endswith(TRIED_FIRST) or together())
-    place = "ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}"
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url), cache=place, num_workers=num_workers)
+    folder = fastload.ImageFolder(url)
+    place: Any = "ram"
+    if cache == "lmdb":
+        place = fastload.CachedDataset.build(folder, tmp_path / "cache", num_workers=num_workers)
+    dataset = fastload.CachedDataset(folder, cache=place)
     if (cache, num_workers) == ("lmdb", 0):
         assert faulty.reads.total() == SIZE + 2 + 1  # two are tried twice; the list of files is looked for
     assert dataset.fill(num_workers=num_workers, progress=False).num_cached == SIZE

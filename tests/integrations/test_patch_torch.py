@@ -255,7 +255,9 @@ def test_a_method_that_another_library_wrapped_is_left(monkeypatch: pytest.Monke
 def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
     fastload.patch_torch(seeding="sample")
-    options = {"cache": f"lmdb:{tmp_path / 'cache'}", "cache_key": "built", "progress": False}
-    built = fastload.CachedDataset([(torch.arange(3), n) for n in range(4)], num_workers=1, **options)
-    assert built[3][1] == 3
-    built.cache.close()
+    samples = [(torch.arange(3), n) for n in range(4)]
+    built = fastload.CachedDataset.build(
+        samples, tmp_path / "cache", cache_key="built", num_workers=1, progress=False
+    )
+    assert fastload.CachedDataset(samples, cache=built, cache_key="built")[3][1] == 3
+    built.close()

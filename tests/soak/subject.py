@@ -55,7 +55,7 @@ class Subject:
         if max_memory == "half":
             sizes = [leaf.nbytes for leaf in tree_leaves(samples[0]) if hasattr(leaf, "nbytes")]
             max_memory = f"{max(1, (sum(sizes) + 64) * len(samples) // 2)}B"
-        options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
+        options: dict[str, Any] = {"max_memory": max_memory}
         if case.source in ("ram", "keyed ram", "subset of ram"):
             key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
