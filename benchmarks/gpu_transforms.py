@@ -193,7 +193,7 @@ def dataset_on_the_device() -> dict[str, Any]:
                 batch_size,
                 shuffle=True,
                 device="cuda",
-                rng="sample",
+                seeding="sample",
                 device_transform=[Gather([images, labels]), *transform],
             )
             figures = []

@@ -40,7 +40,7 @@ class LoaderClosedError(FastloadError, RuntimeError):
         super().__init__(message)
 
 
-class SegmentError(FastloadError, MemoryError):
+class SharedMemoryError(FastloadError, MemoryError):
     """Shared memory could not be created or grown; the message says how many bytes, and why."""
 
 
@@ -63,7 +63,7 @@ class CacheError(FastloadError):
     """Base of the errors of CachedDataset and its caches."""
 
 
-class RandomDatasetError(CacheError, ValueError):
+class NondeterministicDatasetError(CacheError, ValueError):
     """The dataset returns a different sample on every access, so a cache would freeze one random draw."""
 
 

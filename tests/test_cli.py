@@ -174,7 +174,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build exits:data made", 1, "exits.* ended the process with exit code 3"),
     ("cache build has_no_memory:data made", 1, "^MemoryError: MemoryError$"),
     ("cache build tests.cli_zoo:fails made", 1, "^RuntimeError: RuntimeError: the factory failed$"),
-    ("cache build tests.cli_zoo:Random made", 1, "^RandomDatasetError: "),
+    ("cache build tests.cli_zoo:Random made", 1, "^NondeterministicDatasetError: "),
     # options
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),
@@ -392,7 +392,7 @@ def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp
     folder, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png"), tmp_path / "made"
     done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10", "--codec", "png")
     assert done.exit_code == 0, done.output
-    source = fastload.ImageFolder(folder, 10)
+    source = fastload.ImageFolder(folder, size=10)
     opened = fastload.CachedDataset.from_cache(f"{scheme}{dest}")
     dataset = fastload.CachedDataset(source, cache=f"lmdb:{scheme}{dest}")
     assert len(opened) == dataset.cache_info().num_cached == 3

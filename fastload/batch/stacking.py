@@ -58,7 +58,7 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
     """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
-        SegmentError: The memory could not be allocated; torch's own rule would need the same amount.
+        SharedMemoryError: The memory could not be allocated; torch's own rule would need the same amount.
     """
     first = tensors[0]
     memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))

@@ -1,4 +1,4 @@
-"""Calls the user's transform or prepare function: calling conventions, private copies, and notes on errors.
+"""Calls the user's transform or pre_transform: calling conventions, private copies, and notes on errors.
 
 Rules:
 
@@ -21,9 +21,9 @@ from fastload.albumentations.crop import Pushdown
 from fastload.albumentations.deferred_end import find_tail
 from fastload.albumentations.read_only import keeps_read_only
 from fastload.cache.encoded import decode_images, decode_others
-from fastload.cache.format.fingerprint import is_albumentations
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
+from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
 from fastload.system.notes import add_note
@@ -41,7 +41,7 @@ class Call:
     """Calls a user's function by its convention, and notes its input on its errors.
 
     Args:
-        role: The name of the function's argument: `"transform"` or `"prepare"`.
+        role: The name of the function's argument: `"transform"` or `"pre_transform"`.
         function: An albumentations pipeline, or any callable that takes a sample.
         decode: How undecoded images in a sample are decoded for a pipeline that begins with a crop, `"exact"`
             or `"fast"` (see CachedDataset); None: samples hold no undecoded images.
@@ -174,7 +174,7 @@ def check_decode(decode: object) -> None:
 
 
 def check_callable(role: str, function: Any) -> None:
-    """Check that a `transform` or `prepare` can be called.
+    """Check that a `transform` or `pre_transform` can be called.
 
     Raises:
         TypeError: It is not callable, or is a class of albumentations instead of an instance.

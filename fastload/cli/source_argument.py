@@ -37,7 +37,7 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
         if is_url(source):
             check_url(source)
-        return ImageFolder(source, size)
+        return ImageFolder(source, size=size)
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")

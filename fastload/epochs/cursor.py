@@ -69,7 +69,7 @@ class EpochCursor:
         samplers: States of the samplers, as `OrderSources.sampler_states` returns them, pickled by this
             process.
         base_seed: The seed from which torch seeds its workers.
-        sample_seed: The seed from which `rng="sample"` seeds each sample.
+        sample_seed: The seed from which `seeding="sample"` seeds each sample.
         num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
         is_finished: Whether the caller has seen the end of the epoch.
@@ -84,12 +84,12 @@ class EpochCursor:
         error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
         ahead: The arguments of `advance` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_origin: With `rng="sample"`: the index of the last fetched batch, and the origin of its
+        fetched_origin: With `seeding="sample"`: the index of the last fetched batch, and the origin of its
             samples' random streams. With `in_order=False` torch's workers do not fetch in the order of the
             indices, and the two do not belong together.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
-        stream_counter: Counts the samples' random streams with `rng="sample"`.
+        stream_counter: Counts the samples' random streams with `seeding="sample"`.
     """
 
     epoch: int
@@ -118,7 +118,7 @@ class EpochCursor:
     _loaded: EpochCursor | None = field(init=False, default=None)
     _is_of_other_rank: bool = field(init=False, default=False)
     _default_state: torch.Tensor | None = field(init=False, default=None)
-    # With rng="sample": what was counted and not yet fetched.
+    # With seeding="sample": what was counted and not yet fetched.
     _counted: deque[tuple[Any, StreamOrigin]] = field(init=False, default_factory=collections.deque)
 
     @property

@@ -113,7 +113,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
         cursor.rank = rank_of(loader)
-    if getattr(loader, "rng", "worker") == "sample":
+    if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         cursor.stream_counter = StreamCounter(
             cursor.sample_seed, cursor.epoch, num_samples, auto_collation=has_auto_collation(loader)

@@ -51,7 +51,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     """
     cursor = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin, is_batch = copy.copy(loader), has_auto_collation(loader)
-    if loader.rng == "sample":
+    if loader.seeding == "sample":
         place = "batch_sampler" if is_batch else "sampler"
         cursor_now = functools.partial(_cursor_of, weakref.ref(loader))
         keys = KeyedSampler(index_sampler(loader), auto_collation=is_batch, epoch=cursor_now)
@@ -62,7 +62,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         )
     # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
     vars(twin).update(
-        rng="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
+        seeding="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
     )
     if pins:
         vars(twin)["pin_memory"] = True

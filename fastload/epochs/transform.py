@@ -36,7 +36,7 @@ class EpochTransform:
         self._auto_collation = has_auto_collation(loader)
         # With in_order=False, the batches of torch's workers do not come in the order of their indices.
         is_in_order = loader.in_order or loader.num_workers == 0
-        self._is_of_samples = loader.rng == "sample" and is_in_order
+        self._is_of_samples = loader.seeding == "sample" and is_in_order
         is_second = name == "device_transform" and loader.batch_transform is not None
         self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
 

@@ -42,6 +42,7 @@ from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
 from fastload.workers.ray_pool import RayPool
 from fastload.workers.schedule import Schedule
+from fastload.workers.settings import ray_workers
 from fastload.workers.threads import ThreadPool
 from fastload.workers.worker_spec import Job
 
@@ -83,9 +84,10 @@ class WorkerIterator(HostIterator):
         self._pin_thread: PinThread | None = None
         self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
         recorder = recorder_of(loader)
-        max_bytes = parse_prefetch_memory(loader.prefetch_memory)
+        max_bytes = parse_prefetch_memory(loader.max_prefetch_memory)
         self._pool: Pool | ThreadPool | RayPool
-        if loader.worker_type == "ray" and not loader.persistent_workers:
+        ray = ray_workers(loader.worker_type)
+        if ray is not None and not loader.persistent_workers:
             say_once(
                 "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
                 "other machines: persistent_workers=True keeps both"
@@ -99,9 +101,9 @@ class WorkerIterator(HostIterator):
             self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
         else:
             restarts = loader.max_worker_restarts
-            if loader.worker_type == "ray":
-                ring, options = Ring(1, 1, max_bytes), loader.ray_options or {}
-                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=options)
+            if ray is not None:
+                ring = Ring(1, 1, max_bytes)
+                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=ray.options)
             else:
                 ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
                 self._pool = Pool(job, context, ring, recorder.add, num_restarts=restarts)

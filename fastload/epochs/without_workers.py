@@ -69,7 +69,7 @@ class LocalIterator(HostIterator):
         buffers, user = state.buffers or (None, None)
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(parse_prefetch_memory(loader.prefetch_memory))
+            buffers = Buffers(parse_prefetch_memory(loader.max_prefetch_memory))
         state.buffers = buffers, weakref.ref(self)
         return buffers
 

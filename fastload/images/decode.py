@@ -256,7 +256,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
     if mode in ("P", "PA"):
-        return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent colour
+        return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent color
     image.info.pop("transparency", None)  # convert() would convert it, with a warning
     return image.convert("RGB")
 

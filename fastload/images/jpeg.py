@@ -4,7 +4,7 @@ Rules:
 
 1. OpenCV decodes if its pixels equal Pillow's: each process compares them once, on a small picture of each
    kind. So it does not matter how the libjpeg of either was built.
-2. Only ordinary files are decoded here: 8 bits, grey or colours of a common sampling, and an end marker.
+2. Only ordinary files are decoded here: 8 bits, grey or colors of a common sampling, and an end marker.
    OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look behind the
    last pixel, and old releases fill gaps with grey.
 3. Whatever is rejected here is left to Pillow, which decodes it or raises.

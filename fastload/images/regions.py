@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fastload.images.jpeg import Content
     from fastload.images.restart_markers import Box
 
-# At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
+# At the first and the last column, libjpeg-turbo upsamples the colors of a region of one column without
 # interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
 _MIN_WIDTH = 4
 # What the import writes to standard error, because it also looks for codecs of GPUs.

@@ -2,7 +2,7 @@
 
 `DataLoader(worker_type="ray")` needs nothing from here: its workers are actors of the same job (see
 `workers.ray_pool`). In a Ray Train worker, both go together. The trainer's placement group has no CPUs for
-these actors, so the cluster needs further ones, or `ray_options` a placement group of its own.
+these actors, so the cluster needs further ones, or `fastload.RayWorkers` a placement group of its own.
 
 Importing this file imports Ray Train.
 """

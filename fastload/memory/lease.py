@@ -104,7 +104,7 @@ def shared_memory(nbytes: int) -> Memory:
     """Pages of a segment, allocated now; private pages where the system has no shared memory.
 
     Raises:
-        SegmentError: The memory is not available.
+        SharedMemoryError: The memory is not available.
     """
     if why_unsupported() is not None:
         return private_memory(nbytes)

@@ -21,7 +21,7 @@ import threading
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.system import linux
 from fastload.system.posix import resource
 
@@ -54,7 +54,7 @@ def why_unsupported() -> str | None:
             trial.map(writable=True).close()
         finally:
             trial.close()
-    except SegmentError as error:
+    except SharedMemoryError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCITIES:
             return None  # the next attempt to create a segment might succeed
         return f"this system denies anonymous shared memory: {error}"
@@ -88,13 +88,13 @@ class Segment:
             sealed: Forbid every later change of the size, so no mapping can cause a SIGBUS.
 
         Raises:
-            SegmentError: The memory or the descriptor is not available.
+            SharedMemoryError: The memory or the descriptor is not available.
         """
         nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         try:
             fd = linux.memfd(name)
         except OSError as error:
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot create a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         try:
@@ -104,7 +104,7 @@ class Segment:
                 linux.seal_size(fd)
         except OSError as error:
             os.close(fd)
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot size a shared segment to {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         return cls(fd, nbytes)
@@ -133,14 +133,14 @@ class Segment:
             nbytes: How much of the segment to map, from its start; None for all of it.
 
         Raises:
-            SegmentError: The address space or the limit on mappings is used up.
+            SharedMemoryError: The address space or the limit on mappings is used up.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         nbytes = self.nbytes if nbytes is None else nbytes
         try:
             return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot map a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
 
@@ -222,7 +222,7 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
     try:
         return open_in_process(pid, fd, lambda status, _: (status.st_dev, status.st_ino) == (device, inode))
     except OSError as error:
-        raise SegmentError(
+        raise SharedMemoryError(
             f"cannot attach the shared segment at {linux.link_of(fd, pid)}: {error}. "
             "Its owner must be alive, of the same user and in the same PID namespace."
         ) from error
@@ -243,14 +243,16 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
 
     Raises:
         OSError: The process or the descriptor is gone, or this process cannot open its descriptors.
-        SegmentError: The descriptor now refers to a different file.
+        SharedMemoryError: The descriptor now refers to a different file.
     """
     found = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
     try:
         own = linux.link_of(found)
         link = os.readlink(own)
         if not is_meant(os.fstat(found), link):
-            raise SegmentError(f"descriptor {fd} of process {pid} is now {link}, and no longer the segment")
+            raise SharedMemoryError(
+                f"descriptor {fd} of process {pid} is now {link}, and no longer the segment"
+            )
         return Segment.attach(os.open(own, os.O_RDWR | os.O_CLOEXEC))
     finally:
         os.close(found)
@@ -260,7 +262,7 @@ def allocated(nbytes: int) -> tuple[Segment, mmap.mmap]:
     """A new segment for a slot and its writable mapping, all pages allocated; the caller closes the segment.
 
     Raises:
-        SegmentError: The memory is not available.
+        SharedMemoryError: The memory is not available.
     """
     segment = Segment.create(nbytes, name="fastload-slot")
     try:
@@ -281,7 +283,7 @@ def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> N
         nbytes: How much; None for all that follows.
 
     Raises:
-        SegmentError: There is not enough memory (instead of a SIGBUS on first touch).
+        SharedMemoryError: There is not enough memory (instead of a SIGBUS on first touch).
     """
     if sys.platform != "linux":
         return  # pages are allocated on first touch: slower, but just as correct
@@ -290,5 +292,5 @@ def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> N
         mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
-            raise SegmentError(f"cannot take {nbytes:,} bytes of memory: {error}") from error
+            raise SharedMemoryError(f"cannot take {nbytes:,} bytes of memory: {error}") from error
         # EINVAL: the kernel is older than 5.14; pages are allocated on first touch.

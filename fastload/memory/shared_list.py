@@ -22,7 +22,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
 from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
@@ -53,7 +53,7 @@ class SharedList(Sequence[T]):
 
     Raises:
         TypeError: An item cannot be pickled; the message has its index.
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
@@ -147,7 +147,7 @@ def _stored(items: Iterable[Any]) -> Segment | bytearray:
             try:
                 segment.write(chunk, nbytes)
             except OSError as error:
-                raise SegmentError(
+                raise SharedMemoryError(
                     f"cannot grow a SharedList beyond {nbytes:,} bytes: {with_limit(error)}"
                 ) from error
             nbytes += len(chunk)

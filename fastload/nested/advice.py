@@ -1,6 +1,6 @@
 """Says what to return instead of a value that cannot be cached.
 
-Classes of other libraries are recognised by the names of their modules; no library is imported here.
+Classes of other libraries are recognized by the names of their modules; no library is imported here.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ MAX_DEPTH = 64  # nested containers; far more than samples have, far below Pytho
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
 _PLAIN_LEAVES = ("int", "float", "bool", "none", IMAGE, *TEXT_KINDS)
 _WHERE_TO_CHANGE_IT = (
-    "Change it in the dataset, or in a function that you pass as CachedDataset(prepare=function)"
+    "Change it in the dataset, or in a function that you pass as CachedDataset(pre_transform=function)"
 )
 
 

@@ -26,12 +26,14 @@ _BATCHES_SHARE = 0.25
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[f"{_letter}B"] = 1000**_power
-    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[_letter] = _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}I"] = _UNITS[f"{_letter}IB"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _USAGE = (
-    'pass "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
+    'pass "auto", a size such as "40GB", "40G" or "512MiB", bytes as an int, or a share of free memory such '
+    "as 0.5"
 )
+_MIN_INT_BYTES = 1_000_000  # whoever passes a smaller int means gigabytes, or a share
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -52,7 +54,7 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
 
     Args:
         amount: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
-            40 * 2**30), or a float above 0 and up to 1 (a share of free memory).
+            40 * 2**30; the B may be omitted), or a float above 0 and up to 1 (a share of free memory).
         name: The name of the user's argument, for the error.
         available: Free bytes; read from the system if None.
 
@@ -74,19 +76,35 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
     return nbytes
 
 
-def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
+def check_memory(amount: str | float, *, name: str) -> None:
+    """Check a user's amount of memory.
+
+    Raises:
+        ValueError: `parse_memory` does not accept it; or it is an int of less than a megabyte, which hardly
+            anybody means as bytes.
+    """
+    nbytes = parse_memory(amount, name=name)
+    if isinstance(amount, int) and nbytes < _MIN_INT_BYTES:
+        unit, share = ("byte", 1.0) if amount == 1 else ("bytes", 0.5)
+        raise ValueError(
+            f'{name}={amount} is {amount} {unit}: write {name}="{amount}GB" for gigabytes, {name}={share} '
+            f'for a share of free memory, or {name}="{amount}B" if you mean bytes'
+        )
+
+
+def parse_prefetch_memory(max_prefetch_memory: int | float | str) -> int:
     """The limit on the memory for a loader's batches, in bytes; used with and without workers.
 
     Args:
-        prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the
-            last second; else as `parse_memory`.
+        max_prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within
+            the last second; else as `parse_memory`.
 
     Raises:
         ValueError: As `parse_memory`.
     """
-    if prefetch_memory == "auto":
+    if max_prefetch_memory == "auto":
         return int(_BATCHES_SHARE * _read_in(int(time.monotonic()), available_bytes))
-    return parse_memory(prefetch_memory, name="prefetch_memory")
+    return parse_memory(max_prefetch_memory, name="max_prefetch_memory")
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 1. The parameters are drawn on the host for all images at once (rng/batch_draws.py), and reach the device in
    one asynchronous copy.
 2. No operation makes the host wait for the device.
-3. Inside a loader the draws follow the rules of its `rng=`; elsewhere they come from torch's default
+3. Inside a loader the draws follow the rules of its `seeding=`; elsewhere they come from torch's default
    generator.
 4. The results are the same in every pixel on every device; those of `RandomResizedCrop` within one grey
    level.
@@ -43,8 +43,8 @@ class RandomResizedCrop(ImageTransform):
     supported, and gradients do not flow back. The module has no parameters and no state_dict entry, and can
     be pickled.
 
-    As a `device_transform` of a `fastload.DataLoader`, it follows the loader's ``rng=``; elsewhere each call
-    takes one number from torch's default generator.
+    As a `device_transform` of a `fastload.DataLoader`, it follows the loader's ``seeding=``; elsewhere each
+    call takes one number from torch's default generator.
 
     If the batch is not a tensor, the result is a new batch of its type with the images replaced. The images
     are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a

@@ -1,4 +1,4 @@
-"""Normalize: convert batches of uint8 images to normalised floats, on the device of the batch.
+"""Normalize: convert batches of uint8 images to normalized floats, on the device of the batch.
 
 1. ``out = image * scale + bias`` with one scale and one bias per channel, computed in float32 (float64 for
    float64), rounded to `dtype` once, at the end.
@@ -112,7 +112,7 @@ class Normalize(nn.Module):
             )
 
     def forward(self, batch: Any) -> Any:
-        """Normalise the images of a batch; see the class."""
+        """Normalize the images of a batch; see the class."""
         where, images = find_images(batch, self.key, "Normalize", "a uint8 tensor")
         if images.dtype != torch.uint8:
             raise TypeError(

@@ -4,7 +4,7 @@ Threads are for code that releases the GIL, and for Python without a GIL: nothin
 passed as objects. Rules:
 
 1. Each thread has its own buffers and queues, its own copies of the pipelines that the dataset and collate_fn
-   keep, and with rng="sample" of their generators; it shares the rest of these.
+   keep, and with seeding="sample" of their generators; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to stop, and waits a limited time for their current batches.
 """
@@ -223,7 +223,7 @@ class _Worker:
 # --- copies of what is random ----------------------------------------------------------------------------
 #
 # A pipeline keeps values of the current call in its attributes, so two threads must not call it at once. With
-# `rng="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
+# `seeding="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
 # would copy its images. So each thread gets deep copies of both and shallow copies of the few objects that
 # hold them, and shares all other objects. Pipelines elsewhere are shared: threads call them one at a time
 # (see `rng.entry_points`).

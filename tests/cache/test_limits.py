@@ -28,7 +28,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheError, SegmentError
+from fastload.errors import CacheError, SharedMemoryError
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
@@ -176,7 +176,7 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any)
 def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:
     """A segment that cannot be written to is closed, and the error says what was tried."""
     monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(SegmentError, match="cannot write to a new shared segment"):
+    with pytest.raises(SharedMemoryError, match="cannot write to a new shared segment"):
         SharedMemoryCache(4, [1], max_memory=MB)
 
 

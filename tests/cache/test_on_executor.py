@@ -240,7 +240,7 @@ def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> 
 
 def test_random_samples_are_refused_before_a_plan_is_made(executors: Any, tmp_path: Path) -> None:
     """Tasks would read other samples than the driver."""
-    with pytest.raises(errors.RandomDatasetError):
+    with pytest.raises(errors.NondeterministicDatasetError):
         build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
     assert os.listdir(tmp_path) == []
 

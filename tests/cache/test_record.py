@@ -175,7 +175,7 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
         encode(sample)
     assert str(caught.value).startswith((f"{path}:", "the sample is nested"))
     assert advice in str(caught.value)
-    assert str(caught.value).endswith("CachedDataset(prepare=function)")
+    assert str(caught.value).endswith("CachedDataset(pre_transform=function)")
 
 
 @pytest.mark.parametrize(

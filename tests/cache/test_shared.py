@@ -19,7 +19,7 @@ from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
@@ -274,5 +274,7 @@ def test_the_pickle_of_a_closed_cache_says_what_is_gone() -> None:
     cache = filled(Images(3))
     text = pickle.dumps(cache)
     cache.close()
-    with pytest.raises(SegmentError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"):
+    with pytest.raises(
+        SharedMemoryError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"
+    ):
         pickle.loads(text)

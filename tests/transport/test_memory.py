@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fastload import DataLoader
 from fastload.epochs.loader_state import state_of
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
@@ -103,7 +103,7 @@ def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.Mon
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)
 
-    with pytest.raises(SegmentError, match="cannot take so much memory"):
+    with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
         private_memory(4096)
 
 
@@ -246,7 +246,7 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)
-    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "prefetch_memory": "2MB"}
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "max_prefetch_memory": "2MB"}
     iterator = iter(DataLoader(dataset, 1, **options))
     pid = iterator._workers[0].pid
     for number, batch in enumerate(iterator):
@@ -280,7 +280,7 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
 
 
 def _no_memory(mapping: Any) -> None:
-    raise SegmentError("cannot take so much memory")
+    raise SharedMemoryError("cannot take so much memory")
 
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
     iterator = iter(DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
-        with pytest.raises(SegmentError, match="cannot take so much memory"):
+        with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
 

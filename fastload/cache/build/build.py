@@ -119,6 +119,8 @@ class Build:
         shards = self.num_shards
         if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
             raise ValueError(f"shards should be an int from 1, but got {shards!r}")
+        if self.on_error == "replace":  # the word of DataLoader
+            raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error should be "raise" or "skip", but got {self.on_error!r}')
         check_max_errors(self.max_errors)

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from fastload.cache.format.columns import ColumnReader
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
 from fastload.system.humanize import readable_size
@@ -98,7 +98,7 @@ class Arena:
             weakref.finalize(self, segment.close).atexit = False
             try:
                 memory = mapping or segment.map(writable=False)
-            except SegmentError as error:  # for this process only: others can have other limits
+            except SharedMemoryError as error:  # for this process only: others can have other limits
                 log.warning(
                     "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
@@ -250,7 +250,7 @@ class Arena:
         """Show an entry of the table to all processes, at once and after the payload written before.
 
         Raises:
-            SegmentError: There is no memory for the table, or it cannot be mapped.
+            SharedMemoryError: There is no memory for the table, or it cannot be mapped.
         """
         offset = TABLE_AT + index * ENTRY_BYTES
         if self._pages is None:
@@ -284,7 +284,7 @@ def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of
     """Warn that the cache holds only some of the samples."""
     log.warning(
         "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
-        "every access. Increase max_memory=, or shrink the samples in prepare=",
+        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
         *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
         needed,
     )
