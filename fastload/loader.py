@@ -123,7 +123,7 @@ class DataLoader(LoaderSettings):
             epoch, the rank and the batch's number with ``seeding="worker"``, and on the sample with
             ``seeding="sample"``.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
-            ``"replace"``: use a different sample instead, so batch sizes and order stay the same. Its index
+            ``"replace"``: use another sample instead, so batch sizes and order stay the same. Its index
             depends on the seed, the epoch and the position, so it is the same for any number of workers and
             after a resume. It comes from the sampler's indices if the sampler is torch's, else from the same
             batch. A function: called where the sample was read, with a `FailedSample`; it returns the sample
@@ -407,7 +407,7 @@ class DataLoader(LoaderSettings):
 
         Raises:
             ResumeError: The state is damaged or not from such a loader. Raised by `iter(loader)`: the sampler
-                gives different indices than before, a different rank saved the state and its loader differs
+                gives different indices than before, another rank saved the state and its loader differs
                 from this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)

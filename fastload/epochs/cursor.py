@@ -187,8 +187,8 @@ class EpochCursor:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
         if (seed == self.base_seed) is not is_drawn:
             raise ResumeError(
-                "the state contradicts itself, or a different loader saved it: its generators do not "
-                "produce its 'base_seed': load a different checkpoint, or give the loader the same sampler "
+                "the state contradicts itself, or another loader saved it: its generators do not "
+                "produce its 'base_seed': load another checkpoint, or give the loader the same sampler "
                 "and generator"
             )
 
@@ -295,7 +295,7 @@ def _checksum_with(index: Any, checksum: int) -> int:
         pass
     try:
         return zlib.crc32(np.asarray(index, np.int64).tobytes(), checksum)
-    except (TypeError, ValueError, OverflowError):  # keys of a different kind
+    except (TypeError, ValueError, OverflowError):  # keys of another kind
         pass
     try:
         text = _ADDRESS.sub("", repr(index))  # memory addresses differ between processes

@@ -38,8 +38,8 @@ class NodePartitionSampler(DistributedSampler[int]):
     except for the padding that makes all ranks equally long. With `drop_last`, up to ``num_replicas - 1``
     samples are left out instead, different ones in each epoch.
 
-    A cache keeps the samples that it has stored: to give a node a different part, make a new `CachedDataset`,
-    and a sampler with a different seed.
+    A cache keeps the samples that it has stored: to give a node another part, make a new `CachedDataset`,
+    and a sampler with another seed.
 
     As with torch's sampler, call `loader.set_epoch(epoch)` before each epoch, with the same number on every
     rank.
@@ -79,8 +79,8 @@ class NodePartitionSampler(DistributedSampler[int]):
         *,
         num_nodes: int | None = None,
     ) -> None:
-        num_replicas = _place("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
-        rank = _place("rank", rank, "RANK", "get_rank")
+        num_replicas = _rank_or_size("num_replicas", num_replicas, "WORLD_SIZE", "get_world_size")
+        rank = _rank_or_size("rank", rank, "RANK", "get_rank")
         if num_replicas < 1:
             raise ValueError(f"num_replicas should be at least 1, but got {num_replicas}")
         if not 0 <= rank < num_replicas:
@@ -209,15 +209,15 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} should be an int, but got {value!r}") from None
 
 
-def _place(argument: str, given: int | None, variable: str, method: str) -> int:
+def _rank_or_size(argument: str, value: int | None, variable: str, method: str) -> int:
     """The argument, or the process group's value, or else the environment's.
 
     Raises:
         RuntimeError: None of them has it.
     """
     group = process_group()
-    if given is not None:
-        return _integer(argument, given)
+    if value is not None:
+        return _integer(argument, value)
     number = number_in(variable) if group is None else int(getattr(group, method)())
     if number is None:
         raise RuntimeError(
@@ -228,22 +228,22 @@ def _place(argument: str, given: int | None, variable: str, method: str) -> int:
     return number
 
 
-def _num_nodes(given: int | None, num_replicas: int) -> int:
+def _num_nodes(num_nodes: int | None, num_replicas: int) -> int:
     """The number of nodes.
 
     Raises:
         RuntimeError: It is unknown.
         ValueError: The nodes have different numbers of ranks.
     """
-    if given is not None:
-        if _integer("num_nodes", given) < 1 or isinstance(given, bool):
-            raise ValueError(f"num_nodes should be an int of at least 1, but got {given!r}")
-        if num_replicas % given:
+    if num_nodes is not None:
+        if _integer("num_nodes", num_nodes) < 1 or isinstance(num_nodes, bool):
+            raise ValueError(f"num_nodes should be an int of at least 1, but got {num_nodes!r}")
+        if num_replicas % num_nodes:
             raise ValueError(
-                f"every node needs the same number of ranks, but got {num_replicas} ranks on {given} nodes: "
-                "change num_nodes or num_replicas"
+                f"every node needs the same number of ranks, but got {num_replicas} ranks on {num_nodes} "
+                "nodes: change num_nodes or num_replicas"
             )
-        return operator.index(given)
+        return operator.index(num_nodes)
     if num_replicas == 1:
         return 1
     per_node = ranks_of_host()

@@ -24,7 +24,7 @@ from fastload.epochs.sampler_state import (
     OrderSources,
     length_or_none,
     rank_and_facts,
-    rank_of,
+    rank_and_num_ranks,
 )
 from fastload.errors import ResumeError
 from fastload.rng.keys import StreamCounter
@@ -112,7 +112,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     cursor.sample_seed = sample_seed_of(loader)
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
-        cursor.rank = rank_of(loader)
+        cursor.rank = rank_and_num_ranks(loader)[0]
     if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         cursor.stream_counter = StreamCounter(
@@ -323,8 +323,8 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     """Make the next epoch of the loader resume from the state.
 
     Raises:
-        ResumeError: This is not a state of this release's loader, or a different rank with a different order
-            saved it. Nothing has changed.
+        ResumeError: This is not a state of this release's loader, or another rank with another order saved
+            it. Nothing has changed.
     """
     loaded = saved_cursor.from_dict(saved)
     sources = OrderSources(loader)
@@ -348,8 +348,7 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
 def _check_nothing_is_missing(loader: DataLoader[Any], sources: OrderSources, loaded: EpochCursor) -> None:
     """Check that the state has each part that determines the loader's batches.
 
-    A loader can have a different kind of sampler than the one that saved the state; that sampler's parts are
-    ignored.
+    The sampler may be of another kind than the one of the state; the parts of that one are then ignored.
 
     Raises:
         ResumeError: One is missing: the loader would continue from wherever that part happens to be.
@@ -366,7 +365,7 @@ def _check_nothing_is_missing(loader: DataLoader[Any], sources: OrderSources, lo
     if missing:
         raise ResumeError(
             f"the state lacks {', '.join(sorted(missing))}, which determines the batches of this loader: "
-            "give it the same dataset, sampler and generator as before, or load a different checkpoint"
+            "give it the same dataset, sampler and generator as before, or load another checkpoint"
         )
 
 

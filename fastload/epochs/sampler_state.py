@@ -99,13 +99,6 @@ class OrderSources:
             ) from error
         return generator
 
-    def initial_seed(self, generator: torch.Generator, states: Mapping[str, bytes]) -> int:
-        """The seed of one of the generators, as of these states, or as of now if they lack it."""
-        for place, own in self.generators.items():
-            if own is generator and place in states:
-                return self.generator_at(place, states[place]).initial_seed()
-        return generator.initial_seed()
-
     def set_generators(self, states: Mapping[str, bytes]) -> None:
         """Set the generators at these places to these states; after an error, none of them has changed.
 
@@ -198,7 +191,7 @@ def rank_and_facts(
             first draw. A generator whose place is missing is taken as it is now.
     """
     samplers = nested_samplers(loader)
-    rank, num_ranks = _split(loader)
+    rank, num_ranks = rank_and_num_ranks(loader)
     owners = (loader, *samplers)
     sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
     facts = ShardingFacts(
@@ -211,12 +204,7 @@ def rank_and_facts(
     return rank, facts
 
 
-def rank_of(loader: DataLoader[Any]) -> int | None:
-    """The rank that the loader reads for, as `rank_and_facts` finds it; None: unknown."""
-    return _split(loader)[0]
-
-
-def _split(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
+def rank_and_num_ranks(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
     """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
     for owner in [loader.dataset] if is_iterable(loader) else nested_samplers(loader):
         for names in _RANK_ATTRIBUTES:
@@ -259,7 +247,11 @@ def _seed(
             generator = torch.default_generator if sampler.generator is None else sampler.generator
             if not isinstance(generator, torch.Generator):
                 return None
-            return OrderSources(loader).initial_seed(generator, generators)
+            sources = OrderSources(loader)
+            for place, own in sources.generators.items():
+                if own is generator and place in generators:
+                    return sources.generator_at(place, generators[place]).initial_seed()
+            return generator.initial_seed()
     return None
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VERSION = 3
 _INT64 = 1 << 63
-_CURE = "Load a different checkpoint, or start without a state"
+_CURE = "Load another checkpoint, or start without a state"
 # The keys that differ from their fields; torchdata and Accelerate use the names of the first two.
 _FIELDS = {"_num_yielded": "num_received", "_iterator_finished": "is_finished", "order": "sharding"}
 # Fields that are saved as they are, under their names.

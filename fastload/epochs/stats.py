@@ -1,14 +1,7 @@
 """The always-on counters of a loader: `DataLoader.stats()` and `DataLoader.log_stats()`.
 
 Runs in the consumer's process. Only the caller's iterator, no iterator inside it, measures with a `Clock`.
-Rules:
-
-1. The figures belong to the loader, and add up over its epochs and iterators. A copied, unpickled or forked
-   loader starts at zero.
-2. Threads can share a loader and its iterators; no batch is lost or counted twice.
-3. A wait ends with a batch that the caller receives. An error or the end of an epoch is no wait.
-4. A user's callback runs before a batch is fetched. If it raises, the caller gets the error, and the next
-   call returns the batch that was due.
+The figures add up over the epochs and iterators of a loader, which threads can share.
 """
 
 from __future__ import annotations
@@ -272,7 +265,7 @@ class Clock:
             counts.step_ns += step_ns
             counts.device_wait_ns += device_wait_ns
             counts.workers_ns += self._num_workers * (step_ns + wait_ns)
-            if size is None:
+            if size is None:  # a wait ends with a batch
                 counts.other_ns += wait_ns
                 return
             num_samples, nbytes = size

@@ -133,10 +133,10 @@ def _patch(cache: str | None, defaults: dict[str, Any]) -> None:
     state.cache = cache or state.cache
     state.defaults = {**state.defaults, **defaults}
     state.is_patched = True
-    found: Any = vars(TorchLoader)["__init__"]
-    while found is not None and found is not _our_init():
-        found = getattr(found, "__wrapped__", None)
-    if found is None:
+    method: Any = vars(TorchLoader)["__init__"]
+    while method is not None and method is not _our_init():
+        method = getattr(method, "__wrapped__", None)
+    if method is None:
         _set(TorchLoader, "__init__", _our_init())
     if "__init_subclass__" not in vars(TorchLoader):
         _set(TorchLoader, "__init_subclass__", _our_init_subclass)

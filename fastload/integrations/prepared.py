@@ -55,7 +55,7 @@ def loader_in_place_of(
         device: The device to which the framework moves batches; None if it moves none.
 
     Raises:
-        ValueError: ``source`` has a different device.
+        ValueError: ``source`` has another device.
     """
     arguments = {name: getattr(source, name) for name in (*_KEPT_NAMES, *OPTION_NAMES)}
     arguments |= {"worker_init_fn": built.worker_init_fn, "generator": built.generator}
@@ -72,25 +72,25 @@ def loader_in_place_of(
 
 
 def device_of(
-    given: str | int | torch.device | None, framework: torch.device | None
+    device: str | int | torch.device | None, framework: torch.device | None
 ) -> str | int | torch.device | None:
     """The ``device`` of a prepared loader.
 
     Args:
-        given: The loader's ``device``.
+        device: The loader's ``device``.
         framework: The device to which the framework moves batches; None if it moves none.
 
     Raises:
         ValueError: The two are different devices, so each batch would be copied twice.
     """
-    if given is None or framework is None:
-        return given
-    if given != "auto":
-        wanted = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if device is None or framework is None:
+        return device
+    if device != "auto":
+        wanted = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         is_other_index = None not in (wanted.index, framework.index) and wanted.index != framework.index
         if wanted.type != framework.type or is_other_index:
             raise ValueError(
-                f"the loader has device={given!r}, but the framework moves batches to {framework}: give the "
+                f"the loader has device={device!r}, but the framework moves batches to {framework}: give the "
                 'loader device="auto"'
             )
     return framework

@@ -173,11 +173,11 @@ def rebuilt(pixels: Any, info: bytes) -> Any:
 
 def _is_equal(image: Any, other: Any) -> bool:
     """Whether two images are equal in class, mode, pixels and every attribute except the core object."""
-    ours, theirs = dict(vars(image)), dict(vars(other))
+    attributes, of_other = dict(vars(image)), dict(vars(other))
     for name in ("im", "_im"):
-        ours.pop(name, None)
-        theirs.pop(name, None)
-    is_same = type(image) is type(other) and ours == theirs and image.mode == other.mode == "RGB"
+        attributes.pop(name, None)
+        of_other.pop(name, None)
+    is_same = type(image) is type(other) and attributes == of_other and image.mode == other.mode == "RGB"
     return bool(is_same and image.tobytes() == other.tobytes())
 
 

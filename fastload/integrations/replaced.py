@@ -44,8 +44,8 @@ class DataLoader(fastload.loader.DataLoader):
             super().__init__(*args, **kwargs)
         except (TypeError, ValueError) as error:
             if added:
-                given = ", ".join(f"{name}={value!r}" for name, value in added.items())
-                add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {given}")
+                text = ", ".join(f"{name}={value!r}" for name, value in added.items())
+                add_note(error, f"fastload.patch_torch() or `fastload run` added these arguments: {text}")
             raise
         state.num_replaced += state.is_patched
         state.seeds_pipelines |= state.is_patched and self.seed_albumentations

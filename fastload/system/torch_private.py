@@ -11,59 +11,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-
-# ExceptionWrapper: since 1.2; before, it was in torch.utils.data._utils.
-from torch._utils import ExceptionWrapper as ExceptionWrapper
+from torch import _utils as torch_utils
 from torch.autograd import profiler
-
-# torch_collate has `collate` and `default_collate_fn_map` since 2.0. The other modules: since 1.2.
-from torch.utils.data._utils import (
-    collate as torch_collate,
-)
-from torch.utils.data._utils import (
-    fetch as torch_fetch,
-)
-from torch.utils.data._utils import (
-    pin_memory as torch_pin_memory,
-)
-from torch.utils.data._utils import (
-    worker as torch_worker,
-)
-
-# The iterators: since 1.2.
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter as BaseDataLoaderIter,
-)
-from torch.utils.data.dataloader import (
-    _DatasetKind,
-)
-from torch.utils.data.dataloader import (
-    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
-)
-from torch.utils.data.dataloader import (
-    _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter,
-)
+from torch.utils.data import _utils, dataloader
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
 
-__all__ = [
-    "DATASET_FETCHERS",
-    "BaseDataLoaderIter",
-    "ExceptionWrapper",
-    "MultiProcessingDataLoaderIter",
-    "SingleProcessDataLoaderIter",
-    "generate_state",
-    "pin_memory",
-    "torch_collate",
-    "torch_fetch",
-    "torch_pin_memory",
-    "torch_worker",
-    "worker_loop",
-]
-
+# The base of all iterators, and those without and with workers: since 1.2.
+BaseDataLoaderIter = dataloader._BaseDataLoaderIter
+SingleProcessDataLoaderIter = dataloader._SingleProcessDataLoaderIter
+MultiProcessingDataLoaderIter = dataloader._MultiProcessingDataLoaderIter
+# Errors in transit from a worker: since 1.2; before, it was in torch.utils.data._utils.
+ExceptionWrapper = torch_utils.ExceptionWrapper
+# The modules, for what is replaced in them; `collate` and `default_collate_fn_map` in the first: since 2.0.
+torch_collate = _utils.collate
+torch_fetch = _utils.fetch
+torch_pin_memory = _utils.pin_memory
+torch_worker = _utils.worker
 # The classes whose `fetch` makes a batch in torch's workers: since 1.2.
 DATASET_FETCHERS = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
 # (base_seed, worker_id) -> the seed of numpy.random in that worker: since 1.9.
@@ -76,7 +43,7 @@ worker_loop = torch_worker._worker_loop
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is iterable-style (`_dataset_kind`, since 1.2)."""
-    return bool(loader._dataset_kind == _DatasetKind.Iterable)
+    return bool(loader._dataset_kind == dataloader._DatasetKind.Iterable)
 
 
 def has_auto_collation(loader: DataLoader[Any]) -> bool:
