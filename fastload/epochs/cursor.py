@@ -221,10 +221,9 @@ class EpochCursor:
     def _expect_own_share(self, loader: DataLoader[Any], loaded: EpochCursor) -> None:
         """Check that a sampler with the state of another rank does not give that rank's indices."""
         rank, sharding = rank_and_facts(loader)
-        has_state = sharding.num_ranks is not None and any(
-            not key.endswith(".epoch") for key in loaded.samplers
-        )
-        if has_state and loaded.num_received and self.checksum == loaded.checksum:
+        has_state = any(not key.endswith(".epoch") for key in loaded.samplers)
+        is_same = loaded.num_received > 0 and self.checksum == loaded.checksum
+        if sharding.num_ranks is not None and has_state and is_same:
             raise ResumeError(
                 f"the sampler of rank {rank} gives the indices of rank {loaded.rank}, which saved the "
                 "state: save and load a state for each rank, or leave the rank out of the sampler's "

@@ -24,7 +24,7 @@ from fastload.epochs.sampler_state import (
     OrderSources,
     length_or_none,
     rank_and_facts,
-    rank_and_num_ranks,
+    sharding_of,
 )
 from fastload.errors import ResumeError
 from fastload.rng.keys import StreamCounter
@@ -112,7 +112,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     cursor.sample_seed = sample_seed_of(loader)
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
-        cursor.rank = rank_and_num_ranks(loader)[0]
+        cursor.rank = sharding_of(loader)[0]
     if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         cursor.stream_counter = StreamCounter(
@@ -304,18 +304,11 @@ def state_dict(loader: DataLoader[Any]) -> dict[str, Any]:
         # Between epochs, a resumed loader continues with the current states of its own generators.
         sources = OrderSources(loader)
         generators, samplers = sources.generator_states(with_default=False), sources.sampler_states()
-    rank, sharding = rank_and_facts(loader, generators)
     states = cursor.dataset_states
     if states is not None and cursor.is_finished and cursor.is_iterable:
         states = [ENDED] * len(states)
-    saved = dataclasses.replace(
-        cursor,
-        generators=generators,
-        samplers=samplers,
-        dataset_states=states,
-        rank=rank,
-        sharding=sharding,
-    )
+    saved = dataclasses.replace(cursor, generators=generators, samplers=samplers, dataset_states=states)
+    saved.rank, saved.sharding = rank_and_facts(loader, generators)
     return saved_cursor.to_dict(saved)
 
 
@@ -330,7 +323,7 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     sources = OrderSources(loader)
     for place in loaded.generators.keys() & sources.generators.keys():
         sources.generator_at(place, loaded.generators[place])  # raises now if it is damaged
-    _check_nothing_is_missing(loader, sources, loaded)
+    _check_complete(loader, sources, loaded)
     if not loaded.is_within_epoch:
         _check(loader, loaded)
     _keep_num_workers(loader, loaded)
@@ -345,7 +338,7 @@ def load(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
     state.next_epoch = loaded.epoch + loaded.is_finished
 
 
-def _check_nothing_is_missing(loader: DataLoader[Any], sources: OrderSources, loaded: EpochCursor) -> None:
+def _check_complete(loader: DataLoader[Any], sources: OrderSources, loaded: EpochCursor) -> None:
     """Check that the state has each part that determines the loader's batches.
 
     The sampler may be of another kind than the one of the state; the parts of that one are then ignored.

@@ -191,7 +191,7 @@ def rank_and_facts(
             first draw. A generator whose place is missing is taken as it is now.
     """
     samplers = nested_samplers(loader)
-    rank, num_ranks = rank_and_num_ranks(loader)
+    rank, num_ranks = sharding_of(loader)
     owners = (loader, *samplers)
     sizes = (integer_or_none(getattr(owner, "batch_size", None)) for owner in owners)
     facts = ShardingFacts(
@@ -204,7 +204,7 @@ def rank_and_facts(
     return rank, facts
 
 
-def rank_and_num_ranks(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
+def sharding_of(loader: DataLoader[Any]) -> tuple[int | None, int | None]:
     """The rank that the loader reads for, and the number of ranks that share its samples; None: unknown."""
     for owner in [loader.dataset] if is_iterable(loader) else nested_samplers(loader):
         for names in _RANK_ATTRIBUTES:

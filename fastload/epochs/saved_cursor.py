@@ -80,11 +80,8 @@ def _contradictions(cursor: EpochCursor) -> Iterator[tuple[bool, str]]:
     yield cursor.iterator_kind is None and has_begun, "an epoch has begun, but 'iterator_kind' is None"
     # Between two epochs, a state has none of torch's default generator, which belongs to the user.
     is_within, has_default = cursor.is_within_epoch, DEFAULT in cursor.generators
-    where = "within" if is_within else "between"
-    yield (
-        is_within is not has_default,
-        f"it is {where} epochs, but 'generators' {list(cursor.generators)}",
-    )
+    where, places = "within" if is_within else "between", list(cursor.generators)
+    yield is_within is not has_default, f"it is {where} epochs, but 'generators' {places}"
     counted = f"'_num_yielded' is {num_received}, but 'checksum' counts {cursor.checksum[0]}"
     yield num_received > cursor.checksum[0], counted
     is_beyond = rank is not None and num_ranks is not None and not 0 <= rank < num_ranks

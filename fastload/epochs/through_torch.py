@@ -25,12 +25,7 @@ from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import HERE, Place, draw_from
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
-from fastload.system.torch_private import (
-    MultiProcessingDataLoaderIter,
-    SingleProcessDataLoaderIter,
-    has_auto_collation,
-    index_sampler,
-)
+from fastload.system import torch_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +45,11 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         pins: Whether batches come in pinned memory even without `pin_memory`; torch's thread copies them.
     """
     cursor = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
-    twin, is_batch = copy.copy(loader), has_auto_collation(loader)
+    twin, is_batch = copy.copy(loader), torch_private.has_auto_collation(loader)
     if loader.seeding == "sample":
         place = "batch_sampler" if is_batch else "sampler"
         cursor_now = functools.partial(_cursor_of, weakref.ref(loader))
-        keys = KeyedSampler(index_sampler(loader), auto_collation=is_batch, epoch=cursor_now)
+        keys = KeyedSampler(torch_private.index_sampler(loader), auto_collation=is_batch, epoch=cursor_now)
         # Set directly, past torch's check of attributes: only the iterator sees this copy of the loader.
         vars(twin)[place] = keys
         vars(twin)["dataset"] = KeyedDataset(
@@ -145,11 +140,11 @@ class TorchIterator(EpochIterator):
             stop()
 
 
-class _TorchWorkers(TorchIterator, MultiProcessingDataLoaderIter):
+class _TorchWorkers(TorchIterator, torch_private.MultiProcessingDataLoaderIter):
     pass
 
 
-class _TorchLocal(TorchIterator, SingleProcessDataLoaderIter):
+class _TorchLocal(TorchIterator, torch_private.SingleProcessDataLoaderIter):
     pass
 
 
