@@ -10,6 +10,14 @@ import os
 from typing import Any
 
 
+def __dir__() -> list[str]:
+    return sorted(
+        name
+        for name, value in globals().items()
+        if isinstance(value, type) and issubclass(value, FastloadError)
+    )
+
+
 class FastloadError(Exception):
     """Base of all errors that fastload itself raises."""
 

@@ -430,7 +430,11 @@ def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
     for name in ("factory", "Plain", "ready"):
         cache = LMDBCache(built(tmp_path / name, *options, source=f"tests.cli_zoo:{name}"))
         assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-        assert (cache.plan.num_shards, cache.plan.codec, cache.plan.quality) == (3, "jpeg", 80)
+        assert (cache.description.num_shards, cache.description.codec, cache.description.quality) == (
+            3,
+            "jpeg",
+            80,
+        )
 
 
 @pytest.mark.slow
@@ -445,7 +449,7 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     assert told("build", ZOO, dest, "--codec", "raw", code=1)["type"] == "CacheMismatchError"
     assert dest.stat() == before
     assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
-    assert LMDBCache(dest).plan.codec == "raw"
+    assert LMDBCache(dest).description.codec == "raw"
     (tmp_path / "half.partial").mkdir()
     assert run("build", ZOO, tmp_path / "half", "--force").exit_code == 0
 

@@ -143,7 +143,7 @@ class Opener:
             log.info("cache: none, every access reads the dataset")
             return Stack(self._num_samples)
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
-        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.plan.codec == "jpeg":
+        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.description.codec == "jpeg":
             self.jpegs, self.holds_images = opened, True
         for index, sample in self.examples.items():
             opened.put(index, sample)
@@ -173,9 +173,9 @@ class Opener:
                     return self._build_lmdb(path)
             cache = LMDBCache(path, progress=self.progress)
         if isinstance(cache, LMDBCache):
-            if cache.plan.codec == SOURCE:
+            if cache.description.codec == SOURCE:
                 self._use_encoded_source(url or cache.path)
-            if self.fingerprint is None or cache.plan.parts is None:
+            if self.fingerprint is None or cache.description.parts is None:
                 self._examine()
             first = self.examples.get(0)
             check_source(cache, self._num_samples, first, fingerprint=self.fingerprint, url=url)
@@ -191,7 +191,7 @@ class Opener:
             hint = f'pass cache="{_LMDB_PREFIX}{cache}" for the cache at this path' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
-            self.holds_images = cache.plan.codec == SOURCE
+            self.holds_images = cache.description.codec == SOURCE
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:

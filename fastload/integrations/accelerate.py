@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     import fastload.loader
 
+__all__ = ["prepare", "skip_first_batches"]
+
 _CALLER = "fastload.integrations.accelerate.prepare()"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any:

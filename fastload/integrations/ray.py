@@ -19,7 +19,13 @@ from fastload.integrations.prepared import check_loader, loader_in_place_of
 if TYPE_CHECKING:
     import fastload.loader
 
+__all__ = ["prepare"]
+
 _CALLER = "fastload.integrations.ray.prepare()"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def prepare(

@@ -139,7 +139,7 @@ def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["cache.partial"]
     with pytest.raises(FileNotFoundError, match="unfinished build"):
         LMDBCache(path)
-    assert build_lmdb(Images(10), path, num_workers=0).plan.num_shards == 4
+    assert build_lmdb(Images(10), path, num_workers=0).description.num_shards == 4
 
 
 @pytest.mark.parametrize(("num_workers", "shards"), [(0, 2), (2, 1)])
@@ -471,7 +471,7 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
     builder(BrokenImages(version=version))
     before, again = builder.content(), BrokenImages(version=version)
-    assert builder(again, shards=None).plan.num_shards == 3
+    assert builder(again, shards=None).description.num_shards == 3
     assert builder.content() == before
     if builder.way == "here":
         assert sum(again.reads) == (version is None)

@@ -112,7 +112,7 @@ def test_limits_make_a_cache_smaller_or_private(
     assert 3 < info.num_cached <= 200
     assert (info.num_cached == 200) == is_whole
     if is_shared:
-        assert os.fstat(ds.cache.fd).st_size <= allowed
+        assert os.fstat(ds.cache._fd).st_size <= allowed
         assert is_whole or info.max_bytes < allowed
     else:
         assert said[0].split()[0] in ds.cache.explain()
@@ -126,7 +126,7 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     """In a worker with another limit nothing is cached, and one line of its own says so; no error."""
     dataset = RaggedImages(20)
     ds = CachedDataset(dataset, max_memory="10GB")
-    assert os.fstat(ds.cache.fd).st_size > 200 * MB
+    assert os.fstat(ds.cache._fd).st_size > 200 * MB
     with limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB), caplog.at_level(logging.WARNING, "fastload"):
         other = pickle.loads(pickle.dumps(ds))
         assert_right(other, dataset)

@@ -169,7 +169,7 @@ class RamMachine(RuleBasedStateMachine):
         if through == "pickle":
             self.handles.append(pickle.loads(pickle.dumps(first)))
         else:
-            self.handles.append(SharedMemoryCache.attach(Segment.attach(os.dup(first.fd))))
+            self.handles.append(SharedMemoryCache.attach(Segment.attach(os.dup(first._fd))))
         assert self.handles[-1].layout == first.layout
 
     @rule(number=st.integers(1, 9))

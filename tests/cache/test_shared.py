@@ -164,7 +164,7 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     assert not cache.put(1, np.ones(MB, np.uint8))
     assert MB < nbytes < MB + 64 * 1024
     assert nbytes % 4096 == 0
-    assert (cache.nbytes, cache.num_cached, cache.fd) == (0, 0, -1)
+    assert (cache.nbytes, cache.num_cached, cache._fd) == (0, 0, -1)
     assert cache.missing().tolist() == []
 
 

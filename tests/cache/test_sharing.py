@@ -313,9 +313,9 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other.answer()
     one.cache.close()
     (live,) = sharing.live_caches()
-    nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
+    nbytes, mode = two.cache.nbytes, os.fstat(two.cache._fd).st_mode
     with pytest.raises(PermissionError):
-        os.ftruncate(two.cache.fd, 0)
+        os.ftruncate(two.cache._fd, 0)
     two.cache.close()
     assert set(live.owners) == {os.getpid(), other.pid}
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)

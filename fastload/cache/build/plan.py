@@ -153,13 +153,13 @@ def check_source(
         CacheMismatchError: It was not; the error says what differs, and which of the two to change.
     """
     parts = None if fingerprint is None else dict(fingerprint.parts)
-    wanted = replace(cache.plan, num_samples=num_samples, parts=parts, **settings or {})
-    if parts is None or cache.plan.parts is None:
+    wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
+    if parts is None or cache.description.parts is None:
         parts = None
         if 0 in cache and num_samples:
             spec, crc32 = _identity(first)
             wanted = replace(wanted, spec=spec, crc32=crc32)
-    why = why_different(cache.plan, wanted)
+    why = why_different(cache.description, wanted)
     if why is not None:
         command = f"fastload cache rm {shlex.quote(cache.path)}"
         anew = f"remove this cache with '{command}', or use a different path"

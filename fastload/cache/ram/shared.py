@@ -101,13 +101,13 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _of_this_machine, (registry.entry_of("", self.fd), self._arena.plan)
+            return _of_this_machine, (registry.entry_of("", self._fd), self._arena.plan)
         return _attached, (self._arena.segment, self._arena.plan)
 
     # --- properties ---------------------------------------------------------------------------------------
 
     @property
-    def fd(self) -> int:
+    def _fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
 

@@ -196,6 +196,6 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
 
 
 def _register(cache: SharedMemoryCache, name: str) -> None:
-    entry = registry.register(name, cache.fd)
+    entry = registry.register(name, cache._fd)
     if entry is not None:
         cache.unregister = weakref.finalize(cache, registry.unregister, entry)
