@@ -62,19 +62,18 @@ _KNOWN_CONTEXTS = (
 class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
-    Only transforms of albumentations and MONAI draw differently from torch's loader; see
-    `seed_albumentations`.
+    Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
+    `seed_albumentations`. docs/differences.md lists all differences, and how to undo them.
 
-    Workers write batches directly into reused shared memory; your tensors are views of it. A batch stays
-    valid and unchanged as long as any tensor or array made from it is alive. docs/differences.md lists all
-    differences from torch's loader, and how to undo them.
+    Workers write batches directly into reused shared memory, and your tensors are views of it. A batch stays
+    valid and unchanged as long as any tensor or array made from it is alive.
 
     The first 17 arguments are torch's, in torch's order, with torch's checks.
 
     Args:
-        num_workers: As in torch, or ``"auto"``: the first epoch has this rank's share of the CPUs, at most 16
-            workers, and none where the share is one CPU. Each later `iter(loader)` chooses as many workers as
-            the consumer needs, at most this share, from the times of earlier batches (see `stats`). One log
+        num_workers: As in torch, or ``"auto"``: the first epoch has as many workers as this rank's share of
+            the CPUs, at most 16, and none if the share is one CPU. Each later `iter(loader)` chooses as many
+            as the consumer needs, up to this share, from the times of earlier batches (see `stats`). One log
             line explains each choice. The attribute is always an int. Needs a map-style dataset. With
             ``seeding="worker"`` the random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
@@ -82,11 +81,11 @@ class DataLoader(LoaderSettings):
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
         max_prefetch_memory: Upper bound on the memory for batches in flight: ``"2GB"``, bytes, a share of
             free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
-        seed_albumentations: Give every albumentations pipeline its own random stream in each worker, wherever
-            it is kept, and MONAI's random transforms one stream; what a `worker_init_fn` seeds keeps its
-            seed. Without workers, pipelines use the streams of worker 0 while batches are read. False leaves
-            both alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in all
-            workers, and without workers no seed controls its draws.
+        seed_albumentations: Seed every albumentations pipeline separately in each worker, wherever it is
+            kept, and all random transforms of MONAI together. What a `worker_init_fn` seeds keeps its seed.
+            Without workers, pipelines draw from the streams of worker 0 while batches are read. False leaves
+            both libraries alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in
+            all workers, and without workers no seed controls its draws.
         seeding: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue
             from one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
@@ -108,12 +107,12 @@ class DataLoader(LoaderSettings):
             names. Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
             "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
-            CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
-            `pin_memory` then has no further effect. The caller owns the batches. None leaves batches on the
-            host, as torch does. "mps" and "xpu" are experimental and prefetch nothing.
+            CUDA, two batches are prefetched on a side stream, directly from the memory that workers write,
+            and `pin_memory` has no effect. The caller owns the batches. None leaves batches on the host, as
+            torch does. "mps" and "xpu" are experimental and prefetch nothing.
         batch_transform: Called with each whole batch in the worker that made it, without gradients: one of
             `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
-            gets its result. Small images are transformed many times faster together than one by one.
+            gets its result. Many small images are transformed much faster together than one by one.
             fastload's own transforms draw the same numbers as in a `device_transform`. Others draw from the
             worker's generators, which ``seeding="sample"`` seeds for each batch.
         device_transform: Called with each whole batch on the device, without gradients, autocast or inference
@@ -122,15 +121,15 @@ class DataLoader(LoaderSettings):
             for the device or keep its input. The draws of fastload's own transforms depend on the seed, the
             epoch, the rank and the batch's number with ``seeding="worker"``, and on the sample with
             ``seeding="sample"``.
-        on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
+        on_error: What to do about a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use another sample instead, so batch sizes and order stay the same. Its index
             depends on the seed, the epoch and the position, so it is the same for any number of workers and
             after a resume. It comes from the sampler's indices if the sampler is torch's, else from the same
-            batch. A function: called where the sample was read, with a `FailedSample`; it returns the sample
-            to use, or raises. Needs a map-style dataset. `failed_samples` lists the failures; the log names
-            some of them.
-        max_errors: How many samples of an epoch can fail: a number (int) or a share of them (float). One more
-            failure raises TooManyFailuresError instead of its batch.
+            batch. A function: called with a `FailedSample` where the sample was read; it returns the sample
+            to use, or raises. Needs a map-style dataset. `failed_samples` lists all failures; the log names
+            the first ones of each epoch.
+        max_errors: How many samples of an epoch can fail: a number (int) or a share of them (float). The
+            batch with one more raises TooManyFailuresError.
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.

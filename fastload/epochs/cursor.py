@@ -39,24 +39,24 @@ class EpochCursor:
 
     ::
 
-        load_state_dict()             iter(loader)                iter(loader)
-              |                            |                           |
-              v        resume_at()         v                           |
-           LOADED ------------------->  BEGUN  <-----------------------+
-                                           |                           |
-                                           | replay(): draw the order, |
-                                           | skip received batches     |
-                              advance()    v                           |
-                             +-------->  WITHIN                        |
-                             |             |   |                       |
-                             +-------------+   | end(): the caller saw |
-                                               v the last batch        |
-                                            FINISHED ------------------+
+        load_state_dict()               iter(loader)
+               |                             |
+               v                             v
+            LOADED --- iter(loader) ---->  BEGUN <-------------------+
+                       resume_at()           |                       |
+                                             | replay(): draws the   |
+                                             | order, skips batches  |
+                                             v received before       |
+                          +------------->  WITHIN                    |
+                          |                |    |                    |
+                          +-- advance() ---+    | end(): the caller  |
+                                                v saw the end        |
+                                            FINISHED --- iter(loader): a new cursor
 
-    A cursor that is loaded is parsed from a dict (`saved_cursor`) and never advanced: `iter(loader)` begins
-    a new cursor, which becomes the loaded one by `resume_at`, or begins the epoch after it. BEGUN is WITHIN
-    without a received batch. `state_dict()` saves a cursor in any of these states. It counts the batches
-    that the caller has received, not those that workers have fetched ahead.
+    A loaded cursor is read from a dict (`saved_cursor`) and never advanced: `iter(loader)` begins a new
+    cursor, which takes the place of the loaded one by `resume_at`, or begins the epoch after it.
+    `state_dict()` saves a cursor in any of these states. A cursor counts the batches that the caller has
+    received, not those that workers have fetched ahead.
 
     The first group of fields is saved, the second one is not.
 
