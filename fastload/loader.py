@@ -341,7 +341,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         settings = {
-            f"worker_type={self.worker_type!r}": self.worker_type != "process",
+            f"worker_type={self.worker_type!r}".replace("'", '"'): self.worker_type != "process",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }

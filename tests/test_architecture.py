@@ -246,6 +246,15 @@ def test_all_is_sorted_and_is_what_can_be_seen(name: str) -> None:
         package.Dataloader  # noqa: B018
 
 
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_classes_name_no_mechanism(name: str) -> None:
+    """No descriptor, plan or structure is among the names that their users see."""
+    package = importlib.import_module(name)
+    kinds = [kind for kind in map(package.__getattr__, package.__all__) if isinstance(kind, type)]
+    seen = [f"{kind.__name__}.{part}" for kind in kinds for part in dir(kind) if not part.startswith("_")]
+    assert not [path for path in seen if re.search(r"[._](fd|anchor|plan|structure)(_|$)", path)]
+
+
 def test_public_modules_show_their_public_names() -> None:
     """Of the modules that need no other library; what they import is not seen."""
     import fastload.errors

@@ -101,6 +101,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_the_loaders_word_for_a_bad_sample_is_answered_with_that_of_builds(path: Path) -> None:
+    """A build has no other sample to put in its place."""
+    with pytest.raises(ValueError, match='write on_error="skip", which leaves them out'):
+        build_lmdb(Images(4), path, on_error="replace")
+
+
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
     """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     for shape in (Images(20, shape=(3, 3, 3)), BareImages(20)):
