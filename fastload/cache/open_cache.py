@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache import random_check, ranks
+from fastload.cache import random_check
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
@@ -38,10 +38,9 @@ from fastload.cache.format.record import encode
 from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.in_memory import held_bytes
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import sharing
-from fastload.cache.ram.arena import log_short
+from fastload.cache.ram import shared
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.ram.shared import SharedMemoryCache
+from fastload.cache.ram.shared import SharedMemoryCache, log_short
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiers import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
@@ -50,6 +49,7 @@ from fastload.memory import segment
 from fastload.nested.tree import first_difference, outline
 from fastload.system.budget import available_bytes, parse_memory
 from fastload.system.humanize import readable_size
+from fastload.system.launchers import are_several_ranks, count_ranks_of_host
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ class Opener:
             fingerprint=self.shared_as,
         )
         cache.reason = f"private to this process and its workers, because {why}"
-        if ranks.of_host() > 1:
+        if count_ranks_of_host() > 1:
             say_once(
                 f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy"
             )
@@ -265,11 +265,11 @@ class Opener:
     def _open_registered(self, fingerprint: Fingerprint) -> SharedMemoryCache | None:
         """The cache of this name, new or not; None without a registry of shared caches."""
         try:
-            cache = sharing.find(fingerprint, self._num_samples)
+            cache = shared.find(fingerprint, self._num_samples)
             if cache is None:
                 self._examine()
                 max_bytes = self._ram_bytes(is_shared=True)
-                cache = sharing.create(fingerprint, self._num_samples, self._examples(), max_bytes)
+                cache = shared.create(fingerprint, self._num_samples, self._examples(), max_bytes)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
@@ -284,7 +284,7 @@ class Opener:
 
     def _ram_bytes(self, *, is_shared: bool) -> int:
         """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
-        free_bytes = available_bytes() // (1 if is_shared else ranks.of_host())
+        free_bytes = available_bytes() // (1 if is_shared else count_ranks_of_host())
         return max(1, min(parse_memory(self.max_memory, available=free_bytes), free_bytes))
 
     def _compare_first(self, cache: SharedMemoryCache) -> None:
@@ -316,7 +316,7 @@ class Opener:
                 )
             except CacheBusyError as error:
                 # Ranks start together and all request the same file: one rank builds it, the others wait.
-                if not ranks.are_several():
+                if not are_several_ranks():
                     raise
                 if attempt % _BUSY_LOG_POLLS == 0:
                     log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive

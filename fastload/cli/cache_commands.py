@@ -298,17 +298,17 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
     from fastload.cache.lmdb.mirror import copies, copies_directory
-    from fastload.cache.ram.sharing import live_caches
+    from fastload.cache.ram.shared import live_caches
 
     live, found = live_caches(), copies()
     nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
     rows = [
         [
-            cache.label,
-            cache.key or cache.name,
-            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
-            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.max_bytes)}",
-            f"held by process {', '.join(map(str, cache.owners))}",
+            cache["label"],
+            cache["key"] or cache["name"],
+            f"{cache['num_cached']:,} of {cache['num_samples']:,} samples",
+            f"{readable_size(cache['nbytes'])} of at most {readable_size(cache['max_bytes'])}",
+            f"held by process {', '.join(map(str, cache['owners']))}",
         ]
         for cache in live
     ]
@@ -319,7 +319,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
             f"{directory}' lists them, 'fastload cache prune' removes them"
         )
     copied = {"directory": directory, "number": len(found), "nbytes": nbytes}
-    return lines, {"memory": [asdict(cache) for cache in live], "copies": copied}
+    return lines, {"memory": live, "copies": copied}
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -367,14 +367,14 @@ def rm(
 
 def _files_of(path: str) -> list[str]:
     from fastload.cache.build import inventory
-    from fastload.cache.ram.sharing import live_caches
+    from fastload.cache.ram.shared import live_caches
 
     try:
         return inventory.files_of(path)
     except FileNotFoundError:
         for cache in live_caches():
-            if os.path.basename(path) in (cache.key, cache.name):
-                pids = ", ".join(map(str, cache.owners))
+            if os.path.basename(path) in (cache["key"], cache["name"]):
+                pids = ", ".join(map(str, cache["owners"]))
                 raise CommandError(
                     f"{os.path.basename(path)} is a cache in memory: it is freed when process {pids} ends"
                 ) from None

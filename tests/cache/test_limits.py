@@ -25,7 +25,8 @@ from fastload.cache.build.on_executor import build_on
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.record import encode
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
+from fastload.cache.ram.arena import TABLE_AT
+from fastload.cache.ram.layout import Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheError, SegmentError

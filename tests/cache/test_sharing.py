@@ -28,8 +28,9 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import registry, sharing
-from fastload.cache.ram.layout import DESCRIPTION_AT, Layout
+from fastload.cache.ram import registry, shared
+from fastload.cache.ram.arena import DESCRIPTION_AT
+from fastload.cache.ram.layout import Layout
 from fastload.cache.ram.registry import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SegmentError
@@ -286,7 +287,7 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
             os.dup2(other, segment.fd)
     registry.register(fingerprint.name, number or segment.fd)
 
-    assert sharing.find(fingerprint, 3) is None
+    assert shared.find(fingerprint, 3) is None
     mine = CachedDataset(dataset, max_memory=MB)
     assert start(look, dataset).answer() == (os.getpid(), 3)
     assert mine.cache.origin.created_s > cache.origin.created_s
@@ -310,15 +311,15 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other = start(fill, Images(30), "photos")
     other.answer()
     one.cache.close()
-    (live,) = sharing.live_caches()
+    (live,) = shared.live_caches()
     nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
     with pytest.raises(PermissionError):
         os.ftruncate(two.cache.fd, 0)
     two.cache.close()
-    assert set(live.owners) == {os.getpid(), other.pid}
-    assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
-    assert live.parts["num_samples"] == "30"
-    assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
+    assert set(live["owners"]) == {os.getpid(), other.pid}
+    assert (live["key"], live["num_samples"], live["num_cached"]) == ("photos", 30, 30)
+    assert live["parts"]["num_samples"] == "30"
+    assert (live["nbytes"], live["max_bytes"]) == (nbytes, 64 * MB)
     assert stat.S_IMODE(mode) == 0o600
     assert [entry.pid for entry in registry.entries()] == [other.pid]
 
@@ -384,8 +385,8 @@ def test_an_owner_that_cannot_be_reached(registry_folder: Any, monkeypatch: Any,
 
 def test_links_in_the_registry_are_not_followed(registry_folder: Any, caplog: Any) -> None:
     """A link in the place of the lock or of an entry is refused, and what it points to is left alone."""
-    sharing.mkdir(0o700)
-    target = sharing.parent / "target"
+    registry_folder.mkdir(0o700)
+    target = registry_folder.parent / "target"
     (registry_folder / "lock").symlink_to(target)
     with caplog.at_level(logging.INFO, "fastload"):
         entry: Any = registry.register("a", 7)
@@ -423,14 +424,14 @@ def test_without_a_registry_none_is_shared(
         return real(path, *args, **options)
 
     if fault == "a link":
-        (sharing.parent / "elsewhere").mkdir(0o700)
-        sharing.symlink_to(sharing.parent / "elsewhere")
+        (registry_folder.parent / "elsewhere").mkdir(0o700)
+        registry_folder.symlink_to(registry_folder.parent / "elsewhere")
     elif fault == "a file":
-        sharing.touch(0o600)
+        registry_folder.touch(0o600)
     else:
         registry.register("a", 7)
     if fault == "open to others":
-        sharing.chmod(0o755)
+        registry_folder.chmod(0o755)
     elif fault == "no directory":
         monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/registry")
     elif fault == "no /proc":
@@ -488,7 +489,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     """It stores what fits, and all samples are right."""
     source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
     first, limit = CachedDataset(source, max_memory=MB), MB // 2
-    monkeypatch.setattr(sharing, "parse_memory", lambda _: limit)
+    monkeypatch.setattr(shared, "parse_memory", lambda _: limit)
     there = pickle.loads(from_elsewhere(first))
     assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
     assert there.cache_info().max_bytes == limit

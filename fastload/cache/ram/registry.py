@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastload.cache.ram.layout import SEGMENT_NAME
+from fastload.cache.ram.arena import SEGMENT_NAME
 from fastload.errors import SegmentError
 from fastload.memory.segment import open_in_process
 from fastload.system.linux import pid_namespace, start_time
