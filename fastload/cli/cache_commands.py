@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastload.cache.format.codecs import CACHE_CODECS, LOSSY
 from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, place
 from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
@@ -37,18 +38,19 @@ app = typer.Typer(help="Caches of decoded samples: build them once, train from t
 
 # --- building --------------------------------------------------------------------------------------------
 
-Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE"])
+_LOSSY = " and ".join(LOSSY)
+Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
 
 CodecOption = Annotated[
     Codec | None,
     typer.Option(
         "--codec",
-        help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
-        "source stores the files unchanged, and every access decodes them.",
+        help=f"Format of the stored images; default: raw. {_LOSSY} are small, but change pixels; source "
+        "stores the files unchanged, and every access decodes them.",
     ),
 ]
-Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]
+Quality = Annotated[int | None, typer.Option(min=1, max=100, help=f"Quality of {_LOSSY}; default: 95.")]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
 ]
@@ -130,10 +132,8 @@ def build(
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
-        raise CommandError(
-            f"--quality is for jpeg and webp, but --codec {codec or Codec.RAW} changes no pixels"
-        )
+    if quality is not None and codec not in LOSSY:
+        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or Codec.RAW} changes no pixels")
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,

@@ -25,7 +25,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.listing import Listing, arrange, list_folder
+from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_DIGEST_BYTES = 16
 _MAX_LISTED = 9  # classes, in an error
 
 
@@ -230,7 +229,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         files = self._digest if self._remote is not None else self._local_digest()
         if files is None:
             return None
-        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=_DIGEST_BYTES)
+        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=DIGEST_BYTES)
         return {
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
@@ -239,7 +238,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         }
 
     def _local_digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for number in range(len(self)):
             name = self._relative_path(number)
             path = os.path.join(self._root, os.fsdecode(name))

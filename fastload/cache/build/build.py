@@ -27,13 +27,14 @@ from fastload.cache.build.plan import as_stored, check_source, make_plan
 from fastload.cache.build.staging import REPORT, Unfinished
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.format.codecs import check_codec
+from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.random_check import read_unnoticed
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
+from fastload.system.checks import check_fields, integer, one_of, optional
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
+_OPTIONS = {
+    "num_shards": optional(integer(1)),
+    "codec": optional(CODEC_CHECK),
+    "quality": optional(QUALITY_CHECK),
+    "on_error": one_of("raise", "skip"),
+}
 _MAX_LOOKED_AT = 1000  # samples whose shapes are compared
 
 
@@ -115,12 +122,8 @@ class Build:
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
-        check_codec(self.codec or "raw", 1 if self.quality is None else self.quality)
-        shards = self.num_shards
-        if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-            raise ValueError(f"shards should be an int from 1, but got {shards!r}")
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error should be "raise" or "skip", but got {self.on_error!r}')
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        check_fields(options, _OPTIONS, "a build")
         check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
         self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"

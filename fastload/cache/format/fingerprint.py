@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
-
-_DIGEST_BYTES = 16
+from fastload.files.listing import DIGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def why_private(dataset: Any, prepare: Any | None) -> str:
 def digest_of(value: Any) -> str:
     """A short digest of any JSON value; the order of a dict's keys does not matter."""
     text = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _source_parts(dataset: Any) -> dict[str, str] | None:

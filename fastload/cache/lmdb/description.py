@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS
+from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 from fastload.system.checks import (
@@ -189,8 +189,8 @@ _PLAN_FIELDS = {
     "num_shards": integer(1, _MAX_SAMPLES),
     "spec": optional(TEXT),
     "crc32": optional(integer(0, _32_BITS)),
-    "codec": one_of(*CACHE_CODECS),
-    "quality": optional(integer(1, BEST_QUALITY + 1)),
+    "codec": CODEC_CHECK,
+    "quality": optional(QUALITY_CHECK),
     "parts": optional(dict_of(TEXT)),
     "classes": optional(list_of(TEXT)),
     "libraries": dict_of(TEXT),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.format.columns import fixed_row
+from fastload.cache.format.columns import INT64_BYTES, fixed_row
 from fastload.cache.format.record import outline
 from fastload.nested.leaves import TEXT_KINDS, Leaf, text_value, torch_side
 from fastload.nested.spec import build_batch
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from fastload.cache.format.columns import Allocate
 
-_INT64_BYTES = 8
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
@@ -53,7 +52,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
             return None
         places.append(found.places)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
-    if any(place[number][1] != _INT64_BYTES for place in places for number in ints):
+    if any(place[number][1] != INT64_BYTES for place in places for number in ints):
         return None  # beyond 64 bits
     columns = [
         _column(leaf, records, [place[number] for place in places], allocate)
