@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cache.format.codecs import CACHE_CODECS, LOSSY
+from fastload.cache.format.codecs import CACHE_CODECS, CODECS, LOSSY
 from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, place
 from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
@@ -39,7 +39,7 @@ app = typer.Typer(help="Caches of decoded samples: build them once, train from t
 # --- building --------------------------------------------------------------------------------------------
 
 _LOSSY = " and ".join(LOSSY)
-Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})
+Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})  # type: ignore[misc]  # the table's
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
 
 CodecOption = Annotated[
@@ -133,7 +133,7 @@ def build(
     was interrupted or killed, run the same command again to continue it.
     """
     if quality is not None and codec not in LOSSY:
-        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or Codec.RAW} changes no pixels")
+        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels")
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,
