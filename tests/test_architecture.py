@@ -97,16 +97,29 @@ def test_imports_make_no_circle() -> None:
     assert _circles({name: _imports(path, with_types=False) for name, path in FILES.items()}) == {}
 
 
-def test_folders_inside_the_cache_make_no_circle() -> None:
-    """Each folder in cache/ can be read as a whole, after the folders and files that it builds on."""
-    needs: dict[str, set[str]] = {}
-    for name, path in FILES.items():
-        if _layer(name) == LAYERS.index("cache"):
-            part = _part_of_layer(name)
-            others = {_part_of_layer(other) for other in _imports(path, with_types=True)}
-            needs.setdefault(part, set()).update(others - {part})
-    assert "cache.lmdb" in needs
-    assert _circles(needs) == {}
+# The folders inside cache/, from the bottom up; ram and lmdb know nothing of each other.
+CACHE_FOLDERS: dict[str, set[str]] = {
+    "cache.format": set(),
+    "cache.ram": {"cache.format"},
+    "cache.lmdb": {"cache.format"},
+    "cache.build": {"cache.format", "cache.ram", "cache.lmdb"},
+}
+
+
+@pytest.mark.parametrize("folder", CACHE_FOLDERS)
+def test_a_folder_inside_the_cache_builds_on_lower_ones_only(folder: str) -> None:
+    """For types too; the files beside the folders build on all of them, and none of these on the files."""
+    files = [path for name, path in FILES.items() if _part_of_layer(name) == folder]
+    needs = {_part_of_layer(name) for path in files for name in _imports(path, with_types=True)}
+    assert files
+    assert {part for part in needs if part.startswith("cache.")} <= {folder, *CACHE_FOLDERS[folder]}
+
+
+def test_no_file_of_the_cache_is_imported_by_its_name_as_a_string() -> None:
+    """The test above would not see such an import."""
+    assert [
+        name for name, path in FILES.items() if "cache." in name and "import_module" in path.read_text()
+    ] == []
 
 
 @pytest.mark.slow

@@ -6,14 +6,14 @@ A few samples are read, and of undecoded images only the headers: bytes are esti
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import statistics
 from typing import Any
 
 from fastload.batch.read_ahead import read_ahead
-from fastload.cache.encoded import decoded_nbytes, encoded_source
-from fastload.cache.random_check import probe
+from fastload.cache.build.random_check import probe, spread_indices
+from fastload.cache.build.sources import encoded_source
+from fastload.cache.format.undecoded import decoded_nbytes
 from fastload.errors import ImageReadError, RandomDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
@@ -38,7 +38,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     if not num_samples:
         raise UnsupportedSampleError("the source has no samples")
     source = encoded_source(dataset, is_needed=False)
-    chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MAX_SAMPLES))
+    chosen = spread_indices(num_samples, _MAX_SAMPLES)
     read_ahead(source, chosen)
     sizes: dict[int, tuple[int, int]] = {}
     errors: list[Exception] = []

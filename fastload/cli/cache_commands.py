@@ -192,7 +192,7 @@ def build(
 def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
     from fastload.cache.build.plan import source_of_build
-    from fastload.cache.random_check import reject_random
+    from fastload.cache.build.random_check import reject_random
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.

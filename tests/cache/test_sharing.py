@@ -22,13 +22,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from fastload.cache import open_cache
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import registry, shared
+from fastload.cache.ram import arena, registry, shared
 from fastload.cache.ram.arena import DESCRIPTION_AT
 from fastload.cache.ram.layout import Layout
 from fastload.cache.ram.registry import Entry
@@ -155,7 +154,7 @@ def test_ranks_are_warned_once_of_private_caches(num_ranks: int, monkeypatch: An
 
 def test_ranks_divide_the_memory_among_private_caches(num_ranks: int, monkeypatch: Any) -> None:
     """A shared cache can take all that is allowed; a private one never more than its rank's share."""
-    monkeypatch.setattr(open_cache, "available_bytes", lambda: 1200 * MB)
+    monkeypatch.setattr(arena, "available_bytes", lambda: 1200 * MB)
 
     def limit(dataset: Images, max_memory: Any) -> Any:
         return CachedDataset(dataset, max_memory=max_memory).cache_info().max_bytes

@@ -17,13 +17,12 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
+from fastload.cache.build.random_check import read_unnoticed, spread_indices
 from fastload.cache.build.staging import REPORT, Unfinished
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
@@ -32,9 +31,8 @@ from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.random_check import read_unnoticed
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
-from fastload.system.checks import check_fields, integer, one_of, optional
+from fastload.system.checks import check_arguments, integer, one_of, optional
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -45,13 +43,13 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
-_OPTIONS = {
-    "num_shards": optional(integer(1)),
+_CHECKS = {
+    "shards": optional(integer(1)),
     "codec": optional(CODEC_CHECK),
     "quality": optional(QUALITY_CHECK),
     "on_error": one_of("raise", "skip"),
 }
-_MAX_LOOKED_AT = 1000  # samples whose shapes are compared
+_MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
 def build_lmdb(
@@ -122,8 +120,7 @@ class Build:
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        check_fields(options, _OPTIONS, "a build")
+        check_arguments({**vars(self), "shards": self.num_shards}, _CHECKS)
         check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
         self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
@@ -352,8 +349,8 @@ class Build:
 
 def _report_shapes(cache: LMDBCache) -> None:
     """Log if arrays of samples differ in shape, which would fail in the first training batch."""
-    looked_at = np.linspace(0, cache.num_samples - 1, min(cache.num_samples, _MAX_LOOKED_AT)).astype(int)
-    specs = {spec for index in looked_at.tolist() if (spec := cache.structure(index)) is not None}
+    indices = spread_indices(cache.num_samples, _MAX_COMPARED)
+    specs = {spec for index in indices if (spec := cache.structure(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:
         for place, leaf in zip(spec.paths(), spec.leaves, strict=True):

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import max_failures
 from fastload.cache.build.build import Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
+from fastload.cache.build.random_check import reject_random
 from fastload.cache.build.staging import Unfinished
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.random_check import reject_random
 from fastload.errors import CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:

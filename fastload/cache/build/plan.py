@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
+from fastload.cache.build.sources import decoded_source, encoded_source
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.encoded import encoded_source, holds_images
 from fastload.cache.format.codecs import BEST_QUALITY, LOSSY, SOURCE
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
+from fastload.cache.format.undecoded import holds_images
 from fastload.cache.lmdb.description import Plan, why_different
-from fastload.cache.sources import decoded_source
 from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested import tree

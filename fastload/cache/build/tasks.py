@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
-from fastload.cache.encoded import check_headers
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
+from fastload.cache.format.undecoded import check_headers
 from fastload.cache.lmdb.format import PADDING
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.spec import flatten
