@@ -251,7 +251,7 @@ def verify(path: CachePlace) -> Answer:
         return Answer(result, [f"{cache.path}: {cache.num_cached:,} records, none damaged"])
     from fastload.cache.build import inventory
 
-    url = inventory.url_of_copy(cache.path)
+    url = inventory.url_of_mirror(cache.path)
     anew = "build it again" if url is None else f"open {url} again, which downloads it again"
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
     lines = [
@@ -297,11 +297,11 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.lmdb.mirror import copies, copies_directory
+    from fastload.cache.lmdb.mirror import mirrors, mirrors_directory
     from fastload.cache.ram.shared import live_caches
 
-    live, found = live_caches(), copies()
-    nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
+    live, found = live_caches(), mirrors()
+    nbytes, directory = sum(mirror.disk_bytes for mirror in found), mirrors_directory()
     rows = [
         [
             cache["label"],
@@ -393,20 +393,20 @@ def prune(
     They are downloaded again when they are needed. Copies also make room for each other: the environment
     variable FASTLOAD_CACHE_BYTES limits them.
     """
-    from fastload.cache.lmdb.mirror import copies, remove_copies
+    from fastload.cache.lmdb.mirror import mirrors, remove_mirrors
 
     before_s = time.time() - 86400 * days
-    old = [copy for copy in copies() if copy.used_s <= before_s]
+    old = [mirror for mirror in mirrors() if mirror.used_s <= before_s]
     if not old:
         return Answer({"copies": []}, ["no local copies to remove"])
     named = "1 local copy" if len(old) == 1 else f"{len(old)} local copies"
-    _confirm(named, sum(copy.on_disk for copy in old), yes=yes)
-    removed = remove_copies(before_s)
-    nbytes = sum(copy.on_disk for copy in removed)
+    _confirm(named, sum(mirror.disk_bytes for mirror in old), yes=yes)
+    removed = remove_mirrors(before_s)
+    nbytes = sum(mirror.disk_bytes for mirror in removed)
     lines = [f"removed {len(removed)} of {named}: {readable_size(nbytes)}"]
     if len(removed) < len(old):
         lines.append("the others are in use")
-    result = [{"path": copy.path, "nbytes": copy.on_disk} for copy in removed]
+    result = [{"path": mirror.path, "nbytes": mirror.disk_bytes} for mirror in removed]
     return Answer({"copies": result}, lines)
 
 

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 
 from fastload.cache.build.build_lock import is_being_built, only_builder
 from fastload.cache.build.staging import NAMES, REPORT, Unfinished, foreign_part
+from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.mirror import manifest_of_copy
+from fastload.cache.lmdb.mirror import manifest_in
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Found:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
-        url: The URL of which the cache is a local copy; None if it is not a copy.
+        url: The URL of which the cache is a mirror; None if it is not one.
     """
 
     path: str
@@ -65,9 +64,9 @@ def list_caches(directory: str) -> list[Found]:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no directory at {directory}") from None
     found = []
-    for path in sorted({os.path.join(directory, name.removesuffix(_PARTIAL)) for name in names}):
+    for path in sorted({os.path.join(directory, name.removesuffix(PARTIAL_SUFFIX)) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            if _is_finished(path) or _is_partial(path + _PARTIAL):
+            if _is_finished(path) or _is_partial(path + PARTIAL_SUFFIX):
                 found.append(_look(path))
     return found
 
@@ -81,7 +80,7 @@ def files_of(path: str) -> list[str]:
         PermissionError: A directory cannot be entered.
     """
     found = []
-    for place, is_ours in ((path, _is_finished), (path + _PARTIAL, _is_partial)):
+    for place, is_ours in ((path, _is_finished), (path + PARTIAL_SUFFIX, _is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(place)  # raises if the directory cannot be entered
         if not os.path.lexists(place):
@@ -142,14 +141,14 @@ def _look(path: str) -> Found:
         state = "building" if is_being_built(path) else "unfinished"
         return Found(path, state, nbytes, problem=_what_is_missing(path))
     try:
-        return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_copy(path))
+        return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_mirror(path))
     except (CacheCorruptError, CacheMismatchError) as error:
         return Found(path, "damaged", nbytes, problem=str(error))
 
 
 def _what_is_missing(path: str) -> str:
     """What is left to do in a build or in a download."""
-    url = url_of_copy(path + _PARTIAL)
+    url = url_of_mirror(path + PARTIAL_SUFFIX)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
     files = Unfinished(path)
@@ -162,9 +161,9 @@ def _what_is_missing(path: str) -> str:
     return f"{state}: run the build again to continue"
 
 
-def url_of_copy(directory: str) -> str | None:
-    """The URL of which a directory is a copy; None if it is not a copy."""
-    manifest = manifest_of_copy(directory)
+def url_of_mirror(directory: str) -> str | None:
+    """The URL of which a directory is a mirror; None if it is not one."""
+    manifest = manifest_in(directory)
     return None if manifest is None else manifest.url
 
 

@@ -29,9 +29,8 @@ from fastload.batch.failed_sample import FailedSample
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import (
     FORMAT_VERSION,
-    check_version,
-    parse_json,
     parse_plan,
+    parse_versioned,
     why_different,
 )
 from fastload.cache.lmdb.files import MANIFEST_NAME, open_file, shard_name
@@ -91,8 +90,7 @@ class Unfinished:
             )
         try:
             with writing(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                fields = parse_json(Path(self.path, _PLAN_NAME).read_bytes())
-                check_version(fields)
+                fields = parse_versioned(Path(self.path, _PLAN_NAME).read_bytes())
                 self.plan = parse_plan(fields.get("plan"))
                 return True
         except ValueError as error:  # CacheMismatchError is a ValueError
@@ -161,8 +159,7 @@ class Unfinished:
             file = open_file(path)
         except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
             return None
-        found = file.description
-        if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):
+        if (file.plan.build_id, file.shard) != (self.plan.build_id, shard):
             return None
         left_out = file.left_out_indices.tolist()
         report = read_report(_report_name(path)) if left_out else []
@@ -261,8 +258,8 @@ def parse_report(text: str) -> list[FailedSample]:
     """The samples in a report; damaged lines are left out."""
     found = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            sample = FailedSample(**parse_json(line))
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            sample = FailedSample(**json.loads(line))
             if type(sample.index) is int:
                 found.append(sample)
     return found
