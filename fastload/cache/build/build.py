@@ -2,7 +2,7 @@
 
 A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
 
-1. All files are written below PATH.partial (see `unfinished`). When all shards are complete and on disk, the
+1. All files are written below PATH.partial (see `staging`). When all shards are complete and on disk, the
    cache is moved to PATH, so a process that sees PATH sees the complete cache.
 2. Workers decode and encode (see `tasks`); this process only writes.
 3. The files do not depend on who builds them, or in which order, except for the cache's id and build time.
@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failed_sample import FailedSample
 from fastload.batch.failures import check_left_out, check_max_errors
 from fastload.cache.build import processes
-from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
 from fastload.cache.build.random_check import read_unnoticed, spread_indices
-from fastload.cache.build.staging import REPORT, Unfinished
-from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
+from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
 from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
 from fastload.cache.lmdb.files import check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.checks import check_arguments, integer, one_of, optional
 from fastload.system.logs import log
 from fastload.system.notes import add_note
@@ -126,7 +125,7 @@ class Build:
         self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
         self._is_skipping = self.on_error == "skip"
 
-    def cache(self, write: Callable[[Unfinished], object]) -> LMDBCache:
+    def cache(self, write: Callable[[StagingDirectory], object]) -> LMDBCache:
         """The finished cache: opened if it exists, else built.
 
         Args:
@@ -137,7 +136,7 @@ class Build:
         with only_builder(self.path):
             if os.path.lexists(self.path):  # a different process has just built it
                 return self.opened()
-            files = Unfinished(self.path)
+            files = StagingDirectory(self.path)
             files.begin(self.plan(files.plan if files.open() else None))
             try:
                 check_openable(files.plan.num_shards)
@@ -166,26 +165,25 @@ class Build:
             first = read_unnoticed(dataset, 0)
         shards = None if self.num_shards is None else max(1, min(self.num_shards, num_samples))
         quality = None if cache.plan.quality is None else self.quality
-        asked = {"codec": self.codec, "quality": quality, "num_shards": shards}
-        settings = {name: value for name, value in asked.items() if value is not None}
+        settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
+        settings = {name: value for name, value in settings.items() if value is not None}
         check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
         return cache
 
-    def plan(self, found: Plan | None) -> Plan:
+    def plan(self, earlier: Plan | None) -> Plan:
         """The plan of this build; reads sample 0, unless it was probed.
 
         Args:
-            found: The plan of an earlier build, whose settings replace those that are None.
+            earlier: The plan of an earlier build, whose settings replace those that are None.
         """
-        codec = self.codec or (None if found is None else found.codec)
+        codec = self.codec or (None if earlier is None else earlier.codec)
         self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, codec)
         if 0 not in self.probed and len(self.dataset):
             try:
                 self.probed[0] = self.dataset[0]
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
                 if not self._is_skipping:
-                    self._explain(Failed(0, error, ""))
-                    raise
+                    Failure.of(0, error).reraise()
         return make_plan(
             self.dataset,
             self.probed.get(0),
@@ -193,12 +191,12 @@ class Build:
             quality=self.quality,
             num_shards=self.num_shards,
             fingerprint=self.fingerprint,
-            found=found,
+            earlier=earlier,
         )
 
     def write(
         self,
-        files: Unfinished,
+        files: StagingDirectory,
         shards: Sequence[int],
         title: str,
         completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
@@ -240,7 +238,7 @@ class Build:
         finally:
             processes.stop(answers)
 
-    def finished(self, files: Unfinished, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
+    def finished(self, files: StagingDirectory, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
         """The finished ones of these shards, and the samples that each leaves out, which count from now on.
 
         Raises:
@@ -269,23 +267,14 @@ class Build:
         """The index of each sample with its value, or with why it has none."""
         for indices, values in zip(ranges, answers, strict=True):
             for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
-                if isinstance(value, Failed):
-                    self._explain(value)
-                    raise value.error
+                if isinstance(value, Failure):
+                    value.reraise()
                 yield index, value
             nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
             progress.advance(nbytes, len(values))
 
-    def _explain(self, failed: Failed) -> None:
-        error = failed.error
-        add_note(error, f"in sample {failed.index} of the dataset")
-        if failed.trace:
-            add_note(error, f"raised in a worker process:\n{failed.trace}")
-        if not isinstance(error, UnsupportedSampleError):
-            add_note(error, 'on_error="skip" leaves out samples that cannot be read')
-
     def _write_shard(
-        self, files: Unfinished, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
+        self, files: StagingDirectory, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
     ) -> list[FailedSample]:
         """Write one shard; returns the samples that it leaves out."""
         left_out: list[FailedSample] = []
@@ -312,7 +301,7 @@ class Build:
         what_to_do = f"{self.kept}: raise max_errors or repair the files, and build again to resume"
         check_left_out(self.left_out, self.max_errors, plan.num_samples, what_to_do)
 
-    def _publish(self, files: Unfinished) -> LMDBCache:
+    def _publish(self, files: StagingDirectory) -> LMDBCache:
         """The finished cache of a directory whose shards are all finished.
 
         Raises:
@@ -321,12 +310,12 @@ class Build:
         """
         path, plan, left_out = self.path, files.plan, []
         for shard in range(plan.num_shards):
-            found = files.finished(shard)
-            if found is None:
+            left_out_here = files.finished(shard)
+            if left_out_here is None:
                 raise CacheError(
                     f"{files.path_of(shard)} was removed or changed while the cache was built: build again"
                 )
-            left_out += found
+            left_out += left_out_here
         check_left_out(
             left_out,
             self.max_errors,
@@ -353,16 +342,16 @@ def _report_shapes(cache: LMDBCache) -> None:
     specs = {spec for index in indices if (spec := cache.structure(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:
-        for place, leaf in zip(spec.paths(), spec.leaves, strict=True):
+        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
             if leaf.kind in ("array", "tensor"):
-                shapes.setdefault(place, set()).add(leaf.shape)
-    place, found = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
-    if len(found) > 1:
-        first, second = sorted(found)[:2]
+                shapes.setdefault(path, set()).add(leaf.shape)
+    path, different = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
+    if len(different) > 1:
+        first, second = sorted(different)[:2]
         log.info(
             "%s: the samples have at least %d different shapes at %s, such as %s and %s, but torch's "
             "default_collate makes batches of equal shapes only. Scale every image to one height and width "
             "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
             "transform, or pass a collate_fn",
-            *(cache.path, len(found), place, first, second),
+            *(cache.path, len(different), path, first, second),
         )

@@ -2,8 +2,7 @@
 
 Rules:
 
-1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `build`, `unfinished` and
-   `build_lock`).
+1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
 2. A file is ours if it ends as fastload's caches do. A directory is ours if a build uses all names in it.
    Other files are never removed, and nothing is removed if a foreign file is among ours.
 3. Nothing is removed while a builder of this machine is at work. A builder on a different machine fails, and
@@ -16,8 +15,14 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.staging import NAMES, REPORT, Unfinished, foreign_part
+from fastload.cache.build.staging import (
+    NAMES,
+    REPORT,
+    StagingDirectory,
+    foreign_part,
+    is_being_built,
+    only_builder,
+)
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -151,7 +156,7 @@ def _what_is_missing(path: str) -> str:
     url = url_of_mirror(path + PARTIAL_SUFFIX)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
-    files = Unfinished(path)
+    files = StagingDirectory(path)
     try:
         num_shards = files.plan.num_shards if files.open() else 0
         missing = [shard for shard in range(num_shards) if files.finished(shard) is None]

@@ -64,7 +64,7 @@ def make_plan(
     quality: int | None,
     num_shards: int | None,
     fingerprint: Fingerprint | None,
-    found: Plan | None,
+    earlier: Plan | None,
 ) -> Plan:
     """A plan of a new build.
 
@@ -75,16 +75,16 @@ def make_plan(
         quality: The user's argument.
         num_shards: The user's argument.
         fingerprint: Of the samples.
-        found: The plan of an earlier build, whose settings replace those that the user did not set.
+        earlier: The plan of an earlier build, whose settings replace those that the user did not set.
 
     Raises:
         ValueError: The codec is "source", and sample 0 has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
-    codec = codec or ("raw" if found is None else found.codec)
-    if found is not None:
-        quality, num_shards = quality or found.quality, num_shards or found.num_shards
+    codec = codec or ("raw" if earlier is None else earlier.codec)
+    if earlier is not None:
+        quality, num_shards = quality or earlier.quality, num_shards or earlier.num_shards
     quality = (quality or _QUALITY) if codec in LOSSY else None
     if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(

@@ -24,8 +24,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.build.build import Build, build_lmdb
-from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.staging import REPORT, Unfinished, parse_report, read_report, report_text
+from fastload.cache.build.staging import (
+    REPORT,
+    StagingDirectory,
+    only_builder,
+    parse_report,
+    read_report,
+    report_text,
+)
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import why_different
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
@@ -140,7 +146,7 @@ def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
 
 def _build(build: Build, upload: _Upload) -> Manifest:
     """Build the shards that are not at the URL; each is removed from the disk once uploaded."""
-    plan, local = upload.manifest.plan, Unfinished(build.path)
+    plan, local = upload.manifest.plan, StagingDirectory(build.path)
     uploads: list[Future[None]] = []
     for shard, left_out in upload.left_out.items():
         build.check_may_leave_out(shard, left_out)

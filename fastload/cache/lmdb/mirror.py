@@ -9,8 +9,8 @@ the id of the build. It holds the shards and the manifest, and is a cache on dis
 2. One process downloads a mirror: it holds the lock on `NAME.lock`, which is the lock of builds and removals
    too. Other processes wait.
 3. The manifest is read on every opening, so a cache that was rebuilt at the URL gets a new mirror. If the
-   store cannot be reached and there is a complete mirror of the URL, it is opened with a warning. If the store
-   answers that there is no cache, or denies access, this is always an error.
+   store cannot be reached and there is a complete mirror of the URL, it is opened with a warning. If the
+   store answers that there is no cache, or denies access, this is always an error.
 4. Each open file of a mirror holds a shared lock (see `files`). Mirrors are removed only under the exclusive
    lock of their first file, least recently used first. They lose their name at once.
 5. One lock guards the quota. A mirror counts with its full size as soon as its download begins.
