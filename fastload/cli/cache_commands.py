@@ -180,11 +180,11 @@ def build(
                 cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    found = _facts(cache)
-    skipped = _skipped(found)
-    said = [] if was_built else skipped  # if it was built, the log has said it
-    lines = [f"{found['path']}: {done}: {_held(found)}", *said, _training(found)]
-    result = {**found, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
+    facts = _facts(cache)
+    skipped = _skipped(facts)
+    # If it was built, the log has a line about the skipped samples.
+    lines = [f"{facts['path']}: {done}: {_content(facts)}", *([] if was_built else skipped), _training(facts)]
+    result = {**facts, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
     return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
@@ -218,18 +218,18 @@ def info(path: CachePlace) -> Answer:
     if is_url(path):  # the manifest says all of it, without a download
         from fastload.cache.lmdb.manifest import read_manifest, remote_files
 
-        found = _facts(read_manifest(remote_files(path)))
+        facts = _facts(read_manifest(remote_files(path)))
     else:
-        found = _facts(_cache_at(path))
+        facts = _facts(_cache_at(path))
     rows = [
-        ["path", found["path"]],
-        ["holds", _held(found)],
-        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["created_s"]))],
+        ["path", facts["path"]],
+        ["holds", _content(facts)],
+        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_s"]))],
     ]
-    if found["parts"]:
-        rows += [["made of", ""], *([f"  {name}", value] for name, value in found["parts"].items())]
-    skipped = _skipped(found)
-    return Answer(found, [*table(rows), *skipped, *([_training(found)] if skipped else [])])
+    if facts["parts"]:
+        rows += [["made of", ""], *([f"  {name}", value] for name, value in facts["parts"].items())]
+    skipped = _skipped(facts)
+    return Answer(facts, [*table(rows), *skipped, *([_training(facts)] if skipped else [])])
 
 
 @answers(app, short_help="Check the checksum of every record.")
@@ -287,12 +287,12 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
     rows, result = [], []
     for item in inventory.list_caches(directory):
-        found = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
-        said = item.problem or _held(found)
+        facts = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
+        text = item.problem or _content(facts)
         if item.url is not None:
-            found, said = {**found, "url": item.url}, f"{said}, a copy of {item.url}"
-        result.append({**found, "state": item.state, "nbytes": item.nbytes})
-        rows.append([item.path, item.state, readable_size(item.nbytes), said])
+            facts, text = {**facts, "url": item.url}, f"{text}, a copy of {item.url}"
+        result.append({**facts, "state": item.state, "nbytes": item.nbytes})
+        rows.append([item.path, item.state, readable_size(item.nbytes), text])
     return table(rows) if rows else [f"no caches in {directory}"], result
 
 
@@ -300,8 +300,8 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
     from fastload.cache.lmdb.mirror import mirrors, mirrors_directory
     from fastload.cache.ram.shared import live_caches
 
-    live, found = live_caches(), mirrors()
-    nbytes, directory = sum(mirror.disk_bytes for mirror in found), mirrors_directory()
+    live, local = live_caches(), mirrors()
+    nbytes, directory = sum(mirror.disk_bytes for mirror in local), mirrors_directory()
     rows = [
         [
             cache["label"],
@@ -313,12 +313,12 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
         for cache in live
     ]
     lines = table(rows) if rows else ["none of your processes shares a cache in memory"]
-    if found:
+    if local:
         lines.append(
-            f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
+            f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
             f"{directory}' lists them, 'fastload cache prune' removes them"
         )
-    copied = {"directory": directory, "number": len(found), "nbytes": nbytes}
+    copied = {"directory": directory, "number": len(local), "nbytes": nbytes}
     return lines, {"memory": live, "copies": copied}
 
 
@@ -414,12 +414,13 @@ def prune(
 
 
 def _cache_at(path: str) -> LMDBCache:
+    from fastload.cache.lmdb.files import PARTIAL_SUFFIX
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
     try:
         return LMDBCache(path)
     except FileNotFoundError as error:
-        if os.path.lexists(f"{path}.partial"):
+        if os.path.lexists(path + PARTIAL_SUFFIX):
             raise CommandError(str(error), ExitCode.FAILED) from error
         raise
     except CacheMismatchError as error:
@@ -448,26 +449,26 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     }
 
 
-def _held(found: dict[str, Any]) -> str:
+def _content(facts: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its facts."""
-    quality = "" if found["quality"] is None else f" of quality {found['quality']}"
-    shards = "" if found["num_shards"] == 1 else f" in {found['num_shards']} shards"
-    size = f"{readable_size(found['nbytes'])}{shards}, {found['codec']}{quality}"
-    return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
+    quality = "" if facts["quality"] is None else f" of quality {facts['quality']}"
+    shards = "" if facts["num_shards"] == 1 else f" in {facts['num_shards']} shards"
+    size = f"{readable_size(facts['nbytes'])}{shards}, {facts['codec']}{quality}"
+    return f"{facts['num_cached']:,} of {facts['num_samples']:,} samples, {size}"
 
 
-def _skipped(found: dict[str, Any]) -> list[str]:
+def _skipped(facts: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
-    if not found["num_skipped"]:
+    if not facts["num_skipped"]:
         return []
-    where = "the report no longer exists" if found["report"] is None else f"see {found['report']}"
-    return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
+    where = "the report no longer exists" if facts["report"] is None else f"see {facts['report']}"
+    return [f"{facts['num_skipped']:,} of {facts['num_samples']:,} samples could not be read: {where}"]
 
 
-def _training(found: dict[str, Any]) -> str:
+def _training(facts: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
-    code = f"train from it with fastload.CachedDataset.from_cache({found['path']!r})"
-    if not found["num_skipped"]:
+    code = f"train from it with fastload.CachedDataset.from_cache({facts['path']!r})"
+    if not facts["num_skipped"]:
         return f"{code}; a random transform is its second argument"
     return (
         f"{code}, which leaves out the samples that could not be read; CachedDataset(dataset, ...) would "

@@ -28,7 +28,7 @@ from fastload.cache.build.writer import ShardWriter
 from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
-from fastload.cache.lmdb.files import check_openable, shard_name
+from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.checks import check_arguments, integer, one_of, optional
@@ -51,16 +51,12 @@ _CHECKS = {
 _MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
-def build_lmdb(
-    dataset: Any, path: str | os.PathLike[str], *, shards: int | None = None, **options: Any
-) -> LMDBCache:
+def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LMDBCache:
     """The finished cache of a dataset at `path`: opened if it exists, else built, or its build is resumed.
 
     Args:
         dataset: Map-style and deterministic.
         path: The file, or with several shards the directory.
-        shards: Number of files of the cache; None accepts any number, and builds files of about 1 GiB, at
-            most 128. An interrupted build continues with the first unfinished shard.
         **options: See `Build`.
 
     Raises:
@@ -74,7 +70,7 @@ def build_lmdb(
             kept.
         ValueError: An argument is invalid.
     """
-    build = Build(dataset, os.path.abspath(path), shards, **options)
+    build = Build(dataset, os.path.abspath(path), **options)
     return build.cache(
         lambda files: build.write(files, range(files.plan.num_shards), f"building {build.path}")
     )
@@ -87,7 +83,8 @@ class Build:
     Args:
         dataset: Map-style and deterministic.
         path: The absolute path of the cache.
-        num_shards: Number of files; None accepts that of a cache or an unfinished build.
+        shards: Number of files of the cache; None accepts that of a cache or an unfinished build, and builds
+            files of about 1 GiB, at most 128. An interrupted build continues with the first unfinished shard.
         num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
@@ -106,7 +103,7 @@ class Build:
 
     dataset: Any
     path: str
-    num_shards: int | None = None
+    shards: int | None = None
     num_workers: int | None = None
     progress: bool = True
     probed: dict[int, Any] = field(default_factory=dict)
@@ -119,10 +116,10 @@ class Build:
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
-        check_arguments({**vars(self), "shards": self.num_shards}, _CHECKS)
+        check_arguments(vars(self), _CHECKS)
         check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
-        self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
+        self.kept = f"Finished shards are kept at {self.kept or self.path + PARTIAL_SUFFIX}"
         self._is_skipping = self.on_error == "skip"
 
     def cache(self, write: Callable[[StagingDirectory], object]) -> LMDBCache:
@@ -163,7 +160,7 @@ class Build:
         num_samples, first = len(dataset), self.probed.get(0)
         if first is None and 0 in cache and num_samples and (fingerprint is None or cache.plan.parts is None):
             first = read_unnoticed(dataset, 0)
-        shards = None if self.num_shards is None else max(1, min(self.num_shards, num_samples))
+        shards = None if self.shards is None else max(1, min(self.shards, num_samples))
         quality = None if cache.plan.quality is None else self.quality
         settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
         settings = {name: value for name, value in settings.items() if value is not None}
@@ -189,7 +186,7 @@ class Build:
             self.probed.get(0),
             codec=codec,
             quality=self.quality,
-            num_shards=self.num_shards,
+            num_shards=self.shards,
             fingerprint=self.fingerprint,
             earlier=earlier,
         )

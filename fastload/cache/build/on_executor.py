@@ -154,15 +154,15 @@ def _run(executor: Executor, task: Task, files: StagingDirectory, build: Build) 
         ) as progress:
             for future in as_completed(futures):
                 try:
-                    built = future.result()
+                    result = future.result()
                 except TransientTaskError as error:
-                    built = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
+                    result = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
                 except Exception as error:  # noqa: BLE001 - of the executor: a process or a machine has died
-                    built = f"failed: {_in_one_line(error)}"
-                if isinstance(built, str):
-                    failed[futures[future]] = built
+                    result = f"failed: {_in_one_line(error)}"
+                if isinstance(result, str):
+                    failed[futures[future]] = result
                     continue
-                left_out_here, nbytes = built
+                left_out_here, nbytes = result
                 progress.advance(nbytes, len(plan.indices_of(futures[future])))
                 num_left_out += left_out_here
                 if num_left_out > maximum:

@@ -230,8 +230,8 @@ def foreign_part(path: str) -> str | None:
             return path
         with os.scandir(path) as entries:
             for entry in entries:
-                is_ours = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-                if not is_ours and os.path.lexists(entry.path):  # else it was removed just now
+                is_known = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                if not is_known and os.path.lexists(entry.path):  # else it was removed just now
                     return entry.path
     except (FileNotFoundError, NotADirectoryError):
         pass  # another process might have just removed the directory

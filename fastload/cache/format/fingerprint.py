@@ -50,12 +50,12 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
-        found = []
+        differences = []
         for part in sorted({*self.parts, *other.parts}):
             here, there = self.parts.get(part), other.parts.get(part)
             if here != there:
-                found.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
-        return found
+                differences.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
+        return differences
 
 
 def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None = None) -> Fingerprint | None:

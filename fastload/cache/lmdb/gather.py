@@ -47,10 +47,10 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
             places.append(first.places)
             continue
-        found = outline(record)
-        if found.spec != first.spec or found.codec != "raw":
+        other = outline(record)
+        if other.spec != first.spec or other.codec != "raw":
             return None
-        places.append(found.places)
+        places.append(other.places)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
     if any(place[number][1] != INT64_BYTES for place in places for number in ints):
         return None  # beyond 64 bits

@@ -90,9 +90,9 @@ class LMDBCache(BaseCache):
     def __reduce__(self) -> tuple[Any, ...]:
         # Other machines make their own copy of a cache at a URL.
         source = self._source if is_for_other_machines() else None
-        return _unopened, (self.path, self._build_id, self.reason, self._known_spec(), source)
+        return _unopened, (self.path, self._build_id, self.reason, self._spec_to_pickle(), source)
 
-    def _known_spec(self) -> Spec | None:
+    def _spec_to_pickle(self) -> Spec | None:
         """The structure of sample 0; it takes the classes of its namedtuples along to a different process.
 
         None if it is unknown, or if this process has not imported those classes.
@@ -148,9 +148,9 @@ class LMDBCache(BaseCache):
         """Why this cache is in use, and the parts of its fingerprint."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.plan.parts or {}).items())
         size = readable_size(self.nbytes)
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.plan.codec}"
+        content = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.plan.codec}"
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.plan.created_s))
-        return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
+        return f"LMDB at {self.path}, {content}, made {made}: {self.reason}{parts}"
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -231,10 +231,10 @@ class LMDBCache(BaseCache):
             first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
             if first == stop:
                 continue
-            found = file.records(ascending[first:stop])
-            if found is None:
+            in_file = file.records(ascending[first:stop])
+            if in_file is None:
                 return None
-            for position, record in zip(order[first:stop].tolist(), found, strict=True):
+            for position, record in zip(order[first:stop].tolist(), in_file, strict=True):
                 records[position] = record
         try:
             return stack_records(records, allocate)

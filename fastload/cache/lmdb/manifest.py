@@ -182,7 +182,7 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
     except RemoteFolderError as error:
         raise CacheError(str(error)) from error
     try:
-        found = parse_manifest(text, is_finished=name == MANIFEST_NAME)
+        manifest = parse_manifest(text, is_finished=name == MANIFEST_NAME)
     except CacheMismatchError as error:
         raise CacheMismatchError(f"{files.url} {error}") from None
     except ValueError as error:
@@ -190,4 +190,4 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
             f"{files.url}/{name} is damaged: {error}. Remove all files at that URL, and build the cache again"
         ) from error
     # A bucket can be copied to a different URL.
-    return Manifest(files.url, found.plan, found.shards)
+    return Manifest(files.url, manifest.plan, manifest.shards)
