@@ -154,18 +154,10 @@ class CachedDataset(Dataset[Any]):
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import open_cache  # here: it imports Pillow and LMDB
+        from fastload.cache.open_cache import CacheRequest, open_cache  # here: it imports Pillow and LMDB
 
-        opened = open_cache(
-            cache,
-            dataset,
-            prepare=prepare,
-            key=cache_key,
-            max_memory=max_memory,
-            num_workers=num_workers,
-            progress=progress,
-        )
-        self.cache, self._source, self._holds_images, self._jpegs = opened
+        request = CacheRequest(dataset, prepare, cache_key, max_memory, num_workers, progress)
+        self.cache, self._source, self._holds_images, self._jpegs = open_cache(cache, request)
         self._stores = cache is not None
         self.decode = decode
 

@@ -80,7 +80,7 @@ class OpenedCache(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Request:
+class CacheRequest:
     """The arguments of CachedDataset, which describe the samples and the limits."""
 
     dataset: Any
@@ -110,7 +110,7 @@ class _Samples:
         bytes_in_memory: Of an array that holds the samples in memory already; 0 if none was seen.
     """
 
-    request: _Request
+    request: CacheRequest
     source: Any
     is_encoded: bool = False
     holds_images: bool = False
@@ -184,16 +184,9 @@ def _read_prepared(call: Call, dataset: Any, index: int) -> Any:
 
 
 def open_cache(
-    cache: str | SampleCache | Sequence[str | SampleCache] | None,
-    dataset: Any,
-    *,
-    prepare: Callable[..., Any] | None,
-    key: str | None,
-    max_memory: str | float,
-    num_workers: int | None,
-    progress: bool,
+    cache: str | SampleCache | Sequence[str | SampleCache] | None, request: CacheRequest
 ) -> OpenedCache:
-    """The requested cache, or tiers of caches; the arguments are those of CachedDataset.
+    """The requested cache, or tiers of caches.
 
     Raises:
         RandomDatasetError: Reading a sample twice gave different results.
@@ -201,15 +194,16 @@ def open_cache(
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
     """
-    parse_memory(max_memory)  # raises before anything is read
-    check_key(key)
+    dataset, prepare = request.dataset, request.prepare
+    parse_memory(request.max_memory)  # raises before anything is read
+    check_key(request.key)
     source = decoded_source(dataset) if prepare is None else pre_transformed(dataset, prepare)
     if cache is None:
         if prepare is None:
             source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
         return OpenedCache(TieredCache(len(dataset)), source, holds_images=prepare is None)
-    samples = _Samples(_Request(dataset, prepare, key, max_memory, num_workers, progress), source)
+    samples = _Samples(request, source)
     if isinstance(cache, (list, tuple)):
         opened, samples = _open_tiers(samples, cache)
     else:
@@ -344,42 +338,35 @@ def _shared_cache(
     samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None
 ) -> SharedMemoryCache:
     """The cache that another process holds, or a new one."""
-    if shared_as is None:
-        why = why_private(samples.request.dataset, samples.request.prepare)
-    elif (registered := _registered_cache(samples, max_memory, shared_as)) is not None:
-        return registered
-    else:
+    why = why_private(samples.request.dataset, samples.request.prepare)
+    if shared_as is not None:
         why = "the registry of shared caches cannot be used"
-    cache = SharedMemoryCache(
-        len(samples),
-        samples.examine(),
-        max_memory=budget_bytes(max_memory, is_shared=False),
-        fingerprint=shared_as,
-    )
+        try:
+            cache = shared.find(shared_as, len(samples))
+            if cache is None:
+                examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=True)
+                cache = shared.create(shared_as, len(samples), examples, max_bytes)
+        except CacheMismatchError as error:
+            raise CacheMismatchError(
+                f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
+                "different key, or end the processes that hold the cache"
+            ) from None
+        if cache is not None:
+            _check_first(cache, samples)
+            return cache
+    examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=False)
+    cache = SharedMemoryCache(len(samples), examples, max_memory=max_bytes, fingerprint=shared_as)
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")
     return cache
 
 
-def _registered_cache(
-    samples: _Samples, max_memory: str | float, fingerprint: Fingerprint
-) -> SharedMemoryCache | None:
-    """The cache of this name, new or not; None without a registry of shared caches."""
-    try:
-        cache = shared.find(fingerprint, len(samples))
-        if cache is None:
-            examples = samples.examine()
-            max_bytes = budget_bytes(max_memory, is_shared=True)
-            cache = shared.create(fingerprint, len(samples), examples, max_bytes)
-    except CacheMismatchError as error:
-        raise CacheMismatchError(
-            f"{error}. If the cache is right, change the dataset. If the dataset is right, use a different "
-            "key, or end the processes that hold the cache"
-        ) from None
-    stored = cache.get(0) if cache is not None and len(samples) else None
-    if cache is None or stored is None:
-        return cache
+def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
+    """Compare the first sample in a cache that other processes fill with that of the source."""
+    stored = cache.get(0) if len(samples) else None
+    if stored is None:
+        return
     fresh = samples.examples[0] if 0 in samples.examples else read_unnoticed(samples.source, 0)
     path = first_difference(stored, fresh)
     if path is not None:
@@ -390,7 +377,6 @@ def _registered_cache(
             f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
             "covers too little. Use a different key, or end the processes that hold that cache"
         )
-    return cache
 
 
 # --- caches on disk --------------------------------------------------------------------------------------
