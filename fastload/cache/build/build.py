@@ -173,7 +173,10 @@ class Build:
         Args:
             earlier: The plan of an earlier build, whose settings replace those that are None.
         """
-        codec = self.codec or (None if earlier is None else earlier.codec)
+        codec, quality, num_shards = self.codec or "raw", self.quality, self.shards
+        if earlier is not None:
+            codec, quality = self.codec or earlier.codec, quality or earlier.quality
+            num_shards = num_shards or earlier.num_shards
         self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, codec)
         if 0 not in self.probed and len(self.dataset):
             try:
@@ -181,15 +184,7 @@ class Build:
             except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
                 if not self._is_skipping:
                     Failure.of(0, error).reraise()
-        return make_plan(
-            self.dataset,
-            self.probed.get(0),
-            codec=codec,
-            quality=self.quality,
-            num_shards=self.shards,
-            fingerprint=self.fingerprint,
-            earlier=earlier,
-        )
+        return make_plan(self.dataset, self.probed.get(0), self.fingerprint, codec, quality, num_shards)
 
     def write(
         self,

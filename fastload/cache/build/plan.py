@@ -59,32 +59,26 @@ def as_stored(
 def make_plan(
     dataset: Any,
     first: Any,
-    *,
-    codec: str | None,
+    fingerprint: Fingerprint | None,
+    codec: str,
     quality: int | None,
     num_shards: int | None,
-    fingerprint: Fingerprint | None,
-    earlier: Plan | None,
 ) -> Plan:
     """A plan of a new build.
 
     Args:
         dataset: The samples to store.
         first: Sample 0; None without samples, or if it cannot be read.
-        codec: The user's argument.
-        quality: The user's argument.
-        num_shards: The user's argument.
         fingerprint: Of the samples.
-        earlier: The plan of an earlier build, whose settings replace those that the user did not set.
+        codec: As of a build.
+        quality: Of a lossy codec; None for the default.
+        num_shards: None for files of about 1 GiB.
 
     Raises:
         ValueError: The codec is "source", and sample 0 has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
-    codec = codec or ("raw" if earlier is None else earlier.codec)
-    if earlier is not None:
-        quality, num_shards = quality or earlier.quality, num_shards or earlier.num_shards
     quality = (quality or _QUALITY) if codec in LOSSY else None
     if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(
