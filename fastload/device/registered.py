@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fastload.batch.packing import is_plain
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def hides_tensors(packed: Packed, batch: Any) -> bool:
         elif id(leaf) not in seen:  # it has a `to`
             seen[id(leaf)] = leaf
             for part in (*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, tuple) else ())):
-                map_movable(part, note, is_leaf)
+                map_device_leaves(part, note, is_leaf)
         return leaf
 
-    map_movable(batch, note, is_leaf)
+    map_device_leaves(batch, note, is_leaf)
     return num_found < packed.num_places

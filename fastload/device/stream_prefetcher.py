@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fastload.errors import LoaderClosedError
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -251,14 +251,14 @@ class StreamPrefetcher(Iterator[T]):
             return leaf
 
         try:
-            map_movable(batch, note)
+            map_device_leaves(batch, note)
             # By id: a tensor that occurs twice is copied once.
             plain = {id(leaf): leaf for leaf in leaves if _is_plain(leaf)}
             ahead.late = {id(leaf): leaf for leaf in leaves if id(leaf) not in plain}
             copied = self._copied(batch, plain, ahead)
             if copied:  # by position: a container can make its leaves anew for each walk
                 found = iter([copied.get(id(leaf), leaf) for leaf in leaves])
-                ahead.batch = map_movable(batch, lambda _: next(found))
+                ahead.batch = map_device_leaves(batch, lambda _: next(found))
             if ahead.late:
                 ahead.host = batch
             elif ahead.transform is not None:
@@ -309,7 +309,7 @@ class StreamPrefetcher(Iterator[T]):
                 ahead.made.append(leaf)
             return leaf
 
-        map_movable(ahead.batch, note)
+        map_device_leaves(ahead.batch, note)
 
     def _hand_over(self, ahead: _InFlight) -> T:
         backend = self._backend
@@ -328,7 +328,7 @@ class StreamPrefetcher(Iterator[T]):
                 self._reading.keep(moves, list(ahead.late.values()), is_batch=ahead.event is None)
                 # Slots are unregistered once the side stream is done: let it wait for these reads, too.
                 backend.wait_event(self._stream, moves)
-            batch = map_movable(batch, lambda leaf: moved.get(id(leaf), leaf))
+            batch = map_device_leaves(batch, lambda leaf: moved.get(id(leaf), leaf))
             if ahead.transform is not None:
                 batch = apply_transform(ahead.transform, batch, backend.device)
         return batch
@@ -374,7 +374,7 @@ def pin_plain(backend: Backend, batch: Any) -> Any:
             pinned[id(leaf)] = leaf, backend.pin(leaf)
         return pinned[id(leaf)][1]
 
-    return map_movable(batch, pin)
+    return map_device_leaves(batch, pin)
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 
 STREAMLESS_TYPES = ("mps", "xpu")
 
@@ -30,7 +30,7 @@ class SynchronousDevice:
 
     def move(self, batch: Any) -> Any:
         """The batch on the device; objects that are not tensors and have no `to` stay the same."""
-        return map_movable(batch, lambda leaf: leaf.to(self.device))
+        return map_device_leaves(batch, lambda leaf: leaf.to(self.device))
 
 
 def why_no_streamless_device(device: torch.device) -> str | None:

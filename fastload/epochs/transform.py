@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
 from fastload.transforms.chain import chained
 
@@ -56,7 +56,7 @@ class EpochTransform:
         with drawing_from(streams(first_call=self._first_call)):
             found = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
-        return map_movable(found, _cloned) if self._clones else found
+        return map_device_leaves(found, _cloned) if self._clones else found
 
 
 def _is_compiled(function: Any) -> bool:

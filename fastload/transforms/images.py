@@ -14,7 +14,7 @@ from torch import nn
 
 from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
 from fastload.memory.lease import current_arena
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 
 LAYOUTS = ("auto", "HWC", "CHW")
 # Tensors of these dtypes are NumPy's arrays, too.
@@ -139,7 +139,7 @@ class ImageTransform(nn.Module):
             is_planar = images.is_contiguous()
             memory_format = torch.contiguous_format if is_planar else torch.channels_last
             result = result.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-        return map_movable(batch, lambda leaf: result if leaf is images else leaf)
+        return map_device_leaves(batch, lambda leaf: result if leaf is images else leaf)
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
         """New images for ``(B, H, W, C)`` pixels of any strides, at ``where`` in the batch."""

@@ -184,7 +184,7 @@ class Arena:
         if self.holds(index):
             return True
         plan = self.plan
-        if plan.spec is not None and spec.node == plan.spec.node:
+        if plan.spec is not None and spec == plan.spec:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row: int | None = index

@@ -33,8 +33,7 @@ from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SegmentError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
-from fastload.nested.dtypes import dtype_name, numpy_dtype
-from fastload.nested.leaves import IMAGE
+from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
 from fastload.system.locks import locked
