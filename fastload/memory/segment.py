@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SegmentError
 from fastload.system import linux
-from fastload.system.posix import resource
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

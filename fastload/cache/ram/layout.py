@@ -36,7 +36,7 @@ from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ def create(
                 raise
     if layout.spec is None or layout.is_packed:
         try:
-            with locked(segment.reopen):
+            with flocked(segment.reopen):
                 pass
         except OSError as error:
             segment.close()
