@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 try:
-    import resource
+    import resource as resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 

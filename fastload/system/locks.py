@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 try:
-    import fcntl
+    import fcntl as fcntl
 except ImportError:  # Windows: no locks, and no shared memory
     fcntl = None  # type: ignore[assignment]
 

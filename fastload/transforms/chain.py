@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastload.memory.lease import WritingInto
+from fastload.memory.lease import allocating_in
 from fastload.transforms.crop_and_flip import RandomHorizontalFlip, RandomResizedCrop
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Chain:
         """Apply all transforms to a batch."""
         if not self._steps:
             return batch
-        with WritingInto(None):  # intermediate values do not belong in the memory of the result
+        with allocating_in(None):  # intermediate values do not belong in the memory of the result
             for step in self._steps[:-1]:
                 batch = step(batch)
         return self._steps[-1](batch)

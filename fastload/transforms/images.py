@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
-from fastload.memory.lease import current_arena
+from fastload.memory.lease import current_allocator
 from fastload.nested.device_tree import map_device_leaves
 
 LAYOUTS = ("auto", "HWC", "CHW")
@@ -148,7 +148,7 @@ class ImageTransform(nn.Module):
 
 def new_images(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a result: that of the batch, if this thread is making one on the CPU."""
-    arena = current_arena()
+    arena = current_allocator()
     nbytes = math.prod(shape) * dtype.itemsize
     if arena is None or device.type != "cpu" or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
