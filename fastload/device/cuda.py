@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.synchronous import STREAMLESS_TYPES, SynchronousDevice, why_no_streamless_device
+from fastload.device.synchronous import SYNCHRONOUS_TYPES, SynchronousDevice, why_no_synchronous_device
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
 from fastload.system.logs import say_once
@@ -105,12 +105,12 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
     if not is_of_a_kind or (isinstance(device, int) and device < 0):
         raise ValueError(message)
     try:
-        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        requested = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(message) from error
-    if asked.type not in ("cpu", "cuda", *STREAMLESS_TYPES):
+    if requested.type not in ("cpu", "cuda", *SYNCHRONOUS_TYPES):
         raise ValueError(message)
-    return asked
+    return requested
 
 
 def choose_backend(device: str | int | torch.device, asker: str) -> Backend | SynchronousDevice | None:
@@ -120,8 +120,8 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         DeviceUnavailableError: The requested device is not available.
         ValueError: As `check_device`.
     """
-    asked = check_device(device)
-    if asked is None:
+    requested = check_device(device)
+    if requested is None:
         reason = why_unavailable(None)
         if reason is None:
             return _CUDABackend(None)
@@ -129,19 +129,19 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         level = logging.WARNING if any(map(os.path.exists, _DRIVERS)) else logging.INFO
         say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
         return None
-    if asked.type == "cpu":
+    if requested.type == "cpu":
         return None
-    is_streamless = asked.type in STREAMLESS_TYPES
-    reason = why_no_streamless_device(asked) if is_streamless else why_unavailable(asked.index)
+    is_synchronous = requested.type in SYNCHRONOUS_TYPES
+    reason = why_no_synchronous_device(requested) if is_synchronous else why_unavailable(requested.index)
     if reason is not None:
         raise DeviceUnavailableError(
-            f"{asker} cannot use device={str(asked)!r}: {reason}. "
+            f"{asker} cannot use device={str(requested)!r}: {reason}. "
             "device='auto' uses the CPU where there is no CUDA"
         )
-    if is_streamless:
+    if is_synchronous:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
-        return SynchronousDevice(asked)
-    return _CUDABackend(asked.index)
+        return SynchronousDevice(requested)
+    return _CUDABackend(requested.index)
 
 
 def why_unavailable(index: int | None) -> str | None:
