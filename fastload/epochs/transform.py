@@ -9,7 +9,7 @@ import torch
 
 from fastload.nested.device_tree import map_device_leaves
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ class EpochTransform:
 
     def __init__(self, loader: LoaderSettings, epoch: Epoch, name: str) -> None:
         function = getattr(loader, name)
-        self._function = chained(function)
+        self._function = compose(function)
         self._clones = any(map(_is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._epoch = epoch
         self._auto_collation = loader._auto_collation

@@ -96,15 +96,15 @@ class Gather(nn.Module):
         self.columns = map_device_leaves(self.columns, lambda column: column.to(device))
 
     def _tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
 
         def note(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             return leaf
 
         map_device_leaves(self.columns, note)
-        return found
+        return tensors
 
 
 def _concatenated(chunks: list[Any], path: str) -> Any:
@@ -119,10 +119,10 @@ def _concatenated(chunks: list[Any], path: str) -> Any:
     elif isinstance(first, (list, tuple)):
         keys = list(range(len(first)))
     if len(kinds) > 1 or not keys or any(len(chunk) != len(keys) for chunk in chunks):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
             f"Gather keeps samples of arrays, tensors and numbers in dicts, lists and tuples, all of one "
-            f"structure, but got {found} at {path}"
+            f"structure, but got {names} at {path}"
         )
     parts = {key: _concatenated([chunk[key] for chunk in chunks], f"{path}[{key!r}]") for key in keys}
     if isinstance(first, dict):

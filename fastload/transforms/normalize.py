@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fastload.nested.device_tree import map_device_leaves
-from fastload.transforms.images import check_layout, find_images, layout_of, new_images
+from fastload.transforms.image_transform import check_layout, find_images, layout_of, new_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from fastload import transforms
 from fastload.memory.lease import BufferPool, allocating_in
 from fastload.rng.batch_draws import BatchId, BatchStreams, drawing_from
 from fastload.transforms import crop_and_flip, erase
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 IMAGES = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
 DTYPES = [torch.uint8, torch.int16, torch.bool, torch.float16, torch.float32, torch.bfloat16]
@@ -146,7 +146,7 @@ def test_results_lie_in_the_memory_of_the_batch() -> None:
         buffers = BufferPool(1 << 20)
         buffers.begin()
         with allocating_in(buffers):
-            result = chained([transforms.Cutout(2), transform])(images)
+            result = compose([transforms.Cutout(2), transform])(images)
         memory = buffers.memory
         assert memory is not None
         assert memory.address <= result.data_ptr() < memory.address + memory.nbytes

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Chain:
-    """Applies transforms in order; can be pickled if they can.
+class Compose:
+    """Applies transforms of batches in order; can be pickled if they can.
 
     A `RandomHorizontalFlip` right after a `RandomResizedCrop` of the same images becomes part of the crop,
     which saves a pass over memory. Draws and values stay the same. Subclasses are never merged.
@@ -42,6 +42,6 @@ class Chain:
         return self._steps[-1](batch)
 
 
-def chained(transforms: Callable[[Any], Any] | Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+def compose(transforms: Callable[[Any], Any] | Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     """One function for a transform, or for a list of them."""
-    return Chain(transforms) if isinstance(transforms, (list, tuple)) else transforms  # type: ignore[return-value]
+    return Compose(transforms) if isinstance(transforms, (list, tuple)) else transforms  # type: ignore[return-value]
