@@ -40,7 +40,7 @@ from fastload.nested.tree import map_leaves, private_copy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.images.layout import Layout
+    from fastload.images.layout import ImageLayout
     from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
@@ -86,7 +86,7 @@ class _Batch:
         own: dict[Any, Any] = {torch.Tensor: self._stack, np.ndarray: self._stack_arrays}
         return torch_collate.collate(values, collate_fn_map={**rules, **own})
 
-    def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> Layout | None:
+    def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> ImageLayout | None:
         """The layout of a leaf of a sample whose batch gets channels-last strides; None for other leaves."""
         return _layout(tuple(leaf.shape), leaf.dtype) if self._channels_last else None
 
@@ -110,7 +110,7 @@ def _stack_arrays(arena: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> 
     return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
-def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> ImageLayout | None:
     if isinstance(dtype, torch.dtype):
         return image_layout(shape, is_pixels=dtype is torch.uint8 or dtype.is_floating_point)
     return image_layout(shape, is_pixels=dtype == np.uint8 or dtype.kind == "f")

@@ -29,7 +29,7 @@ from fastload.cache.lmdb.gather import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.images.decode import decode as image_of
 from fastload.images.encoded import EncodedImage
-from fastload.images.restart_markers import cut_jpeg
+from fastload.images.restart_markers import crop_jpeg
 from fastload.nested.leaf import TENSOR_STORAGE, Leaf
 from fastload.nested.spec import Spec, flatten
 from fastload.nested.tensors import TENSOR_DTYPES
@@ -272,7 +272,7 @@ def test_jpegs_have_restart_markers() -> None:
     file = encode_image("jpeg", image, 95)
     np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
     assert len(file) < 1.015 * len(plain.getvalue())
-    cut = cut_jpeg(file, (0, 0, 64, 64))
+    cut = crop_jpeg(file, (0, 0, 64, 64))
     assert cut is not None
     assert len(cut.content) < len(file) / 5
 
