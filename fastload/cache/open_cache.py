@@ -45,7 +45,7 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiers import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
-from fastload.files.remote import is_url, local_path
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, structure_of
 from fastload.system.budget import available_bytes, parse_memory

@@ -25,9 +25,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
+from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
 from fastload.files.listing import Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
-from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
+from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.system.logs import log

@@ -44,7 +44,7 @@ from fastload.cache.lmdb.manifest import (
     remote_files,
 )
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
-from fastload.files.attempts import OtherLengthError, may_pass
+from fastload.files.retry import OtherLengthError, is_transient
 from fastload.system.budget import parse_memory
 from fastload.system.disk import make_private_directory, new_file, sync_directory, untrusted_path, write_new
 from fastload.system.humanize import readable_size
@@ -114,7 +114,7 @@ def open_copy(
     except CacheError as error:
         cause = error.__cause__
         found = _newest_copy(files.url)
-        if found is None or not isinstance(cause, RemoteFolderError) or not may_pass(cause):
+        if found is None or not isinstance(cause, RemoteFolderError) or not is_transient(cause):
             raise
         manifest = found
         log.warning(
