@@ -274,31 +274,25 @@ class _CUDABackend:
             yield
 
     def register(self, address: int, nbytes: int) -> str:
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(self.device):
-            return self._outcome("cudaHostRegister", runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        return self._call("cudaHostRegister", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> str:
+        return self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *args: int) -> str:
+        """Call a function of CUDA's runtime; returns "", or why that failed."""
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            return self._outcome("cudaHostUnregister", runtime.cudaHostUnregister(address))
-
-    def _outcome(self, call: str, code: Any) -> str:
-        if int(code) == 0:
-            return ""
-        self._clear_error()
-        return f"{call} gave error {int(code)}, {torch.cuda.cudart().cudaGetErrorString(code)}"
-
-    def _clear_error(self) -> None:
-        """Clear the error that a failed call leaves behind: otherwise the next kernel would report it.
-
-        torch clears the error when it raises it: when any kernel is launched, and when the device has no
-        memory left for the kernel's tensor. If the second kernel fails too, the device itself has an error.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._launch()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._launch()
+            code = getattr(runtime, name)(*args)
+            if int(code) == 0:
+                return ""
+            # The next kernel would report the error. torch clears it when it raises it: when any kernel is
+            # launched, and when the device has no memory left for the kernel's tensor. If the second kernel
+            # fails too, the device itself has an error.
+            for errors in (RuntimeError, torch.OutOfMemoryError):
+                with contextlib.suppress(errors):
+                    self._launch()
+        return f"{name} gave error {int(code)}, {runtime.cudaGetErrorString(code)}"
 
     def _launch(self) -> None:
         torch.zeros(1, device=self.device).add_(1)

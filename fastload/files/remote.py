@@ -24,15 +24,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from fastload.errors import ImageReadError, RemoteFolderError
-from fastload.files.file_systems import (
-    READS_AT_ONCE,
-    Limits,
-    credentials_hint,
-    is_web,
-    make_again,
-    open_url,
-    version_of,
-)
+from fastload.files import file_systems
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, is_below, to_bytes
 from fastload.files.retry import OtherLengthError, reason_of, request, retry
 
@@ -67,7 +59,7 @@ class RemoteFolder:
         self._maker: tuple[Any, Any, Any] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
-        self.limits = Limits.of_environment()
+        self.limits = file_systems.Limits.of_environment()
         self._connection: _Connection | None = None
         self._home_pid = os.getpid()  # a forked process is a different one
 
@@ -108,7 +100,7 @@ class RemoteFolder:
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
-            entries = pages(name) if is_web(fs) else ask("find", prefix + name).items()
+            entries = pages(name) if file_systems.is_web(fs) else ask("find", prefix + name).items()
             files = (_file(_below(path, prefix), entry) for path, entry in entries)
             return [file for file in files if file.name]
 
@@ -128,7 +120,7 @@ class RemoteFolder:
                         seen.add(below)
                         folders.append(below)
 
-        with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
+        with ThreadPoolExecutor(file_systems.READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
 
     def saved_list(self) -> tuple[str, list[str], list[RemoteFile]] | None:
@@ -174,7 +166,7 @@ class RemoteFolder:
                 before = "; it was there when the folder was listed"
             elif isinstance(error, OtherLengthError):
                 before = " that the file had when the folder was listed"
-            hint = credentials_hint(error, self.url)
+            hint = file_systems.credentials_hint(error, self.url)
             return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}{hint}")
 
         return self._cat(name, nbytes, failed)
@@ -267,10 +259,10 @@ class RemoteFolder:
         if self._maker is not None:
             kind, args, options = self._maker
             is_forked = os.getpid() != self._home_pid
-            return make_again(kind, args, options, self.url, self.limits, is_forked=is_forked)
+            return file_systems.make_again(kind, args, options, self.url, self.limits, is_forked=is_forked)
         # Other file systems keep the entries of all folders that they list in memory.
         options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
-        return open_url(self.url, options, self.limits)
+        return file_systems.open_url(self.url, options, self.limits)
 
 
 class _Connection:
@@ -308,7 +300,7 @@ def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, st
         if missing and isinstance(error, FileNotFoundError):
             return FileNotFoundError(f"there is no {missing} at {url}")
         return RemoteFolderError(
-            f"cannot {doing} {url}: {reason_of(error)}{tried}{credentials_hint(error, url)}"
+            f"cannot {doing} {url}: {reason_of(error)}{tried}{file_systems.credentials_hint(error, url)}"
         )
 
     return failed
@@ -335,4 +327,4 @@ def _below(path: str, prefix: str) -> str:
 
 def _file(name: str, entry: Mapping[str, Any]) -> RemoteFile:
     size = entry.get("size")
-    return RemoteFile(name, UNKNOWN_BYTES if size is None else int(size), version_of(entry))
+    return RemoteFile(name, UNKNOWN_BYTES if size is None else int(size), file_systems.version_of(entry))

@@ -114,7 +114,7 @@ def leaves(nest: Any) -> list[Any]:
 def private_copy(sample: Any) -> Any:
     """The sample with writable, private, C-contiguous copies of its arrays; its tensors are kept."""
     if type(sample) is tuple:  # most samples: faster than the walk
-        return tuple([part if type(part) in _VIEWLESS_SET else map_leaves(part, _copied) for part in sample])
+        return tuple([part if type(part) in _ATOMS else map_leaves(part, _copied) for part in sample])
     return map_leaves(sample, _copied)
 
 
@@ -127,10 +127,8 @@ class OpaqueLeafError(Exception):
 
 
 # Leaves of these types refer to no memory of an array. np.void can be a view; other objects can hold one.
-_VIEWLESS = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
-_VIEWLESS_SET = frozenset(
-    (bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, PendingImage)
-)
+_ATOMIC = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, PendingImage))
 
 
 def copy_views(nest: Any, sample: Any) -> Any:
@@ -158,12 +156,12 @@ def _owns(part: Any) -> bool:
     kind = type(part)
     if kind is np.ndarray:
         return part.flags.owndata and not part.dtype.hasobject
-    return kind in _VIEWLESS_SET
+    return kind in _ATOMS
 
 
 def _copy_views(nest: Any, sample: Any) -> Any:
     def own(leaf: Any) -> Any:
-        if isinstance(leaf, (*_VIEWLESS, PendingImage)):  # the result of a pending image is private
+        if isinstance(leaf, (*_ATOMIC, PendingImage)):  # the result of a pending image is private
             return leaf
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             # An array that owns its memory is no view of a cache.
@@ -257,12 +255,10 @@ def first_difference(sample: Any, other: Any) -> str | None:
     """
     (spec, values), (other_spec, other_values) = flatten(sample), flatten(other)
     paths, other_paths = spec.paths(), other_spec.paths()
-    all_leaves = zip(paths, spec.leaves, values, strict=True)
-    other_leaves = zip(other_paths, other_spec.leaves, other_values, strict=True)
-    for (path, leaf, value), (other_path, other_leaf, other_value) in zip(
-        all_leaves, other_leaves, strict=False
-    ):
-        if path != other_path or not _are_equal(leaf, value, other_leaf, other_value):
+    leaves_of_sample = zip(paths, spec.leaves, values, strict=True)
+    leaves_of_other = zip(other_paths, other_spec.leaves, other_values, strict=True)
+    for (path, *leaf), (other_path, *other_leaf) in zip(leaves_of_sample, leaves_of_other, strict=False):
+        if path != other_path or not _are_equal(*leaf, *other_leaf):
             return path
     if len(paths) != len(other_paths):
         return max(paths, other_paths, key=len)[min(len(paths), len(other_paths))]
