@@ -45,9 +45,9 @@ from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiers import Stack, split_budget
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
-from fastload.files.remote import is_url, local_path
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, outline
+from fastload.nested.tree import first_difference, structure_of
 from fastload.system.budget import available_bytes, check_memory, parse_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
@@ -123,8 +123,8 @@ class Opener:
         if example is not None and not holds_images(example):
             raise ValueError(
                 f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] is "
-                f"{outline(example)}: return fastload.EncodedImage(path) instead of the decoded array, or "
-                "use fastload.ImageFolder"
+                f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
+                "or use fastload.ImageFolder"
             )
 
     def open(self, cache: str | SampleCache | Sequence[str | SampleCache] | None) -> SampleCache:

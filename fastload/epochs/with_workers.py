@@ -25,7 +25,7 @@ import torch
 from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.stream_prefetcher import pin_plain
+from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
@@ -92,7 +92,7 @@ class WorkerIterator(HostIterator):
         if loader.worker_type == "thread":
             finish: Callable[[Any], Any] | None = None
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
-                finish = functools.partial(pin_plain, backend)
+                finish = functools.partial(pin_dense, backend)
             elif self._pin_memory:
                 finish = _pinning(self._pin_memory_device)
             self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)

@@ -36,7 +36,7 @@ from fastload.errors import (
     WorkerDiedError,
     WorkerStartError,
 )
-from fastload.memory.lease import Buffers, shared_memory
+from fastload.memory.lease import BufferPool, shared_memory
 from fastload.memory.segment import pickled_for_other_machines
 from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
@@ -486,9 +486,9 @@ class RayWorker:
 
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
-        self._buffers = Buffers(parse_prefetch_memory("auto"), _BUFFERS)
+        self._buffers = BufferPool(parse_prefetch_memory("auto"), _BUFFERS)
         self._ahead: deque[Any] = deque()
-        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers.arena, self._pack)
+        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers, self._pack)
         self._core.begin()
         self._since_ns = time.perf_counter_ns()
 
@@ -514,7 +514,7 @@ class RayWorker:
         self._core.meter.waited(self._since_ns)
         self._buffers.begin()
         answer = self._core.answer(index, origin, batch_id, self._coming())
-        arena, data = self._buffers.arena, None
+        arena, data = self._buffers, None
         if answer.kind is Kind.BATCH and answer.payload.used_bytes:
             data = np.frombuffer(arena.lease, np.uint8, answer.payload.used_bytes)
         arena.end()
@@ -527,7 +527,7 @@ class RayWorker:
                 yield self._ahead.popleft()
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._buffers.arena, self._packer)
+        return pack(batch, self._buffers, self._packer)
 
 
 class _PutJob:

@@ -30,7 +30,7 @@ from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system.notes import add_note
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -80,7 +80,7 @@ class Job(FetchSettings):
             seeds_samples=loader.seeding == "sample",
             on_error=loader.on_error,
             replacements=_replacements(loader),
-            batch_transform=None if loader.batch_transform is None else chained(loader.batch_transform),
+            batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
         )
 
     def load(self) -> Job:

@@ -63,8 +63,8 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
-    calls, real = itertools.count(), locks.try_lock
-    monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
+    calls, real = itertools.count(), locks.flock_fd
+    monkeypatch.setattr(locks, "flock_fd", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
     ds = CachedDataset(RaggedImages(100), max_memory=1 << 20)
     assert ds.fill(0, progress=False).num_cached == 100
 

@@ -88,9 +88,9 @@ def make_plan(
     quality = (quality or _QUALITY) if codec in LOSSY else None
     if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(
-            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.outline(first)}: return '
-            "fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder without "
-            "size=, or choose a different codec"
+            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.structure_of(first)}: '
+            "return fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder "
+            "without size=, or choose a different codec"
         )
     spec, crc32 = (None, None) if first is None else _identity(first)
     if num_shards is None and first is not None:

@@ -25,7 +25,7 @@ from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.mirror import open_copy
 from fastload.cache.lmdb.open_file import damaged
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files.remote import is_url, local_path
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory.segment import is_for_other_machines
 from fastload.nested.spec import Spec
 from fastload.system.humanize import readable_size

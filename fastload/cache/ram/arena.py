@@ -34,7 +34,7 @@ from fastload.errors import SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class Arena:
         if self.holds(index):
             return True
         plan = self.plan
-        if plan.spec is not None and spec.node == plan.spec.node:
+        if plan.spec is not None and spec == plan.spec:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row: int | None = index
@@ -212,7 +212,7 @@ class Arena:
         """The cursor before this claim of space for this caller alone; None if there is none."""
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
             return None  # usually `max_memory` is too small, and a warning has said so
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if not has_lock or self.holds(index):
                 return None
             cursor = self._locked_cursor()
@@ -242,7 +242,7 @@ class Arena:
 
     def expect_short(self) -> None:
         """Log no warning that the cache cannot hold all samples."""
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if has_lock:
                 self._set(self._locked_cursor()._replace(is_short=1))
 

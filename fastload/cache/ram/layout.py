@@ -33,11 +33,10 @@ from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
-from fastload.nested.dtypes import dtype_name, numpy_dtype
-from fastload.nested.leaves import IMAGE
+from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -290,7 +289,7 @@ def create(
                 raise
     if layout.spec is None or layout.is_packed:
         try:
-            with locked(segment.reopen):
+            with flocked(segment.reopen):
                 pass
         except OSError as error:
             segment.close()

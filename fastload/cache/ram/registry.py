@@ -34,7 +34,7 @@ from fastload.cache.ram.layout import SEGMENT_NAME
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import open_in_process
 from fastload.system.linux import pid_namespace, start_time
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def creating() -> Iterator[bool]:
     def failed(error: OSError) -> None:
         log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
 
-    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
+    with flocked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
         yield has_lock
 
 
