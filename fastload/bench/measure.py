@@ -120,7 +120,7 @@ def warm(dataset: Any, num_workers: int) -> None:
 def build(dataset: Any, path: str, num_workers: int) -> float:
     """Build an LMDB cache; returns the seconds that it took."""
     started_s = time.perf_counter()
-    CachedDataset(dataset, cache=f"lmdb:{path}", num_workers=num_workers, progress=False)
+    CachedDataset.build(dataset, path, num_workers=num_workers, progress=False).close()
     return time.perf_counter() - started_s
 
 
@@ -137,7 +137,7 @@ def measure(
     """
     num_samples = len(dataset)
     if contender.cache == "lmdb":
-        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}", progress=False)
+        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}")
     elif contender.cache == "ram":
         # A key of this run: it must not find a different process's cache, which is already filled.
         key = f"fastload bench, process {os.getpid()}"

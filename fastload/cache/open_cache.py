@@ -45,14 +45,14 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiers import TieredCache, split_budget
 from fastload.cache.transform import Call
-from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
-from fastload.files.remote import is_url, local_path
+from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, leaves, outline
-from fastload.system.budget import parse_memory
+from fastload.nested.tree import first_difference, leaves, structure_of
+from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
-from fastload.system.launchers import are_several_ranks, count_ranks_of_host
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import are_several_ranks, count_ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -81,19 +81,19 @@ class OpenedCache(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """The arguments of CachedDataset, which describe the samples and the limits."""
+    """The arguments of CachedDataset and its `build` that describe samples and limits."""
 
     dataset: Any
-    prepare: Callable[..., Any] | None
+    pre_transform: Callable[..., Any] | None
     key: str | None
-    max_memory: str | float
-    num_workers: int | None
-    progress: bool
+    max_memory: str | float = "auto"
+    num_workers: int | None = None
+    progress: bool = True
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
-        return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
+        return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)
 
 
 @dataclass(eq=False)
@@ -141,21 +141,21 @@ class _Samples:
             cache: The user's name for the cache that needs them, for errors.
 
         Raises:
-            ValueError: The dataset has none, or `prepare` needs decoded ones.
+            ValueError: The dataset has none, or `pre_transform` needs decoded ones.
         """
         dataset = self.request.dataset
-        if self.request.prepare is not None:
+        if self.request.pre_transform is not None:
             raise ValueError(
-                f"{cache} stores images before they are decoded, but prepare= works on decoded ones: omit "
-                "prepare=, and do this in transform="
+                f"{cache} stores images before they are decoded, but pre_transform= works on decoded ones: "
+                "omit pre_transform=, and do this in transform="
             )
         source = encoded_source(dataset)
         example = read_unnoticed(source, 0) if len(self) else None
         if example is not None and not holds_images(example):
             raise ValueError(
                 f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[0] is "
-                f"{outline(example)}: return fastload.EncodedImage(path) instead of the decoded array, or "
-                "use fastload.ImageFolder"
+                f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
+                "or use fastload.ImageFolder"
             )
         return _Samples(self.request, source, is_encoded=True, holds_images=True)
 
@@ -173,12 +173,12 @@ class _Samples:
 
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
     """A dataset whose samples pass through a deterministic function, by the conventions of `Call`."""
-    return MappedDataset(dataset, functools.partial(_read_prepared, Call("prepare", function)))
+    return MappedDataset(dataset, functools.partial(_read_pre_transformed, Call("pre_transform", function)))
 
 
-def _read_prepared(call: Call, dataset: Any, index: int) -> Any:
+def _read_pre_transformed(call: Call, dataset: Any, index: int) -> Any:
     sample = decode_images(dataset[index])
-    # A shallow copy for the note on an error, because `prepare` can modify the containers.
+    # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
     before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
     return call(before, sample, index)
 
@@ -189,27 +189,27 @@ def open_cache(
     """The requested cache, or tiers of caches.
 
     Raises:
-        RandomDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: Reading a sample twice gave different results.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
     """
-    dataset, prepare = request.dataset, request.prepare
-    parse_memory(request.max_memory)  # raises before anything is read
+    dataset, pre_transform = request.dataset, request.pre_transform
+    check_memory(request.max_memory, name="max_memory")  # raises before anything is read
     check_key(request.key)
-    source = decoded_source(dataset) if prepare is None else pre_transformed(dataset, prepare)
+    source = decoded_source(dataset) if pre_transform is None else pre_transformed(dataset, pre_transform)
     if cache is None:
-        if prepare is None:
+        if pre_transform is None:
             source = encoded_source(dataset, is_needed=False)
         log.info("cache: none, every access reads the dataset")
-        return OpenedCache(TieredCache(len(dataset)), source, holds_images=prepare is None)
+        return OpenedCache(TieredCache(len(dataset)), source, holds_images=pre_transform is None)
     samples = _Samples(request, source)
     if isinstance(cache, (list, tuple)):
         opened, samples = _open_tiers(samples, cache)
     else:
         opened, samples = _open_one(samples, cache)
     jpegs = None
-    if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.plan.codec == "jpeg":
+    if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
         jpegs, samples.holds_images = opened, True
     for index, sample in samples.examples.items():
         opened.put(index, sample)
@@ -229,7 +229,7 @@ def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
     if isinstance(cache, LMDBCache):
         return _checked_lmdb(samples, cache)
     if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
-        samples.holds_images = cache.plan.codec == SOURCE
+        samples.holds_images = cache.description.codec == SOURCE
         return cache, samples
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
         is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
@@ -321,7 +321,7 @@ def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprin
     if reason is None:
         try:
             return _shared_cache(samples, max_memory, shared_as)
-        except SegmentError as error:
+        except SharedMemoryError as error:
             reason = str(error)
     samples.examine()
     max_bytes = budget_bytes(max_memory, is_shared=False)
@@ -338,7 +338,7 @@ def _shared_cache(
     samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None
 ) -> SharedMemoryCache:
     """The cache that another process holds, or a new one."""
-    why = why_private(samples.request.dataset, samples.request.prepare)
+    why = why_private(samples.request.dataset, samples.request.pre_transform)
     if shared_as is not None:
         why = "the registry of shared caches cannot be used"
         try:
@@ -386,9 +386,9 @@ def _checked_lmdb(
     samples: _Samples, cache: LMDBCache, url: str | None = None
 ) -> tuple[SampleCache, _Samples]:
     """The cache, after it was compared with the samples."""
-    if cache.plan.codec == SOURCE:
+    if cache.description.codec == SOURCE:
         samples = samples.encoded(url or cache.path)
-    if samples.fingerprint is None or cache.plan.parts is None:
+    if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
     first = samples.examples.get(0)
     check_source(cache, len(samples), first, fingerprint=samples.fingerprint, url=url)

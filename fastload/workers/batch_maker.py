@@ -36,7 +36,7 @@ from fastload.workers.messages import Answer, Kind, Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
     from fastload.rng.batch_draws import BatchId
     from fastload.rng.keys import StreamOrigin
     from fastload.workers.worker_spec import Job
@@ -96,7 +96,7 @@ class BatchMaker:
         self,
         worker_id: int,
         job: Loadable,
-        arena: Arena,
+        arena: BumpAllocator,
         finish: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
@@ -209,7 +209,7 @@ class BatchMaker:
 
 def make_fetcher(
     job: Job,
-    arena: Arena,
+    arena: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,

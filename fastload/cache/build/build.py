@@ -116,6 +116,8 @@ class Build:
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
+        if self.on_error == "replace":  # the word of DataLoader
+            raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
         check_arguments(vars(self), _CHECKS)
         check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
@@ -158,10 +160,15 @@ class Build:
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, first = len(dataset), self.probed.get(0)
-        if first is None and 0 in cache and num_samples and (fingerprint is None or cache.plan.parts is None):
+        if (
+            first is None
+            and 0 in cache
+            and num_samples
+            and (fingerprint is None or cache.description.parts is None)
+        ):
             first = read_unnoticed(dataset, 0)
         shards = None if self.shards is None else max(1, min(self.shards, num_samples))
-        quality = None if cache.plan.quality is None else self.quality
+        quality = None if cache.description.quality is None else self.quality
         settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
         settings = {name: value for name, value in settings.items() if value is not None}
         check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
@@ -331,7 +338,7 @@ class Build:
 def _report_shapes(cache: LMDBCache) -> None:
     """Log if arrays of samples differ in shape, which would fail in the first training batch."""
     indices = spread_indices(cache.num_samples, _MAX_COMPARED)
-    specs = {spec for index in indices if (spec := cache.structure(index)) is not None}
+    specs = {spec for index in indices if (spec := cache.spec_of(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:
         for path, leaf in zip(spec.paths(), spec.leaves, strict=True):

@@ -38,7 +38,7 @@ from fastload.cache.lmdb.description import (
 from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_file, shard_name
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
-from fastload.system.locks import held, is_held
+from fastload.system.locks import is_lock_file_held, lock_file
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
         stack.callback(_building.pop, key)
         with writing(path):
             try:
-                has_lock = stack.enter_context(held(name, by_process=True))
+                has_lock = stack.enter_context(lock_file(name, by_process=True))
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -329,7 +329,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
 
 def is_being_built(path: str) -> bool:
     """Whether a builder holds the lock on a destination now."""
-    return _key(path) in _building or is_held(lock_name(path))
+    return _key(path) in _building or is_lock_file_held(lock_name(path))
 
 
 def _key(path: str) -> tuple[int, str]:

@@ -97,9 +97,8 @@ def build_at_url(dataset: Any, url: str, *, path: str | None = None, **options: 
             if path is not None:
                 _check_one_build(files.url, existing, path)
                 with contextlib.closing(build_lmdb(dataset, path, **options)) as cache:
-                    return finished or _upload_cache(
-                        _Upload(files, existing, cache.plan), cache
-                    ), not finished
+                    manifest = finished or _upload_cache(_Upload(files, existing, cache.description), cache)
+                return manifest, not finished
             plan = build.plan(None if existing is None else existing.plan)
             if existing is not None and (why := why_different(existing.plan, plan)) is not None:
                 state = "an unfinished build" if finished is None else "a finished cache"
@@ -129,7 +128,7 @@ def _check_one_build(url: str, existing: Manifest | None, path: str) -> None:
     """Check that a local cache is of the build whose files are at the URL."""
     if existing is None:
         return
-    if not os.path.lexists(path) or LMDBCache(path).plan.build_id != existing.plan.build_id:
+    if not os.path.lexists(path) or LMDBCache(path).description.build_id != existing.plan.build_id:
         raise CacheMismatchError(f"{url} has a different build from {path}: omit the local DEST, {_REMOVE}")
 
 
@@ -137,9 +136,10 @@ def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
     """Upload the shards of a cache on the disk."""
     report = read_report(cache.path + REPORT)
     for shard in upload.missing():
-        is_file = os.path.isfile(cache.path)
-        file = cache.path if is_file else os.path.join(cache.path, shard_name(cache.plan, shard))
-        upload.put(shard, file, _left_out_of(cache.plan, shard, report))
+        file, plan = cache.path, cache.description
+        if os.path.isdir(file):
+            file = os.path.join(file, shard_name(plan, shard))
+        upload.put(shard, file, _left_out_of(plan, shard, report))
     return upload.finish()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.images.encoded import EncodedImage
-    from fastload.nested.leaves import Array, Leaf
+    from fastload.nested.leaf import Array, Leaf
 
 BEST_QUALITY = 100
 

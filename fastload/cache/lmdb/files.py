@@ -32,7 +32,7 @@ from fastload.cache.lmdb.format import CURE, read_at, read_end, read_text
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import is_own
 from fastload.system.limits import allows_files, limit_on_files
-from fastload.system.locks import share_lock
+from fastload.system.locks import flock_fd
 from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def open_file(path: str, *, is_mirror: bool = False) -> OpenFile:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
     try:
-        if is_mirror and not share_lock(fd):
+        if is_mirror and not flock_fd(fd, shared=True):
             raise FileNotFoundError(f"the copy at {path} is being removed")
         return OpenFile(fd, path)
     except BaseException:

@@ -29,7 +29,7 @@ class LMDBDataset(Dataset[Any], BaseCache):
     Attributes:
         cache: The same.
         classes: Class names of the dataset that it was built from, or None.
-        plan: What the files say about the cache.
+        description: What the files say about the cache.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
@@ -38,8 +38,8 @@ class LMDBDataset(Dataset[Any], BaseCache):
 
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache
-        self.classes = cache.plan.classes
-        self.plan = cache.plan
+        self.classes = cache.description.classes
+        self.description = cache.description
         self._indices = cache.stored_indices
         self.num_samples = self.num_cached = cache.num_cached
         self.nbytes = cache.nbytes
@@ -56,7 +56,11 @@ class LMDBDataset(Dataset[Any], BaseCache):
 
     def fingerprint(self) -> dict[str, str]:
         """The id of the build that the samples come from."""
-        return {**(self.plan.parts or {}), "build": self.plan.build_id, "codec": self.plan.codec}
+        return {
+            **(self.description.parts or {}),
+            "build": self.description.build_id,
+            "codec": self.description.codec,
+        }
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""

@@ -44,11 +44,11 @@ from fastload.cache.lmdb.manifest import (
     remote_files,
 )
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
-from fastload.files.attempts import OtherLengthError, may_pass
+from fastload.files.retry import OtherLengthError, is_transient
 from fastload.system.budget import parse_memory
-from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
+from fastload.system.disk import make_private_directory, new_file, sync_directory, untrusted_path, write_new
 from fastload.system.humanize import readable_size
-from fastload.system.locks import held, try_lock
+from fastload.system.locks import flock_fd, lock_file
 from fastload.system.logs import log
 from fastload.system.os_errors import write_errors_as
 
@@ -113,7 +113,7 @@ def open_mirror(
         manifest = read_manifest(files)
     except CacheError as error:
         cause, newest = error.__cause__, _newest_manifest(files.url)
-        if newest is None or not isinstance(cause, RemoteFolderError) or not may_pass(cause):
+        if newest is None or not isinstance(cause, RemoteFolderError) or not is_transient(cause):
             raise
         manifest = newest
         log.warning(
@@ -166,7 +166,7 @@ def manifest_in(directory: str) -> Manifest | None:
 def _is_complete(path: str, manifest: Manifest) -> bool:
     """Whether all files of a mirror exist, with the lengths and digests of this manifest."""
     try:
-        if foreign_path(path) is not None:
+        if untrusted_path(path) is not None:
             return False
     except OSError:
         return False
@@ -199,11 +199,11 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
     """Download a mirror, or wait while another process downloads it; returns when it is complete."""
     if _is_complete(path, manifest):
         return
-    with held(f"{path}.lock") as is_free:
+    with lock_file(f"{path}.lock") as is_free:
         pass
     if not is_free:
         log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
-    with held(f"{path}.lock", waits=True):
+    with lock_file(f"{path}.lock", waits=True):
         if not _is_complete(path, manifest):
             _download(files, manifest, path, shown)
 
@@ -211,11 +211,11 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
 def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
     """Download the missing shards; the caller holds the lock of the mirror."""
     for directory in (path, path + PARTIAL_SUFFIX):
-        if os.path.lexists(directory) and (foreign := foreign_path(directory)) is not None:
+        if os.path.lexists(directory) and (untrusted := untrusted_path(directory)) is not None:
             log.warning(
                 "%s could be from a different user (who owns it or can write it, or it is a link): the "
                 "copy is downloaded again",
-                foreign,
+                untrusted,
             )
             os.unlink(directory) if os.path.islink(directory) else shutil.rmtree(directory)
     partial = _unnamed(path)
@@ -359,7 +359,7 @@ def _reserve(manifest: Manifest, path: str) -> None:
         CacheError: Mirrors in use leave too little room.
     """
     root = os.path.dirname(path)
-    with held(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
+    with lock_file(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
         listed = mirrors()
         quota = quota_bytes(sum(mirror.disk_bytes for mirror in listed))
         others = [mirror for mirror in listed if mirror.path != path]
@@ -393,7 +393,7 @@ def remove_mirrors(before_s: float) -> list[LocalMirror]:
     root, removed = mirrors_directory(), []
     if not os.path.isdir(root):
         return []
-    with held(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
+    with lock_file(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
         for mirror in mirrors():
             if mirror.used_s <= before_s and _locked(mirror, locks):
                 shutil.rmtree(_unnamed(mirror.path))
@@ -404,12 +404,12 @@ def remove_mirrors(before_s: float) -> list[LocalMirror]:
 def _locked(mirror: LocalMirror, locks: contextlib.ExitStack) -> bool:
     """Take the locks of a mirror, unless a process has it open, downloads it or removes it."""
     try:
-        is_free = locks.enter_context(held(f"{mirror.path}.lock"))
+        is_free = locks.enter_context(lock_file(f"{mirror.path}.lock"))
         if is_free and mirror.is_finished and mirror.manifest is not None:
             first = os.path.join(mirror.path, mirror.manifest.shards[0].name)
             fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
             locks.callback(os.close, fd)
-            is_free = try_lock(fd)
+            is_free = flock_fd(fd)
     except OSError:  # it was just removed, or belongs to a different user
         return False
     return is_free

@@ -31,14 +31,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, Segment, populate
 from fastload.system.budget import available_bytes, parse_memory
 from fastload.system.humanize import readable_size
-from fastload.system.launchers import count_ranks_of_host
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     import mmap
@@ -70,20 +70,20 @@ def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, m
     """A new sealed segment with this description, and a read-only mapping; most of it takes no memory yet.
 
     Raises:
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
     text = json.dumps(description).encode("ascii")
     if DESCRIPTION_AT + len(text) > TABLE_AT:
-        raise SegmentError(f"the structure of a sample takes {readable_size(len(text))}")
+        raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
     segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
     try:
         mapping = segment.map(writable=False)
         segment.write(text, DESCRIPTION_AT)
         # Last: a segment without a header is not a cache.
         segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
-    except (SegmentError, OSError) as error:
+    except (SharedMemoryError, OSError) as error:
         segment.close()
-        raise SegmentError(f"cannot write to a new shared segment: {error}") from error
+        raise SharedMemoryError(f"cannot write to a new shared segment: {error}") from error
     return segment, mapping
 
 
@@ -159,7 +159,7 @@ class Arena:
             weakref.finalize(self, segment.close).atexit = False
             try:
                 mapping = mapping or segment.map(writable=False)
-            except SegmentError as error:  # for this process only: others can have other limits
+            except SharedMemoryError as error:  # for this process only: others can have other limits
                 log.warning(
                     "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
@@ -200,7 +200,7 @@ class Arena:
         cursor = self.cursor
         if cursor.is_short and not self._allows(advance(cursor)):
             return None  # usually `max_memory` is too small, and a warning has said so
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if not has_lock:
                 return None
             cursor = self._locked_cursor()
@@ -224,7 +224,7 @@ class Arena:
 
     def expect_short(self) -> None:
         """Let no process warn that the space is short."""
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if has_lock:
                 self._set(self._locked_cursor()._replace(is_short=1))
 
@@ -251,7 +251,7 @@ class Arena:
         """Show an entry of the table to all processes, at once and after the payload written before.
 
         Raises:
-            SegmentError: There is no memory for the table, or it cannot be mapped.
+            SharedMemoryError: There is no memory for the table, or it cannot be mapped.
         """
         offset = TABLE_AT + index * ENTRY_BYTES
         if self._writable is None:

@@ -34,13 +34,12 @@ from fastload.cache.ram.arena import (
     create_segment,
     read_description,
 )
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
-from fastload.nested.dtypes import dtype_name, numpy_dtype
-from fastload.nested.leaves import IMAGE
+from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class Layout:
         """A new segment with this layout, and a read-only mapping; most of it takes no memory yet.
 
         Raises:
-            SegmentError: The memory could not be allocated.
+            SharedMemoryError: The memory could not be allocated.
         """
         description = {
             **{name: getattr(self, name) for name in _PLAIN_FIELDS},
@@ -231,8 +230,8 @@ def create(
     The arguments are those of `Layout.plan`.
 
     Raises:
-        SegmentError: The system denied even a segment that holds little more than the examples, or the lock
-            under which space is claimed.
+        SharedMemoryError: The system denied even a segment that holds little more than the examples, or the
+            lock under which space is claimed.
     """
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
     layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""
@@ -240,7 +239,7 @@ def create(
         try:
             segment, mapping = layout.create_segment()
             break
-        except SegmentError as error:
+        except SharedMemoryError as error:
             reason = reason or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
             layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
@@ -248,11 +247,11 @@ def create(
                 raise
     if layout.spec is None or layout.is_packed:
         try:
-            with locked(segment.reopen):
+            with flocked(segment.reopen):
                 pass
         except OSError as error:
             segment.close()
-            raise SegmentError(f"the system does not allow locks on shared memory: {error}") from error
+            raise SharedMemoryError(f"the system does not allow locks on shared memory: {error}") from error
     if reason:
         level = logging.INFO if layout.rows == num_samples else logging.WARNING
         log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), reason)

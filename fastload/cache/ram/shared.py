@@ -36,13 +36,13 @@ from fastload.cache.ram.arena import Arena, Cursor
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin
 from fastload.cache.ram.layout import create as create_segment
 from fastload.cache.ram.private import PrivateCache
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines, round_up
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
-from fastload.system.launchers import count_ranks_of_host
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     import mmap
@@ -74,7 +74,7 @@ class SharedMemoryCache(BaseCache):
         origin: Which process made it, when, and from which samples.
 
     Raises:
-        SegmentError: The memory, or the lock that ragged samples need, is not available.
+        SharedMemoryError: The memory, or the lock that ragged samples need, is not available.
         UnsupportedSampleError: A value in an example cannot be cached.
         ValueError: `parse_memory` does not accept `max_memory`.
     """
@@ -125,13 +125,13 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _unpickle_anywhere, (registry.entry_of("", self.fd), self._plan)
+            return _unpickle_anywhere, (registry.entry_of("", self._fd), self._plan)
         return _unpickle, (self._arena.segment, self._plan)
 
     # --- properties ---------------------------------------------------------------------------------------
 
     @property
-    def fd(self) -> int:
+    def _fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
 
@@ -240,7 +240,7 @@ class SharedMemoryCache(BaseCache):
 
     def _store(self, arena: Arena, index: int, spec: Spec, values: list[Any]) -> bool:
         plan = self._plan
-        if plan.spec is not None and spec.node == plan.spec.node:
+        if plan.spec is not None and spec == plan.spec:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row = index
@@ -295,7 +295,7 @@ def log_short(max_bytes: int, num_fitting: int, num_samples: int, needed: str = 
     """Warn that the cache holds only some of the samples."""
     log.warning(
         "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
-        "every access. Increase max_memory=, or shrink the samples in prepare=",
+        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
         readable_size(max_bytes),
         f"{num_fitting:,}",
         f"{num_samples:,}",
@@ -313,7 +313,7 @@ def _unpickle(segment: Segment, layout: Layout) -> SharedMemoryCache:
 def _unpickle_anywhere(entry: Entry | None, layout: Layout) -> SampleCache:
     """The same cache if this process can reach it, else one that the processes of this machine share."""
     if entry is not None:
-        with contextlib.suppress(SegmentError, CacheMismatchError):
+        with contextlib.suppress(SharedMemoryError, CacheMismatchError):
             cache = SharedMemoryCache.attach(entry.attach())
             if cache.origin.cache_id == layout.origin.cache_id:
                 return cache
@@ -328,7 +328,7 @@ def _unpickle_anywhere(entry: Entry | None, layout: Layout) -> SampleCache:
             cache.reason = "new: the cache of this machine"
             _register(cache, fingerprint.name)
             return cache
-    except SegmentError as error:
+    except SharedMemoryError as error:
         log.warning("cache: each worker of this machine keeps its own: %s", str(error))
         return PrivateCache(layout.num_samples, max_bytes, str(error))
 
@@ -346,7 +346,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
     for entry in registry.entries(name):
         try:
             cache = _attach(entry)
-        except (SegmentError, CacheMismatchError) as error:
+        except (SharedMemoryError, CacheMismatchError) as error:
             text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
             say_once(text, logging.WARNING if count_ranks_of_host() > 1 else logging.INFO)
             continue
@@ -372,7 +372,7 @@ def create(
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
     with registry.creating() as is_alone:
         if not is_alone:
@@ -401,7 +401,7 @@ def live_caches() -> list[dict[str, Any]]:
     for entry in registry.entries():
         try:
             cache = _attach(entry)
-        except (SegmentError, CacheMismatchError):
+        except (SharedMemoryError, CacheMismatchError):
             continue
         fingerprint = cache.origin.fingerprint or Fingerprint({})
         facts: dict[str, Any] = {
@@ -425,7 +425,7 @@ def _attach(entry: Entry) -> SharedMemoryCache:
     """The cache behind an entry.
 
     Raises:
-        SegmentError: It cannot be reached.
+        SharedMemoryError: It cannot be reached.
         CacheMismatchError: Its descriptor is not a valid cache of this name.
     """
     cache = SharedMemoryCache.attach(entry.attach())
@@ -448,6 +448,6 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
 
 
 def _register(cache: SharedMemoryCache, name: str) -> None:
-    entry = registry.register(name, cache.fd)
+    entry = registry.register(name, cache._fd)
     if entry is not None:
         cache.unregister = weakref.finalize(cache, registry.unregister, entry)

@@ -1,23 +1,28 @@
-"""What launchers of ranks, such as torchrun, mpirun and srun, say: how many ranks they started, and where.
+"""The ranks of a distributed job: what launchers say of them, and the process group of this rank.
 
 Each launcher says it in other variables. A wrong number costs a warning, a smaller cache, or waiting for a
 builder, but never causes a wrong sample.
+
+torch is never imported here: if the script never imported torch.distributed, this process is not in a group.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 from fastload.system.cgroups import read_text
-from fastload.system.process_group import process_group
 
 # The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
 RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-
 _SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
+# Whether this process was forked from a rank: it must not use that rank's connection to the store.
+_is_forked = False
 
 
 def number_in(variable: str) -> int | None:
@@ -74,3 +79,38 @@ def _siblings() -> int:
     children = [child for thread in threads for child in read_text(thread).split()]
     programs = [read_text(Path(f"/proc/{child}/cmdline")) for child in children]
     return sum("resource_tracker" not in program for program in programs)
+
+
+def process_group() -> Any | None:
+    """The module torch.distributed if this process is in a process group, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed
+    return None
+
+
+def store_of(group: Any) -> Any:
+    """The store of the default process group.
+
+    Raises:
+        Exception: The group has none, or this release of torch keeps it elsewhere.
+    """
+    return group.distributed_c10d._get_default_store()  # torch 2.6 to 2.13 have it
+
+
+def is_worker() -> bool:
+    """Whether this process only works for a rank; it can have inherited that rank's connection."""
+    data = sys.modules.get("torch.utils.data")
+    return _is_forked or (data is not None and data.get_worker_info() is not None)
+
+
+@functools.cache
+def watch_forks() -> None:
+    """From now on, know the processes that are forked from a rank."""
+    if hasattr(os, "register_at_fork"):  # Windows does not fork
+        os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    global _is_forked
+    _is_forked = _is_forked or process_group() is not None
