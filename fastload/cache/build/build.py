@@ -62,7 +62,7 @@ def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LM
     Raises:
         CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
             other settings.
-        CacheBusyError: A different process is building it.
+        CacheBusyError: Another process is building it.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process cannot open as many files as the shards
             need.
@@ -133,7 +133,7 @@ class Build:
         if os.path.lexists(self.path):
             return self.opened()
         with only_builder(self.path):
-            if os.path.lexists(self.path):  # a different process has just built it
+            if os.path.lexists(self.path):  # another process has just built it
                 return self.opened()
             files = StagingDirectory(self.path)
             files.begin(self.plan(files.plan if files.open() else None))

@@ -5,7 +5,7 @@ Rules:
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
 2. A file is a cache if it ends as fastload's caches do. A directory is one if a build uses all names in it.
    Other files are never removed, and nothing is removed if a foreign file is among those of a cache.
-3. Nothing is removed while a builder of this machine is at work. A builder on a different machine fails, and
+3. Nothing is removed while a builder of this machine is at work. A builder on another machine fails, and
    says why.
 """
 

@@ -6,7 +6,7 @@ The driver is the user's process. An executor with `concurrent.futures`' interfa
 1. The driver makes the plan, counts results, and publishes the cache. It can die at any time: the next driver
    builds only the missing shards. A task follows the plan, after comparing it with its own dataset.
 2. A task returns permanent failures, such as a damaged sample, as text, because errors of users' own classes
-   might not be picklable. It raises TransientTaskError for failures that can go away on a different machine,
+   might not be picklable. It raises TransientTaskError for failures that can go away on another machine,
    such as a full disk.
 3. A failed shard does not end the build: the others are finished and kept, and one error at the end names all
    failures. If more samples are skipped than `max_errors` allows, the build ends at once.
@@ -41,7 +41,7 @@ _MAX_LETTERS = 500  # of a failure
 
 
 class TransientTaskError(Exception):
-    """A task failed for a transient reason, or one that a different machine might not have."""
+    """A task failed for a transient reason, or one that another machine might not have."""
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ def check_source(
     """Check that a cache was made from these samples, and has these settings.
 
     Args:
-        cache: The cache.
+        cache: The finished cache; its `reason` becomes that it matches.
         num_samples: Of the dataset.
         first: Sample 0 of the dataset, if it is needed.
         fingerprint: Of the dataset.

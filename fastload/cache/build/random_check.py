@@ -40,7 +40,7 @@ def spread_indices(length: int, count: int) -> list[int]:
 def probe(
     dataset: Any, indices: list[int], rechecked: list[int], look: Callable[[Any], None] | None = None
 ) -> dict[int, Any]:
-    """Read the samples at `indices`, and those at `rechecked` again, under a different seed.
+    """Read the samples at `indices`, and those at `rechecked` again, under another seed.
 
     Args:
         dataset: Map-style.

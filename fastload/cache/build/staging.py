@@ -303,7 +303,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
         title: Its name in messages; None for its path.
 
     Raises:
-        CacheBusyError: A different builder holds it.
+        CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
     name, key, own = lock_name(path), _key(path), object()

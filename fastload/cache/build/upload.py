@@ -76,7 +76,7 @@ def build_at_url(dataset: Any, url: str, *, path: str | None = None, **options: 
     Raises:
         CacheMismatchError: The URL or the path has a cache, or a build, of other samples or settings.
         CacheCorruptError: The plan or the manifest at the URL is damaged.
-        CacheBusyError: A different process of this host builds for this URL.
+        CacheBusyError: Another process of this host builds for this URL.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are
@@ -217,7 +217,7 @@ class _Upload:
         if current is None or current.plan.build_id != plan.build_id:
             raise CacheError(
                 f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
-                "for example by a build on a different machine: run one build, and build again"
+                "for example by a build on another machine: run one build, and build again"
             )
         file = shard_file(path, shard_name(plan, shard), len(left_out))
         self._files.put(file.name, path)

@@ -29,13 +29,7 @@ _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks dur
 
 
 class ShardWriter:
-    """Writes values to a new file.
-
-    Args:
-        path: The file.
-        plan: The plan of the cache.
-        shard: The number of the file.
-    """
+    """Writes the values of a shard to a new file."""
 
     def __init__(self, path: str, plan: Plan, shard: int) -> None:
         self._path, self._plan, self._shard = path, plan, shard

@@ -214,7 +214,7 @@ def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
 def _qualified_name(kind: Any) -> str:
     """The module and name of a class or function, or of the class of any other object."""
     named = kind if hasattr(kind, "__qualname__") else type(kind)
-    # multiprocessing imports the main script under a different name in spawned workers.
+    # multiprocessing imports the main script under another name in spawned workers.
     module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
     return f"{module}.{named.__qualname__}"
 

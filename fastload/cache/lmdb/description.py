@@ -78,7 +78,7 @@ class Plan:
 
 
 def why_different(existing: Plan, plan: Plan) -> str | None:
-    """The differences that prevent a build from continuing a different one; None if it can continue.
+    """The differences that prevent a build from continuing another one; None if it can continue.
 
     Samples are compared by both fingerprints, or else by sample 0.
 

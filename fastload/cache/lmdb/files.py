@@ -7,7 +7,7 @@ Rules:
    LMDB. The first read of a record verifies its checksum. Damage raises an error and never returns a wrong
    sample.
 3. An open file is a descriptor and a mapping, which a forked child shares with its parent. They keep the
-   file's content when a different file is moved to the path.
+   file's content when another file is moved to the path.
 4. Each read first checks the file's size and times, and raises if another program changed the file in place.
    This check cannot find a change during the read, or a change with the same time stamp as the previous one
    (file systems can count time in steps of some milliseconds). Such a read can return the new bytes. If a
@@ -51,10 +51,9 @@ class OpenFile:
 
     Args:
         fd: A descriptor of the file, which this object closes from here on.
-        path: Its path.
+        path: The path by which it was opened first.
 
     Attributes:
-        path: The path by which it was opened first.
         nbytes: Size of the file.
         plan: The plan of the whole cache.
         shard: Number of the file.

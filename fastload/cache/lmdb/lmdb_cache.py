@@ -87,13 +87,19 @@ class LMDBCache(BaseCache):
         self._plan: Plan | None = self._files[0].plan
         self._build_id = self._plan.build_id
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Other machines make their own copy of a cache at a URL.
-        source = self._source if is_for_other_machines() else None
-        return _unopened, (self.path, self._build_id, self.reason, self._spec_to_pickle(), source)
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_files": None,
+            "_plan": None,
+            "_is_closed": False,
+            "_spec": self._spec_to_pickle(),
+            # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
+            "_source": self._source if is_for_other_machines() else None,
+        }
 
     def _spec_to_pickle(self) -> Spec | None:
-        """The structure of sample 0; it takes the classes of its namedtuples along to a different process.
+        """The structure of sample 0; it takes the classes of its namedtuples along to another process.
 
         None if it is unknown, or if this process has not imported those classes.
         """
@@ -267,18 +273,3 @@ class LMDBCache(BaseCache):
         """Release this object's files; samples that were handed out stay valid."""
         self._files = None
         self._is_closed = True
-
-
-def _unopened(
-    path: str,
-    build_id: str,
-    reason: str,
-    spec: Spec | None,
-    source: tuple[str, Mapping[str, Any] | None] | None = None,
-) -> LMDBCache:
-    """Unpickle; pickle imports the modules of the classes in `spec`."""
-    cache = LMDBCache.__new__(LMDBCache)
-    cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
-    cache._source = source
-    cache._files, cache._plan, cache._is_closed = None, None, False
-    return cache

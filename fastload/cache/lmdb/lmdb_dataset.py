@@ -23,11 +23,8 @@ class LMDBDataset(Dataset[Any], BaseCache):
 
     It also implements the interface of a cache (see `sample_cache`), through which whole batches are read.
 
-    Args:
-        cache: The finished cache.
-
     Attributes:
-        cache: The same.
+        cache: The finished cache.
         classes: Class names of the dataset that it was built from, or None.
         description: What the files say about the cache.
     """

@@ -189,5 +189,5 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
         raise CacheCorruptError(
             f"{files.url}/{name} is damaged: {error}. Remove all files at that URL, and build the cache again"
         ) from error
-    # A bucket can be copied to a different URL.
+    # A bucket can be copied to another URL.
     return Manifest(files.url, manifest.plan, manifest.shards)

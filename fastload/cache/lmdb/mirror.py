@@ -14,7 +14,7 @@ the id of the build. It holds the shards and the manifest, and is a cache on dis
 4. Each open file of a mirror holds a shared lock (see `files`). Mirrors are removed only under the exclusive
    lock of their first file, least recently used first. They lose their name at once.
 5. One lock guards the quota. A mirror counts with its full size as soon as its download begins.
-6. Several users can share `FASTLOAD_CACHE_DIR`. What a different user can have written is neither read nor
+6. Several users can share `FASTLOAD_CACHE_DIR`. What another user can have written is neither read nor
    continued: files that are not this user's or root's, that others can write, and links. Open files are
    checked again, because whoever can write in that directory can exchange the directories in it.
 """
@@ -410,6 +410,6 @@ def _locked(mirror: LocalMirror, locks: contextlib.ExitStack) -> bool:
             fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
             locks.callback(os.close, fd)
             is_free = flock_fd(fd)
-    except OSError:  # it was just removed, or belongs to a different user
+    except OSError:  # it was just removed, or belongs to another user
         return False
     return is_free

@@ -94,9 +94,7 @@ def read_description(segment: Segment) -> dict[str, Any]:
         CacheMismatchError: The segment is not a cache of this format version, or its size could change.
     """
     if not segment.is_sealed or not segment.is_own:
-        raise CacheMismatchError(
-            "not a shared cache: its size could change, or it belongs to a different user"
-        )
+        raise CacheMismatchError("not a shared cache: its size could change, or it belongs to another user")
     magic, version, crc, length = _HEADER.unpack(os.pread(segment.fd, _HEADER.size, 0))
     if magic != _MAGIC or version != _VERSION:
         raise CacheMismatchError(
@@ -139,7 +137,6 @@ class Arena:
         mapping: The segment, read-only; None to map it now.
 
     Attributes:
-        segment: As given.
         memory: The bytes of the segment, read-only; those of an empty table if it cannot be mapped.
         entries: The table as Python numbers.
         table: The same, `(num_entries,) intp`.

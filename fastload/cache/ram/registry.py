@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; assumed for a different PID namespace."""
+        """Whether the process still runs; assumed for another PID namespace."""
         return self.namespace != pid_namespace() or start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
@@ -89,7 +89,7 @@ class Entry:
 
         Raises:
             SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
-                PID namespace (container), or its descriptor refers to a different file.
+                PID namespace (container), or its descriptor refers to another file.
         """
         if self.namespace != pid_namespace():
             raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")

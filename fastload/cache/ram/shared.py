@@ -431,7 +431,7 @@ def _attach(entry: Entry) -> SharedMemoryCache:
     cache = SharedMemoryCache.attach(entry.attach())
     if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
         cache.close()
-        raise CacheMismatchError("the descriptor now refers to a different cache")
+        raise CacheMismatchError("the descriptor now refers to another cache")
     return cache
 
 
