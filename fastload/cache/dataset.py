@@ -95,7 +95,7 @@ class CachedDataset(Dataset[Any]):
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
             memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
             as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
-                every time.
+            every time.
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
@@ -214,7 +214,7 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as above.
+            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as for this class.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:

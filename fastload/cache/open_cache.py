@@ -222,18 +222,18 @@ def open_cache(
 
 def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
     if isinstance(cache, str):
-        kind, colon, place = cache.partition(":")
+        kind, colon, location = cache.partition(":")
         opener = _OPENERS.get(kind + colon)
-        if opener is not None and bool(colon) == bool(place):
-            return opener(samples, place)
+        if opener is not None and bool(colon) == bool(location):
+            return opener(samples, location)
     if isinstance(cache, LMDBCache):
         return _checked_lmdb(samples, cache)
     if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
         samples.holds_images = cache.description.codec == SOURCE
         return cache, samples
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
-        is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
-        hint = f'pass cache="lmdb:{cache}" for the cache at this path' if is_place else _USAGE
+        is_location = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
+        hint = f'pass cache="lmdb:{cache}" for the cache at this path' if is_location else _USAGE
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):
@@ -252,11 +252,11 @@ def _open_ram_encoded(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]
     return _open_ram(samples.encoded('cache="ram-encoded"'), "")
 
 
-def _open_lmdb(samples: _Samples, place: str) -> tuple[SampleCache, _Samples]:
+def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]:
     """The cache at a path, which is built if it does not exist, or at a URL."""
-    if is_url(place):
-        return _checked_lmdb(samples, LMDBCache(place, progress=samples.request.progress), url=place)
-    path = os.path.abspath(os.path.expanduser(local_path(place)))
+    if is_url(location):
+        return _checked_lmdb(samples, LMDBCache(location, progress=samples.request.progress), url=location)
+    path = os.path.abspath(os.path.expanduser(local_path(location)))
     if not os.path.lexists(path):
         return _build_lmdb(samples, path), samples
     return _checked_lmdb(samples, LMDBCache(path))

@@ -98,7 +98,7 @@ class Build:
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
         fingerprint: Of the samples; identifies a cache without reading a sample.
-        kept: The place of finished shards, for messages; None for PATH.partial.
+        kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
 
     dataset: Any

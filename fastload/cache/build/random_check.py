@@ -144,5 +144,5 @@ def reject_random(dataset: Any) -> None:
         except CacheError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
+        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its error
             continue

@@ -1,4 +1,4 @@
-"""Writes one LMDB file: keys in order, with regular commits; at its end the places of the records.
+"""Writes one LMDB file: keys in order, with regular commits; at its end the table of the records.
 
 Rules:
 
@@ -59,7 +59,7 @@ class ShardWriter:
                 transaction.commit()
 
     def finish(self) -> None:
-        """Write the places of the records and the description, sync the file to the disk, and close it."""
+        """Write the table of the records and the description, sync the file to the disk, and close it."""
         self._commit()
         with writing(self._path):
             page_bytes = int(self._environment.stat()["psize"])

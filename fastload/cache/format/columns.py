@@ -30,7 +30,7 @@ INT64_BYTES = 8
 
 
 class Column(NamedTuple):
-    """The array of one leaf: its place in the segment, and the dtype and shape of a row."""
+    """The array of one leaf: its offset in the segment, and the dtype and shape of a row."""
 
     leaf: Leaf
     dtype: np.dtype[Any]

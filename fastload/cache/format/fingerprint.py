@@ -88,9 +88,9 @@ def fingerprint_of(
 def _label_of(dataset: Any) -> str:
     """The class of a dataset, and the file or folder that it reads if an attribute says so."""
     attributes = getattr(_within(dataset), "__dict__", {})
-    places = (attributes.get(name) for name in ("root", "path"))
-    place = next((os.fsdecode(place) for place in places if isinstance(place, (str, os.PathLike))), "")
-    label = f"{type(dataset).__name__}({place!r})" if place else type(dataset).__name__
+    paths = (attributes.get(name) for name in ("root", "path"))
+    path = next((os.fsdecode(path) for path in paths if isinstance(path, (str, os.PathLike))), "")
+    label = f"{type(dataset).__name__}({path!r})" if path else type(dataset).__name__
     return label.encode(errors="backslashreplace").decode()
 
 

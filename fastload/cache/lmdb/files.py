@@ -154,14 +154,14 @@ class OpenFile:
         """
         position = index - self.indices.start
         verified = self.check()
-        start, nbytes = self._place(position)
+        start, nbytes = self._span(position)
         if not nbytes:
             return None
         if verify or not verified[position]:
             return self._compared(verified, position)
         return memoryview(bytes(self._memory[start : start + nbytes]))
 
-    def _place(self, position: int) -> tuple[int, int]:
+    def _span(self, position: int) -> tuple[int, int]:
         return int(self._table.starts[position]), int(self._table.sizes[position])
 
     def glance(self, index: int) -> memoryview | None:
@@ -169,7 +169,7 @@ class OpenFile:
 
         For callers that need only its first bytes; a comparison would read all of it.
         """
-        start, nbytes = self._place(index - self.indices.start)
+        start, nbytes = self._span(index - self.indices.start)
         return self._memory[start : start + nbytes] if nbytes else None
 
     def records(self, indices: npt.NDArray[np.intp]) -> list[memoryview] | None:
@@ -189,17 +189,17 @@ class OpenFile:
             return None
         memory = self._memory
         starts = self._table.starts[positions]
-        places = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
+        bounds = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
         if np.frombuffer(verified, np.bool_)[positions].all():
-            return [memory[start:end] for start, end in places]
+            return [memory[start:end] for start, end in bounds]
         return [
             memory[start:end] if verified[position] else self._compared(verified, position)
-            for position, (start, end) in zip(positions.tolist(), places, strict=True)
+            for position, (start, end) in zip(positions.tolist(), bounds, strict=True)
         ]
 
     def _compared(self, verified: bytearray, position: int) -> memoryview:
         """A copy of a record, after it was compared with its checksum."""
-        start, nbytes = self._place(position)
+        start, nbytes = self._span(position)
         try:
             record = read_at(self._fd, start, nbytes)
         except OSError as error:

@@ -50,7 +50,7 @@ FRAME_BYTES = ALIGNMENT_BYTES
 
 _RAGGED_MULTIPLE = 8
 _MIN_RAGGED_BYTES = 256 << 20
-_PLAIN_FIELDS = (
+_NUMBER_FIELDS = (
     *("num_samples", "max_bytes", "rows", "is_packed"),
     *("ragged_at", "ragged_bytes", "room_bytes"),
 )
@@ -80,7 +80,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all parts of a segment; the same in every process."""
+    """The offsets and sizes of all parts of a segment; the same in every process."""
 
     num_samples: int
     max_bytes: int
@@ -191,7 +191,7 @@ class Layout:
             SharedMemoryError: The memory could not be allocated.
         """
         description = {
-            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            **{name: getattr(self, name) for name in _NUMBER_FIELDS},
             "spec": None if self.spec is None else self.spec.text.decode("ascii"),
             "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
             "origin": asdict(self.origin),
@@ -215,7 +215,7 @@ class Layout:
         if fields["origin"]["fingerprint"] is not None:
             origin = replace(origin, fingerprint=Fingerprint(**fields["origin"]["fingerprint"]))
         return cls(
-            **{name: fields[name] for name in _PLAIN_FIELDS},
+            **{name: fields[name] for name in _NUMBER_FIELDS},
             spec=spec,
             columns=tuple(columns),
             origin=origin,
