@@ -34,6 +34,7 @@ from fastload.system.logs import log, say_once
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
+from fastload.workers.worker_types import WORKER_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -216,7 +217,8 @@ class DataLoader(LoaderSettings):
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
-        if vars(self).get("_auto_workers") is None and vars(self).get("worker_type") != "ray":
+        needs_cpus = not WORKER_TYPES[vars(self).get("worker_type", "process")].runs_elsewhere
+        if vars(self).get("_auto_workers") is None and needs_cpus:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -323,7 +325,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            f'worker_type="{self.worker_type}"': self.worker_type != "process",
+            f'worker_type="{self.worker_type}"': not WORKER_TYPES[self.worker_type].uses_multiprocessing,
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
@@ -339,7 +341,7 @@ class DataLoader(LoaderSettings):
             return None
         if not self.in_order:
             return "in_order=False"
-        if self.worker_type != "process":
+        if not WORKER_TYPES[self.worker_type].uses_multiprocessing:
             return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:

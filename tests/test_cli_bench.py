@@ -297,7 +297,7 @@ def test_sigterm_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch
 
     def call(function: Any, dataset: Any, *arguments: Any) -> Any:
         if function is not measure.build:
-            return subprocess_runner.call(function, dataset, *arguments)
+            return subprocess_runner.run_isolated(function, dataset, *arguments)
         Path(arguments[0]).write_bytes(b"a part of a cache")
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal was not heard")

@@ -10,13 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, MapDataPipe
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.failures import check_max_errors
 from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
+from fastload.transforms.chain import chained
+from fastload.workers.worker_spec import WorkerSpec
+from fastload.workers.worker_types import WORKER_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,8 +66,8 @@ class Options:
             ),
             "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
             "worker_type": (
-                self.worker_type in ("process", "thread", "ray"),
-                '"process", "thread" or "ray"',
+                self.worker_type in WORKER_TYPES,
+                " or ".join(", ".join(f'"{name}"' for name in WORKER_TYPES).rsplit(", ", 1)),
             ),
             "ray_options": (
                 self.ray_options is None or isinstance(self.ray_options, Mapping),
@@ -76,11 +88,11 @@ class Options:
                 raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
         if self.ray_options is not None and self.worker_type != "ray":
             raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
-        ours = sorted(_OUR_RAY_OPTIONS.intersection(self.ray_options or ()))
-        if ours:
+        reserved = sorted(_RESERVED_RAY_OPTIONS.intersection(self.ray_options or ()))
+        if reserved:
             raise ValueError(
-                f"ray_options cannot have {', '.join(ours)}, because fastload chooses how actors are named, "
-                "restarted and called; max_worker_restarts allows restarts"
+                f"ray_options cannot have {', '.join(reserved)}, because fastload chooses how actors are "
+                "named, restarted and called; max_worker_restarts allows restarts"
             )
         check_max_errors(self.max_errors)
         if self.prefetch_memory != "auto":
@@ -116,18 +128,20 @@ class Options:
         if self.rng == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        if self.worker_type != "process" and loader.multiprocessing_context is not None:
+        pool_type = WORKER_TYPES[self.worker_type]
+        if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
             raise ValueError(
                 f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '
                 "omit one"
             )
-        if self.worker_type == "ray" and is_auto:
+        if pool_type.runs_elsewhere and is_auto:
             raise ValueError(
-                'num_workers="auto" counts the CPUs of this machine, but worker_type="ray" starts workers on '
-                "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
+                f'num_workers="auto" counts the CPUs of this machine, but worker_type="{self.worker_type}" '
+                "starts workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` "
+                "shows them)"
             )
         needs_map = {
-            'worker_type="thread"': self.worker_type == "thread",
+            f'worker_type="{self.worker_type}"': pool_type.runs_in_consumer,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,
@@ -140,7 +154,7 @@ class Options:
                 )
 
 
-_OUR_RAY_OPTIONS = frozenset(
+_RESERVED_RAY_OPTIONS = frozenset(
     {
         *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
         *("max_concurrency", "concurrency_groups", "max_pending_calls"),
@@ -169,3 +183,46 @@ if TYPE_CHECKING:
 
 else:
     LoaderSettings = torch.utils.data.DataLoader
+
+
+def worker_spec(loader: LoaderSettings, base_seed: int) -> WorkerSpec:
+    """What workers run for this loader, and what runs without workers.
+
+    Args:
+        loader: Its settings are read; it is not kept.
+        base_seed: The seed drawn when the iterator was made.
+    """
+    return WorkerSpec(
+        dataset=loader.dataset,
+        is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
+        auto_collation=loader._auto_collation,
+        collate_fn=vars(loader)["collate_fn"],
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        base_seed=base_seed,
+        num_workers=loader.num_workers,
+        seed_albumentations=loader.seed_albumentations,
+        channels_last=loader.memory_format is torch.channels_last,
+        seeds_samples=loader.rng == "sample",
+        on_error=loader.on_error,
+        replacements=_replacements(loader),
+        batch_transform=None if loader.batch_transform is None else chained(loader.batch_transform),
+    )
+
+
+def _replacements(loader: LoaderSettings) -> Sequence[Any]:
+    """The indices that the sampler can return, if `on_error` needs them and the sampler is one of torch's.
+
+    A custom batch sampler chooses its own indices and does not use the sampler that torch makes.
+    """
+    if loader.on_error == "raise":
+        return ()
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        return range(len(loader.dataset)) if source is loader.dataset else ()
+    return ()
