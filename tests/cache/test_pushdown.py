@@ -146,12 +146,12 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
         assert found["image"].flags.writeable
     assert states(pushed) == states(plain)
     if obstacle is None:
-        assert crop.obstacle is None
+        assert pushdown.obstacle is None
         if name in CROPS and "padded" not in name:
             assert None not in decoded[1:]  # the first one is the test's own
     else:
-        assert obstacle in crop.explain()
-        assert name == "no decoder of regions" or crop.explain().startswith("whole images are decoded: ")
+        assert obstacle in pushdown.explain()
+        assert name == "no decoder of regions" or pushdown.explain().startswith("whole images are decoded: ")
     if name == "saves parameters":
         assert pushed.transforms[0].get_applied_params()["crop_coords"]
 
@@ -204,7 +204,7 @@ def test_fast_decoding_is_close(first: Any, db: int) -> None:
     whole = EncodedImage(content).decode()
     plain, fast = (A.Compose([copy.deepcopy(first)], **PARAMS, seed=3) for _ in range(2))
     pushdown = Pushdown(fast, reduces=True)
-    assert crop.obstacle is None
+    assert pushdown.obstacle is None
     data = targets(None) | {"mask": np.zeros((height, width), np.uint8)}
     del data["other"]
     for _ in range(5):
