@@ -97,6 +97,13 @@ def test_imports_make_no_circle() -> None:
     assert _circles({name: _imports(path, with_types=False) for name, path in FILES.items()}) == {}
 
 
+def test_files_of_workers_make_no_circle_with_their_types() -> None:
+    """The settings name the types of workers, which know no settings of a loader."""
+    files = {name: path for name, path in FILES.items() if name.startswith("workers.")}
+    assert "workers.settings" in files
+    assert _circles({name: _imports(path, with_types=True) for name, path in files.items()}) == {}
+
+
 def test_folders_inside_the_cache_make_no_circle() -> None:
     """Each folder in cache/ can be read as a whole, after the folders and files that it builds on."""
     needs: dict[str, set[str]] = {}

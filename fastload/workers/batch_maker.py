@@ -41,30 +41,6 @@ if TYPE_CHECKING:
 AT_START = "at its start"  # the place of an error that is the reply to every request
 
 
-class Meter:
-    """Counts what a worker does; made in the worker's thread."""
-
-    __slots__ = ("_hits", "_idle_ns", "_misses", "_since_ns")
-
-    def __init__(self) -> None:
-        self._idle_ns = 0
-        self._since_ns = time.perf_counter_ns()  # of the previous reply
-        self._hits, self._misses = counts.hits, counts.misses
-
-    def waited(self, since_ns: int) -> None:
-        """Record that the worker has waited for a request since ``since_ns`` (of `perf_counter_ns`)."""
-        self._idle_ns += time.perf_counter_ns() - since_ns
-
-    def counters(self) -> WorkerCounters:
-        """What the worker did since the last call."""
-        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
-        idle_ns, self._idle_ns = self._idle_ns, 0
-        hits, self._hits = self._hits, counts.hits
-        misses, self._misses = self._misses, counts.misses
-        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
-        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
-
-
 class BatchMaker:
     """Makes the batches of one worker: its dataset, its pipelines, its fetcher.
 
@@ -80,7 +56,6 @@ class BatchMaker:
 
     Attributes:
         where: The worker, as torch's errors name it.
-        meter: Its counters; the transport tells it how long it waited.
     """
 
     def __init__(
@@ -93,7 +68,6 @@ class BatchMaker:
         is_thread: bool = False,
     ) -> None:
         self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
-        self.meter = Meter()
         self._id = worker_id
         self._load_spec = load_spec
         self._arena = arena
@@ -104,6 +78,8 @@ class BatchMaker:
         self._spec: WorkerSpec | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
         self._keeps_states = False  # whether each reply has the state of the dataset
+        # The time and the counts at the previous reply, and how long the worker has waited since then.
+        self._idle_ns = self._since_ns = self._hits = self._misses = 0
         self._error: RemoteError | None = None  # the reply to every index while there is no fetcher
 
     def begin(self) -> None:
@@ -127,7 +103,20 @@ class BatchMaker:
             self._spec = spec
         except self._caught:  # the reply to every index
             self._error = RemoteError.current(self.where, AT_START)
-        self.meter = Meter()
+        self._take_counters()  # those of the start belong to no batch
+
+    def waited(self, since_ns: int) -> None:
+        """Record that the worker has waited for a request since ``since_ns`` (of `perf_counter_ns`)."""
+        self._idle_ns += time.perf_counter_ns() - since_ns
+
+    def _take_counters(self) -> WorkerCounters:
+        """What the worker did since the last call."""
+        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
+        idle_ns, self._idle_ns = self._idle_ns, 0
+        hits, self._hits = self._hits, counts.hits
+        misses, self._misses = self._misses, counts.misses
+        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
+        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
 
     def _take_process(self, spec: WorkerSpec, seed: int) -> None:
         keep_freed_memory(spec.num_workers)
@@ -174,7 +163,7 @@ class BatchMaker:
         """
         spec, fetcher = self._spec, self._fetcher
         if spec is None or fetcher is None:
-            return BatchReply(ReplyKind.ERROR, self._error, counters=self.meter.counters())
+            return BatchReply(ReplyKind.ERROR, self._error, counters=self._take_counters())
         try:
             if fetcher.reads_ahead:
                 for ahead in itertools.chain([index], later):
@@ -192,7 +181,7 @@ class BatchMaker:
         if self._keeps_states:
             reply.dataset_state = dataset_state_of(fetcher, self.where)
         reply.num_samples, reply.nbytes = fetcher.num_samples, fetcher.gathered_bytes
-        reply.counters = self.meter.counters()
+        reply.counters = self._take_counters()
         return reply
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:

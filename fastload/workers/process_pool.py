@@ -1,18 +1,8 @@
 """Start, feed, watch and stop worker processes. Runs in the parent, and owns every process, pipe and slot.
 
-Rules:
-
-1. Only this process keeps state about batches and slots; workers share nothing with each other.
-2. If a request gets no free slot, or a message finds the pipe full, it waits here and is sent later.
-3. If a worker dies while it is needed, an error is raised within moments: the pool watches its process
-   instead of waiting for a timeout.
-4. close() can be called at any time, in any state, from any thread, and again after it was interrupted. In a
-   forked child it only closes descriptors and takes no lock: a thread that does not exist there might have
-   held the lock at the fork.
-5. Replies are matched to requests by serial number. If a reply cannot be opened, an error is raised at the
-   turn of its batch; other batches are unaffected. If its descriptors cannot be received, `take` raises.
-6. An exception from a signal handler that interrupts `wait` changes nothing. After one that interrupts any
-   other method, the owner closes the pool.
+Only this process keeps state about batches and slots; workers share nothing with each other. An exception from
+a signal handler that interrupts `wait` changes nothing. After one that interrupts any other method, the owner
+closes the pool.
 """
 
 from __future__ import annotations
@@ -121,7 +111,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         return worker
 
     def submit(self, worker_id: int, pending: PendingBatch) -> None:
-        """Give a worker its next pending; never blocks."""
+        """Request a batch from a worker; never blocks."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
@@ -173,6 +163,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
 
     def _accept(self, worker: _ProcessHandle, received: Received) -> None:
         """Record a reply that has arrived."""
+        # By serial number, not by order: a reply that could not be opened must not shift the later ones.
         for pending in worker.sent:
             if pending.serial == received.number and pending.reply is None:
                 self._fill(worker, pending, received)
@@ -206,7 +197,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         while worker.waiting:
             slot = self.ring.acquire(worker.id)
             if slot is None:
-                break
+                break  # the request waits here for a slot, and never blocks the caller
             pending = worker.waiting.popleft()
             pending.slot, pending.serial = slot, next(self._serials)
             worker.sent.append(pending)
@@ -231,6 +222,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
         """Wait until the worker has replied, a pipe has room, a worker has died, or close() was called."""
+        # The processes are watched too, so the caller learns of a death within moments, without a timeout.
         poller = select.poll()
         by_fd = {}
         with self.lock:
@@ -327,6 +319,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             grace_s: How long workers can take to finish their current sample; None: GRACE_S.
         """
         if not self.is_ours:
+            # Takes no lock: a thread that does not exist in this forked child may have held it at the fork.
             self._is_closed = True
             for worker in self._workers:
                 worker.channel.abandon()

@@ -117,7 +117,7 @@ class RayWorker:
         self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None
     ) -> tuple[tuple[Any, ...], Any]:
         """The reply to a request as built-in types, and the bytes of its batch; None without any."""
-        self._maker.meter.waited(self._since_ns)
+        self._maker.waited(self._since_ns)
         self._buffers.begin()
         reply = self._maker.make(index, origin, batch_id, self._later())
         arena, data = self._buffers.arena, None

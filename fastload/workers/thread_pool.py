@@ -168,7 +168,7 @@ class _WorkerThread:
     def _next_request(self) -> PendingBatch | BeginEpoch | None:
         since_ns = time.perf_counter_ns()
         request = self.requests.get()
-        self._maker.meter.waited(since_ns)
+        self._maker.waited(since_ns)
         return request
 
     def _reply(self, pending: PendingBatch) -> None:

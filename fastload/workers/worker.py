@@ -101,7 +101,7 @@ class _Worker:
         if not self._messages:
             since_ns = time.perf_counter_ns()
             received = self._channel.receive()
-            self._maker.meter.waited(since_ns)
+            self._maker.waited(since_ns)
             if received is None:
                 return None
             self._read(received)
