@@ -1,8 +1,8 @@
 """Start, feed, watch and stop worker processes. Runs in the parent, and owns every process, pipe and slot.
 
-Only this process keeps state about batches and slots; workers share nothing with each other. An exception from
-a signal handler that interrupts `wait` changes nothing. After one that interrupts any other method, the owner
-closes the pool.
+Only this process keeps state about batches and slots; workers share nothing with each other. An exception
+from a signal handler that interrupts `wait` changes nothing. After one that interrupts any other method, the
+owner closes the pool.
 """
 
 from __future__ import annotations
