@@ -37,7 +37,7 @@ from fastload.rng.batch_draws import BatchId
 from fastload.rng.keys import StreamCounter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
-from fastload.workers.worker_types import WORKER_TYPES
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections import deque
@@ -64,12 +64,12 @@ class Epoch:
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: The arguments of `received` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_origin: With `rng="sample"`: the index of the last fetched batch, and the origin of its
+        fetched_origin: With `seeding="sample"`: the index of the last fetched batch, and the origin of its
             samples' random streams. With `in_order=False` torch's workers do not fetch in the order of the
             indices, and the two do not belong together.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
-        stream_counter: Counts the samples' random streams with `rng="sample"`.
+        stream_counter: Counts the samples' random streams with `seeding="sample"`.
         rank: That the loader reads for, if it transforms batches; 0 if it is unknown.
     """
 
@@ -85,7 +85,7 @@ class Epoch:
         self._goal: Position | None = None  # the position to return to, until `replay`
         self._is_of_other_rank = False  # whether a different rank saved it
         self._default_state: torch.Tensor | None = None  # the user's, which `replay` leaves unchanged
-        # With rng="sample": what was counted and not yet fetched.
+        # With seeding="sample": what was counted and not yet fetched.
         self._counted: deque[tuple[Any, StreamOrigin]] = collections.deque()
 
     def return_to(self, goal: Position, *, is_of_other_rank: bool) -> None:
@@ -331,7 +331,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
         epoch.rank = rank_of(loader) or 0
-    if getattr(loader, "rng", "worker") == "sample":
+    if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         epoch.stream_counter = StreamCounter(
             position.sample_seed, position.epoch, num_samples, auto_collation=loader._auto_collation
@@ -369,7 +369,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if loader._dataset_kind == _DatasetKind.Iterable:
         return True
-    pool_type = WORKER_TYPES[getattr(loader, "worker_type", "process")]
+    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
     shares = loader.num_workers > 0 and pool_type.runs_in_consumer
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 

@@ -25,7 +25,7 @@ import torch
 from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.stream_prefetcher import pin_plain
+from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
@@ -37,7 +37,7 @@ from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
 from fastload.workers.settings import worker_spec
-from fastload.workers.worker_types import WORKER_TYPES
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,11 +74,11 @@ class WorkerIterator(HostIterator):
         self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._is_prefetched = False
         self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
-        pool_type = WORKER_TYPES[loader.worker_type]
+        pool_type = pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
         if pool_type.runs_in_consumer:
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
-                pin = functools.partial(pin_plain, backend)
+                pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
                 pin = _pinning(self._pin_memory_device)
         settings = PoolSettings(
@@ -86,10 +86,10 @@ class WorkerIterator(HostIterator):
             pin=pin,
             context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
             prefetch_factor=self._prefetch_factor,
-            max_bytes=parse_prefetch_memory(loader.prefetch_memory),
+            max_bytes=parse_prefetch_memory(loader.max_prefetch_memory),
             num_restarts=loader.max_worker_restarts,
             is_persistent=loader.persistent_workers,
-            ray_options=loader.ray_options or {},
+            worker_type=loader.worker_type,
         )
         self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
         self._pin_thread: PinThread | None = None

@@ -18,7 +18,7 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import HERE, Place, draw_from, reading
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastload.workers.settings import LoaderSettings
 
 # Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
-_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
+_warm: weakref.WeakKeyDictionary[Any, tuple[BufferPool, weakref.ref[LocalIterator]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -71,15 +71,15 @@ class LocalIterator(HostIterator):
         is_seeded = spec.seed_albumentations and not spec.seeds_samples
         self._streams = local_streams(spec.base_seed) if is_seeded else None
         with reading(self._streams):  # iter() of an iterable dataset can draw
-            self._fetcher = make_fetcher(spec, self._buffers.arena, None if states is None else states[0])
+            self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])
         if states is not None and not self._epoch.position.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 
-    def _take_buffers(self, loader: LoaderSettings) -> Buffers:
+    def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
         buffers, user = _warm.get(loader, (None, None))
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(parse_prefetch_memory(loader.prefetch_memory))
+            buffers = BufferPool(parse_prefetch_memory(loader.max_prefetch_memory))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 
@@ -135,7 +135,7 @@ class LocalIterator(HostIterator):
             # These come first, and call nothing: a signal can interrupt any call.
             HERE.source, HERE.root, HERE.pair = outside
             self._is_fetching = False
-            self._buffers.arena.end()
+            self._buffers.end()
             if counts.hits != hits or counts.misses != misses:
                 self._recorder.add(WorkerCounters(0, counts.hits - hits, counts.misses - misses))
         self._due = None

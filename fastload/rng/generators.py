@@ -1,4 +1,4 @@
-"""Find and seed the generators in attributes of a dataset or a collate_fn: a part of `rng="sample"`.
+"""Find and seed the generators in attributes of a dataset or a collate_fn: a part of `seeding="sample"`.
 
 Nothing tells when a generator of numpy or torch draws, so they are searched for; `sample_rng` seeds those
 found before each sample. Rules:
@@ -221,11 +221,11 @@ def held_generators(search: Search) -> list[HeldGenerator]:
 
 
 def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
-    """Warn if the dataset or the collate_fn holds generators that `rng="sample"` does not seed."""
+    """Warn if the dataset or the collate_fn holds generators that `seeding="sample"` does not seed."""
     for held in held_generators(Search(dataset, collate_fn)):
         if held.seed is None:
             say_once(
-                f'rng="sample" does not seed {held.path}, {held.generator!r:.80}: what it draws '
+                f'seeding="sample" does not seed {held.path}, {held.generator!r:.80}: what it draws '
                 "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )

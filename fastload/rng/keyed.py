@@ -1,4 +1,4 @@
-"""`rng="sample"` through torch's own iterator: each index carries the origin of its random streams.
+"""`seeding="sample"` through torch's own iterator: each index carries the origin of its random streams.
 
 For loaders that use torch's iterator (see `DataLoader._why_torch`). In the parent, the sampler's indices
 become keys; in a worker, the dataset unpacks a key, sets the generators, and reads the sample.

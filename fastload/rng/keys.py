@@ -1,4 +1,4 @@
-"""Derive the random streams of each sample from its index: the parent's part of `rng="sample"`.
+"""Derive the random streams of each sample from its index: the parent's part of `seeding="sample"`.
 
 The random streams of a sample depend on four values: the seed, the epoch, the index, and how often that index
 came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
@@ -89,8 +89,9 @@ def index_key(index: Any) -> bytes:
     if isinstance(index, tuple):
         return b"(%b)" % b",".join([index_key(part) for part in index])
     raise TypeError(
-        f'rng="sample" derives random streams from indices: integers, strings, and tuples of these; but the '
-        f'sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or rng="worker"'
+        f'seeding="sample" derives random streams from indices: integers, strings, and tuples of these; but '
+        f"the sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or "
+        'seeding="worker"'
     )
 
 
@@ -110,16 +111,17 @@ def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
     """
     if isinstance(dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(
-            f'rng="sample" derives random streams from indices, but a {type(dataset).__name__} '
-            'has none: use a map-style dataset, or rng="worker"'
+            f'seeding="sample" derives random streams from indices, but a {type(dataset).__name__} '
+            'has none: use a map-style dataset, or seeding="worker"'
         )
     inner = dataset
     while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
         inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(
-            f'rng="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches many '
-            'at once: remove that method, use a batch_sampler with batch_size=None, or use rng="worker"'
+            f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
+            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
+            'seeding="worker"'
         )
 
 

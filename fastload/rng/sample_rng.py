@@ -1,4 +1,4 @@
-"""Set the random generators before each sample: the part of `rng="sample"` where samples are fetched.
+"""Set the random generators before each sample: the part of `seeding="sample"` where samples are fetched.
 
 Rules:
 
@@ -187,10 +187,10 @@ class SampleRng(Source):
 def sample_rng() -> np.random.Generator:
     """A NumPy Generator for the sample being fetched: call it in `__getitem__` or a transform.
 
-    With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
+    With ``seeding="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
     return that of the last sample of the batch. Its random stream depends on the seed, the epoch, the index
     and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere
-    (``rng="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
+    (``seeding="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
     torch's default generator. Do not keep it beyond the sample.
     """
     rng = _current.rng

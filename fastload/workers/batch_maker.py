@@ -33,7 +33,7 @@ from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
     from fastload.rng.batch_draws import BatchId
     from fastload.rng.keys import StreamOrigin
     from fastload.workers.worker_spec import WorkerSpec
@@ -62,7 +62,7 @@ class BatchMaker:
         self,
         worker_id: int,
         load_spec: Callable[[], WorkerSpec],
-        arena: Arena,
+        arena: BumpAllocator,
         to_payload: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
@@ -192,7 +192,7 @@ class BatchMaker:
 
 def make_fetcher(
     spec: WorkerSpec,
-    arena: Arena,
+    arena: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastload.errors import LoaderClosedError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from multiprocessing.context import BaseContext
 
     from fastload.batch.dataset_state import DatasetState
@@ -39,7 +39,7 @@ class PoolSettings:
         max_bytes: Upper bound on the memory for batches.
         num_restarts: How many dead workers can be replaced; their unfinished batches are made again.
         is_persistent: Whether the workers serve more than one epoch.
-        ray_options: How Ray places actors.
+        worker_type: The loader's: a name of `worker_types`, or an object with options of such a type.
     """
 
     count: Callable[[WorkerCounters], None]
@@ -49,7 +49,7 @@ class PoolSettings:
     max_bytes: int
     num_restarts: int
     is_persistent: bool
-    ray_options: Mapping[str, Any]
+    worker_type: object
 
 
 class WorkerPool(abc.ABC):

@@ -18,13 +18,20 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.batch.packing import unpack
 from fastload.batch.read_ahead import reads_ahead
-from fastload.errors import BatchLostError, LoaderClosedError, SegmentError, WorkerDiedError, WorkerStartError
+from fastload.errors import (
+    BatchLostError,
+    LoaderClosedError,
+    SharedMemoryError,
+    WorkerDiedError,
+    WorkerStartError,
+)
 from fastload.memory.lease import shared_memory
 from fastload.memory.ring import Ring
 from fastload.memory.segment import pickled_for_other_machines
@@ -51,15 +58,65 @@ _AHEAD = "ahead"  # the concurrency group in which indices arrive while a batch 
 
 _START = (
     "start one with 'ray start --head' and set RAY_ADDRESS=auto, or pass "
-    'ray_options={"address": "HOST:PORT"}, or "local" for a cluster of this machine alone'
+    'worker_type=fastload.RayWorkers(address="HOST:PORT"), or "local" for a cluster of this machine alone'
 )
+
+
+_CHOSEN_RAY_OPTIONS = frozenset(
+    {
+        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
+        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
+    }
+)
+
+
+@dataclass(frozen=True, init=False)
+class RayWorkers:
+    """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
+
+    ``worker_type="ray"`` is `RayWorkers()`.
+
+    Args:
+        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
+            None is that of ``RAY_ADDRESS``.
+        exclude_driver_node: Use no CPUs of this machine.
+        placement_group: Place the actors in this group of Ray.
+        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
+            ``resources={"decoders": 1}``.
+
+    Raises:
+        ValueError: fastload chooses this option itself.
+    """
+
+    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        exclude_driver_node: bool = False,
+        placement_group: Any = None,
+        **actor_options: Any,
+    ) -> None:
+        chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
+        if chosen:
+            raise ValueError(
+                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
+                "restarted and called; max_worker_restarts allows restarts"
+            )
+        own = {
+            "address": address,
+            "exclude_driver_node": exclude_driver_node,
+            "placement_group": placement_group,
+        }
+        object.__setattr__(self, "options", {**own, **actor_options})
 
 
 def connect(options: Mapping[str, Any]) -> Any:
     """The module of Ray, connected to a cluster.
 
     Args:
-        options: The loader's `ray_options`.
+        options: The options of its `RayWorkers`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -137,8 +194,9 @@ class RayPool(SlotPool[_ActorHandle]):
         self._local: set[Any] = set()  # references of replies that are on this machine
         self._spec_reference: Any = None  # of the spec in the object store
         self._reads_ahead = reads_ahead(spec.dataset)
-        self._ray = connect(settings.ray_options)
-        self._class = self._class_with(settings.ray_options)
+        options = settings.worker_type.options if isinstance(settings.worker_type, RayWorkers) else {}
+        self._ray = connect(options)
+        self._class = self._class_with(options)
 
     def _class_with(self, options: Mapping[str, Any]) -> Any:
         """The class of the actors, with the options with which Ray places them.
@@ -166,7 +224,7 @@ class RayPool(SlotPool[_ActorHandle]):
         try:
             return self._ray.remote(concurrency_groups=groups)(RayWorker).options(**given)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"ray_options has an option that Ray does not accept: {error}") from error
+            raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
 
     def start(self) -> None:
         """Put the spec into the object store, and start the actors; does not wait for them.
@@ -291,7 +349,7 @@ class RayPool(SlotPool[_ActorHandle]):
         try:
             if data is not None and (memory is None or memory.nbytes < data.nbytes):
                 memory = shared_memory(data.nbytes)
-        except SegmentError as error:
+        except SharedMemoryError as error:
             reply.kind, reply.payload = ReplyKind.ERROR, _lost(f"there is no memory for a batch: {error}")
         else:
             if data is not None and memory is not None:
@@ -329,7 +387,7 @@ class RayPool(SlotPool[_ActorHandle]):
             say_once(
                 f"worker {worker.id} waits for the Ray cluster to start it. CPUs: {total.get('CPU', 0):g}, "
                 f"free: {free.get('CPU', 0):g}; {len(self._workers)} workers were asked for. Use fewer "
-                "workers, or ask for less in ray_options"
+                "workers, or ask for less in fastload.RayWorkers"
             )
 
     def _handle_death(self, worker: _ActorHandle, error: Exception) -> None:

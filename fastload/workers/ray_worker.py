@@ -18,7 +18,7 @@ import numpy as np
 
 from fastload.batch.packing import Packer, pack
 from fastload.errors import FastloadError, WorkerStartError
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
 from fastload.workers.batch_maker import BatchMaker
@@ -91,10 +91,10 @@ class RayWorker:
 
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
-        self._buffers = Buffers(parse_prefetch_memory("auto"), _NUM_BUFFERS)
+        self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)
         self._announced: deque[Any] = deque()  # indices of later batches
         load = functools.partial(load_spec, references, expected_release)
-        self._maker = BatchMaker(worker_id, load, self._buffers.arena, self._pack)
+        self._maker = BatchMaker(worker_id, load, self._buffers, self._pack)
         self._maker.begin()
         self._since_ns = time.perf_counter_ns()
 
@@ -120,10 +120,10 @@ class RayWorker:
         self._maker.waited(self._since_ns)
         self._buffers.begin()
         reply = self._maker.make(index, origin, batch_id, self._later())
-        arena, data = self._buffers.arena, None
+        data = None
         if reply.kind is ReplyKind.BATCH and reply.payload.used_bytes:
-            data = np.frombuffer(arena.lease, np.uint8, reply.payload.used_bytes)
-        arena.end()
+            data = np.frombuffer(self._buffers.lease, np.uint8, reply.payload.used_bytes)
+        self._buffers.end()
         self._since_ns = time.perf_counter_ns()
         return reply.to_plain(), data
 
@@ -133,4 +133,4 @@ class RayWorker:
                 yield self._announced.popleft()
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._buffers.arena, self._packer)
+        return pack(batch, self._buffers, self._packer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +25,11 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
-from fastload.system.checks import Check, integer, one_of, optional
-from fastload.transforms.chain import chained
+from fastload.system.checks import Check, integer, one_of
+from fastload.transforms.compose import compose
+from fastload.workers.ray_pool import RayWorkers
 from fastload.workers.worker_spec import WorkerSpec
-from fastload.workers.worker_types import WORKER_TYPES
+from fastload.workers.worker_types import WORKER_TYPES, pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,14 +39,13 @@ if TYPE_CHECKING:
 
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
-    "rng": one_of("worker", "sample"),
-    "worker_type": one_of(*WORKER_TYPES),
-    "ray_options": optional(
-        Check("a dict of options for Ray's actors", lambda value: isinstance(value, Mapping))
+    "seeding": one_of("worker", "sample"),
+    "worker_type": Check(
+        ", ".join(f'"{name}"' for name in WORKER_TYPES) + " or fastload.RayWorkers(...)",
+        lambda value: value in tuple(WORKER_TYPES) or isinstance(value, RayWorkers),
     ),
     "on_error": one_of("raise", "replace", or_callable=True),
     "max_worker_restarts": integer(0),
-    "snapshot_every_n_steps": optional(integer(1)),
 }
 
 
@@ -59,38 +58,31 @@ class Options:
     """
 
     memory_format: torch.memory_format | None = None
-    prefetch_memory: int | float | str = "auto"
+    max_prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
-    rng: str = "worker"
-    worker_type: str = "process"
-    ray_options: Mapping[str, Any] | None = None
+    seeding: str = "worker"
+    worker_type: str | RayWorkers = "process"
     device: str | int | torch.device | None = None
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     on_error: str | Callable[..., Any] = "raise"
     max_errors: int | float = 0.01
     max_worker_restarts: int = 0
-    snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
+        if self.on_error == "skip":  # the word of `fastload cache build`
+            raise ValueError(
+                'on_error="skip" would change the sizes of batches: write on_error="replace", which reads a '
+                "different sample instead, or pass a function"
+            )
         for name, check in _CHECKS.items():
             try:
                 check(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
-        if self.ray_options is not None and self.worker_type != "ray":
-            raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
-        reserved = sorted(_RESERVED_RAY_OPTIONS.intersection(self.ray_options or ()))
-        if reserved:
-            raise ValueError(
-                f"ray_options cannot have {', '.join(reserved)}, because fastload chooses how actors are "
-                "named, restarted and called; max_worker_restarts allows restarts"
-            )
         check_max_errors(self.max_errors)
-        if self.prefetch_memory != "auto":
-            budget.parse_memory(
-                self.prefetch_memory, name="prefetch_memory"
-            )  # raises here and not in the first epoch
+        if self.max_prefetch_memory != "auto":
+            budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
         if self.device is not None:
             check_device(self.device)
         for name in ("batch_transform", "device_transform"):
@@ -117,16 +109,16 @@ class Options:
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
-        if self.rng == "sample":
+        if self.seeding == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        pool_type = WORKER_TYPES[self.worker_type]
+        pool_type = pool_type_of(self.worker_type)
         if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
             raise ValueError(
-                f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '
+                f"multiprocessing_context is for worker processes, but worker_type is {self.worker_type!r}: "
                 "omit one"
             )
-        if pool_type.runs_elsewhere and is_auto:
+        if is_auto and pool_type.runs_elsewhere:
             raise ValueError(
                 f'num_workers="auto" counts the CPUs of this machine, but worker_type="{self.worker_type}" '
                 "starts workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` "
@@ -145,13 +137,6 @@ class Options:
                     f"dataset is a {type(dataset).__name__}"
                 )
 
-
-_RESERVED_RAY_OPTIONS = frozenset(
-    {
-        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
-        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
-    }
-)
 
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 
@@ -191,10 +176,10 @@ def worker_spec(loader: LoaderSettings, base_seed: int) -> WorkerSpec:
         num_workers=loader.num_workers,
         seed_albumentations=loader.seed_albumentations,
         channels_last=loader.memory_format is torch.channels_last,
-        seeds_samples=loader.rng == "sample",
+        seeds_samples=loader.seeding == "sample",
         on_error=loader.on_error,
         replacements=_replacements(loader),
-        batch_transform=None if loader.batch_transform is None else chained(loader.batch_transform),
+        batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
     )
 
 

@@ -4,7 +4,7 @@ Threads are for code that releases the GIL, and for Python without a GIL: nothin
 passed as objects. Rules:
 
 1. Each thread has its own buffers and queues, its own copies of the pipelines that the dataset and collate_fn
-   keep, and with rng="sample" of their generators; it shares the rest of these.
+   keep, and with seeding="sample" of their generators; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to stop, and waits a limited time for their current batches.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.nbytes import nbytes_of
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.rng.generators import Search, attributes, held_generators
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
@@ -133,10 +133,10 @@ class _WorkerThread:
     """One thread: its queues and its buffers."""
 
     def __init__(self, worker_id: int, spec: WorkerSpec, settings: PoolSettings) -> None:
-        self._buffers = Buffers(
+        self._buffers = BufferPool(
             settings.max_bytes // spec.num_workers, settings.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         )
-        self._maker = BatchMaker(worker_id, spec.load, self._buffers.arena, settings.pin, is_thread=True)
+        self._maker = BatchMaker(worker_id, spec.load, self._buffers, settings.pin, is_thread=True)
         self._count = settings.count
         self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
         self.wakes = Wakeup()  # the consumer, which looks into its requests for replies
@@ -174,7 +174,7 @@ class _WorkerThread:
     def _reply(self, pending: PendingBatch) -> None:
         self._buffers.begin()
         reply = self._maker.make(pending.index, pending.origin, pending.batch_id, self._later(pending))
-        self._buffers.arena.end()
+        self._buffers.end()
         if reply.kind is ReplyKind.BATCH and not reply.nbytes:
             reply.nbytes = nbytes_of(reply.payload)
         self._count(reply.counters)
@@ -193,7 +193,7 @@ class _WorkerThread:
 # --- copies of what is random ----------------------------------------------------------------------------
 #
 # A pipeline keeps values of the current call in its attributes, so two threads must not call it at once. With
-# `rng="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
+# `seeding="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
 # would copy its images. So each thread gets deep copies of both and shallow copies of the few objects that
 # hold them, and shares all other objects. Pipelines elsewhere are shared: threads call them one at a time
 # (see `rng.entry_points`).

@@ -35,7 +35,7 @@ class WorkerSpec(FetchSettings):
         base_seed: The seed drawn when the iterator was made.
         num_workers: The number of workers of the loader.
         seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
-        seeds_samples: Whether each sample is seeded (``rng="sample"``).
+        seeds_samples: Whether each sample is seeded (``seeding="sample"``).
     """
 
     dataset: Any

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
+from fastload.images.transform import is_albumentations
 
 _DIGEST_BYTES = 16
 
@@ -59,14 +60,16 @@ class Fingerprint:
         return found
 
 
-def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None = None) -> Fingerprint | None:
-    """The fingerprint of a dataset's samples after `prepare`; None without a fingerprint() and a key.
+def fingerprint_of(
+    dataset: Any, *, key: str | None = None, pre_transform: Any | None = None
+) -> Fingerprint | None:
+    """The fingerprint of a dataset's samples after `pre_transform`; None without a fingerprint() and a key.
 
     Args:
         dataset: Map-style.
         key: The user's name for the samples.
-        prepare: The deterministic part that runs before the cache: an albumentations pipeline, an object with
-            a `fingerprint()`, or any other callable, which requires `key`.
+        pre_transform: The deterministic part that runs before the cache: an albumentations pipeline, an
+            object with a `fingerprint()`, or any other callable, which requires `key`.
 
     Raises:
         TypeError: `key` is not a str, or a `fingerprint()` does not return a str or a dict of str.
@@ -74,11 +77,11 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     """
     check_key(key)
     own = _source_parts(dataset)
-    prepared = {} if prepare is None else _prepare_parts(prepare)
+    prepared = {} if pre_transform is None else _pre_transform_parts(pre_transform)
     if key is None and (own is None or prepared is None):
         return None
     if prepared is None:
-        prepared = {"prepare": _qualified_name(prepare)}
+        prepared = {"pre_transform": _qualified_name(pre_transform)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
     return Fingerprint(parts, key, _label_of(dataset))
 
@@ -129,20 +132,26 @@ def has_own_fingerprint(dataset: Any) -> bool:
     return owners[0] <= owners[1]
 
 
-def why_private(dataset: Any, prepare: Any | None) -> str:
+def why_private(dataset: Any, pre_transform: Any | None) -> str:
     """Why other processes do not find a cache of these samples without a key, and what to do about it."""
     share = "pass cache_key='...', to share it with other ranks and jobs"
     inner = _within(dataset)
     named = type(inner).__name__
-    if prepare is None and hasattr(inner, "fingerprint"):
+    if pre_transform is None and hasattr(inner, "fingerprint"):
         if has_own_fingerprint(dataset):
-            return f"the fingerprint() of {named} is None: its samples have no versions; {share}"
+            return (
+                f"the fingerprint() of {named} is None: its samples have no versions, or it has a transform; "
+                f"{share}"
+            )
         return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
-    if prepare is None:
+    if pre_transform is None:
         named, where = type(dataset).__name__, "the dataset"
     else:
-        function = getattr(prepare, "__qualname__", type(prepare).__name__)
-        named, where = f"{type(dataset).__name__} with prepare={function}", "the dataset and to prepare"
+        function = getattr(pre_transform, "__qualname__", type(pre_transform).__name__)
+        named, where = (
+            f"{type(dataset).__name__} with pre_transform={function}",
+            "the dataset and to pre_transform",
+        )
     return f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to {where}, or {share}"
 
 
@@ -185,25 +194,22 @@ def _given_parts(owner: Any) -> dict[str, str] | None:
     return parts
 
 
-def _prepare_parts(prepare: Any) -> dict[str, str] | None:
+def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
     """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
-    if callable(getattr(prepare, "fingerprint", None)):
-        given = _given_parts(prepare)
-        return None if given is None else {f"prepare {part}": value for part, value in given.items()}
-    if is_albumentations(prepare):
+    if callable(getattr(pre_transform, "fingerprint", None)):
+        given = _given_parts(pre_transform)
+        return None if given is None else {f"pre_transform {part}": value for part, value in given.items()}
+    if is_albumentations(pre_transform):
         import albumentations
 
         try:
-            description = albumentations.to_dict(prepare)
-            return {"prepare": f"{_qualified_name(type(prepare))}, digest {digest_of(description)}"}
+            description = albumentations.to_dict(pre_transform)
+            return {
+                "pre_transform": f"{_qualified_name(type(pre_transform))}, digest {digest_of(description)}"
+            }
         except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
             return None
     return None
-
-
-def is_albumentations(value: Any) -> bool:
-    """Whether a value is an albumentations pipeline or transform, without importing albumentations."""
-    return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
 
 
 def _qualified_name(kind: Any) -> str:
