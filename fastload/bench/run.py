@@ -20,6 +20,7 @@ from fastload.bench import measure
 from fastload.bench.contenders import CACHES, contenders_of
 from fastload.bench.result import Result, Row, this_machine
 from fastload.bench.subprocess_runner import RunFailedError, run_isolated
+from fastload.cache.build.random_check import spread_indices
 from fastload.cache.dataset import CachedDataset
 from fastload.system.budget import parse_memory
 from fastload.system.cpus import CpuTimes, others_share, worthwhile_cpus
@@ -266,7 +267,7 @@ def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:
 def _part(dataset: Any, count: int) -> Any:
     """`count` samples of the dataset, evenly spaced."""
     length = len(dataset)
-    return dataset if count >= length else Subset(dataset, measure.spread_indices(length, count))
+    return dataset if count >= length else Subset(dataset, spread_indices(length, count))
 
 
 def _directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:

@@ -20,7 +20,7 @@ import torch
 from fastload.albumentations.crop import Pushdown
 from fastload.albumentations.deferred_end import find_tail
 from fastload.albumentations.read_only import keeps_read_only
-from fastload.cache.encoded import decode_images, decode_others
+from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.images.transform import is_albumentations

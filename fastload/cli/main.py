@@ -194,7 +194,7 @@ def doctor(
         from fastload.training.machine_report import machine_report
 
         return Answer(*machine_report())
-    from fastload.cache.source_report import source_report
+    from fastload.cli.source_report import source_report
 
     code = f"fastload.ImageFolder({source!r})" if is_folder(source) else "dataset"
     with users_code(source):

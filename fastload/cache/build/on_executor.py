@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import max_failures
 from fastload.cache.build.build import Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
-from fastload.cache.build.staging import Unfinished
+from fastload.cache.build.random_check import reject_random
+from fastload.cache.build.staging import StagingDirectory
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.random_check import reject_random
 from fastload.errors import CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Task:
 
     def _build(self, shard: int) -> tuple[int, int]:
         source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
-        files = Unfinished(self.path)
+        files = StagingDirectory(self.path)
         if not files.open():
             raise CacheError(f"{files.path} was removed while the cache was built: build again")
         build = Build(
@@ -130,7 +130,7 @@ def build_on(
     path = os.path.abspath(path)
     dataset = open_dataset()
     reject_random(dataset)
-    if shards is None and not os.path.lexists(path) and not Unfinished(path).open():
+    if shards is None and not os.path.lexists(path) and not StagingDirectory(path).open():
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))
     build = Build(source, path, shards, fingerprint=fingerprint, **options)
@@ -138,7 +138,7 @@ def build_on(
     return build.cache(lambda files: _run(executor, Task(open_dataset, path, settings), files, build))
 
 
-def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
+def _run(executor: Executor, task: Task, files: StagingDirectory, build: Build) -> None:
     """Build the missing shards."""
     plan = files.plan
     maximum = max_failures(build.max_errors, plan.num_samples)
@@ -154,15 +154,15 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
         ) as progress:
             for future in as_completed(futures):
                 try:
-                    built = future.result()
+                    result = future.result()
                 except TransientTaskError as error:
-                    built = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
+                    result = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
                 except Exception as error:  # noqa: BLE001 - of the executor: a process or a machine has died
-                    built = f"failed: {_in_one_line(error)}"
-                if isinstance(built, str):
-                    failed[futures[future]] = built
+                    result = f"failed: {_in_one_line(error)}"
+                if isinstance(result, str):
+                    failed[futures[future]] = result
                     continue
-                left_out_here, nbytes = built
+                left_out_here, nbytes = result
                 progress.advance(nbytes, len(plan.indices_of(futures[future])))
                 num_left_out += left_out_here
                 if num_left_out > maximum:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.lmdb.format import PADDING, pack_key, unpack_key, write_end
-from fastload.cache.lmdb.table import Table
+from fastload.cache.lmdb.format import PADDING, Table, pack_key, unpack_key, write_end
 from fastload.errors import CacheError
 from fastload.system.os_errors import write_errors_as
 

@@ -21,9 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
+from fastload.files.listing import DIGEST_BYTES
 from fastload.images.transform import is_albumentations
-
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
-        found = []
+        differences = []
         for part in sorted({*self.parts, *other.parts}):
             here, there = self.parts.get(part), other.parts.get(part)
             if here != there:
-                found.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
-        return found
+                differences.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
+        return differences
 
 
 def fingerprint_of(
@@ -158,7 +157,7 @@ def why_private(dataset: Any, pre_transform: Any | None) -> str:
 def digest_of(value: Any) -> str:
     """A short digest of any JSON value; the order of a dict's keys does not matter."""
     text = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _source_parts(dataset: Any) -> dict[str, str] | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.record import outline
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from fastload.cache.format.columns import Allocate
 
-_INT64_BYTES = 8
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
@@ -48,12 +48,12 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
             places.append(first.places)
             continue
-        found = outline(record)
-        if found.spec != first.spec or found.codec != "raw":
+        other = outline(record)
+        if other.spec != first.spec or other.codec != "raw":
             return None
-        places.append(found.places)
+        places.append(other.places)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
-    if any(place[number][1] != _INT64_BYTES for place in places for number in ints):
+    if any(place[number][1] != INT64_BYTES for place in places for number in ints):
         return None  # beyond 64 bits
     columns = [
         _column(leaf, records, [place[number] for place in places], allocate)
