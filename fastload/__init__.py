@@ -10,7 +10,7 @@ compares the two.
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from fastload.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastload.batch.failed_sample import FailedSample as FailedSample
