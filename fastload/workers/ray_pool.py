@@ -38,9 +38,10 @@ from fastload.memory.segment import pickled_for_other_machines
 from fastload.system.logs import say_once
 from fastload.system.notes import add_note, short_repr
 from fastload.system.remote_error import RemoteError
+from fastload.version import __version__
 from fastload.workers.messages import BatchReply, BeginEpoch, ReplyKind, WorkerCounters
 from fastload.workers.pool import GRACE_S
-from fastload.workers.ray_worker import RayWorker, release
+from fastload.workers.ray_worker import RayWorker
 from fastload.workers.slot_pool import WATCH_INTERVAL_S, SlotPool, WorkerHandle, limit_s
 from fastload.workers.worker_spec import explain
 
@@ -255,7 +256,7 @@ class RayPool(SlotPool[_ActorHandle]):
 
     def _start(self, worker_id: int) -> _ActorHandle:
         # In a list, or Ray would load the spec before the constructor, where an error would kill the actor.
-        actor = self._class.remote(worker_id, [self._spec_reference], release())
+        actor = self._class.remote(worker_id, [self._spec_reference], __version__)
         return _ActorHandle(worker_id, actor, actor.place.remote())
 
     def submit(self, worker_id: int, pending: PendingBatch) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import os
 import socket
-import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import BufferPool
 from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
+from fastload.version import __version__
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import ReplyKind
 
@@ -34,11 +34,6 @@ if TYPE_CHECKING:
     from fastload.workers.worker_spec import WorkerSpec
 
 _NUM_BUFFERS = 2  # Ray copies a batch before the next call
-
-
-def release() -> str:
-    """The release of fastload in this process."""
-    return str(getattr(sys.modules["fastload"], "__version__", "unknown"))
 
 
 def load_spec(references: list[Any], expected_release: str) -> WorkerSpec:
@@ -55,9 +50,9 @@ def load_spec(references: list[Any], expected_release: str) -> WorkerSpec:
     import ray
 
     host = socket.gethostname()
-    if release() != expected_release:
+    if __version__ != expected_release:
         raise WorkerStartError(
-            f"the consumer runs fastload {expected_release}, but {host} has {release()}: install the same "
+            f"the consumer runs fastload {expected_release}, but {host} has {__version__}: install the same "
             "release on all machines of the cluster"
         )
     try:
