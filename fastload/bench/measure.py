@@ -1,6 +1,6 @@
 """The steps that read samples: examine the dataset, warm the page cache, build a cache, measure a contender.
 
-Each step runs in its own process (see `apart`). The process that compares never reads a sample.
+Each step runs in its own process (see `subprocess_runner`). The process that compares never reads a sample.
 """
 
 from __future__ import annotations
