@@ -222,7 +222,7 @@ class Layout:
         )
 
 
-def create(
+def make_segment(
     num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Segment, Layout, mmap.mmap]:
     """Make the segment, layout and mapping of a new cache, smaller than `max_bytes` if the system demands it.

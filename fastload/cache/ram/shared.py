@@ -33,8 +33,7 @@ from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena, Cursor
-from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin
-from fastload.cache.ram.layout import create as create_segment
+from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
 from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines, round_up
@@ -95,7 +94,7 @@ class SharedMemoryCache(BaseCache):
         fingerprint: Fingerprint | None = None,
     ) -> None:
         max_bytes = parse_memory(max_memory)
-        self._hold(*create_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
+        self._hold(*make_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
