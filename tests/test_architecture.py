@@ -98,6 +98,16 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
 
+def test_each_rule_names_a_test_that_exists() -> None:
+    """Five rules never break, and the page says which test holds each."""
+    text = layers.PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
+    assert len(named) == 5
+    for file, test in named:
+        code = (layers.ROOT / file).read_text(encoding="utf-8")
+        assert all(re.search(rf"(def|class) {part}\b", code) for part in test.split("::")), test
+
+
 @pytest.mark.slow
 def test_the_drawing_shows_the_arrows_of_the_imports() -> None:
     """`python docs/layers.py` draws again; line counts aside, which the table has."""
