@@ -27,14 +27,14 @@ from fastload.batch.read_ahead import inside_subsets, read_ahead, reads_ahead
 from fastload.batch.replacing import Replacer
 from fastload.batch.stacking import is_torch_default
 from fastload.errors import ResumeError
-from fastload.memory.lease import Buffers, WritingInto
+from fastload.memory.lease import BufferPool, allocating_in
 from fastload.rng.batch_draws import BatchStreams, drawing_from
 from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
     from fastload.rng.batch_draws import BatchId
     from fastload.rng.keys import StreamOrigin
     from fastload.rng.sample_rng import SampleRng
@@ -123,7 +123,7 @@ class Fetcher:
         self,
         settings: FetchSettings,
         dataset: Any,
-        arena: Arena,
+        arena: BumpAllocator,
         *,
         in_worker: bool,
         sample_rng: SampleRng | None,
@@ -152,13 +152,13 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = WritingInto(arena), Buffers(_SCRATCH_BYTES)
-            arena = self._scratch.arena
+            self._results, self._scratch = allocating_in(arena), BufferPool(_SCRATCH_BYTES)
+            arena = self._scratch
         self._arena = arena
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = WritingInto(arena if in_worker else None)
+        self._stacking = allocating_in(arena if in_worker else None)
         self._cache = _find_cache(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None

@@ -20,12 +20,12 @@ import torch
 from fastload.albumentations.crop import Pushdown
 from fastload.albumentations.deferred_end import find_tail
 from fastload.albumentations.read_only import keeps_read_only
-from fastload.cache.encoded import decode_images, decode_others
+from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
+from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Call:
             add_note(
                 error,
                 f"fastload calls the {self._role} with {extent} sample; sample {index} is "
-                f"{outline(sample)}{cure}",
+                f"{structure_of(sample)}{cure}",
             )
             raise
 
@@ -152,8 +152,8 @@ class TransformCaller:
             return self._call(sample, private_copy(sample), index, tail)
         output = self._call(sample, sample, index, tail)
         try:
-            return detached(output, sample)
-        except HiddenMemoryError:
+            return copy_views(output, sample)
+        except OpaqueLeafError:
             return copy.deepcopy(output)
 
 
@@ -235,8 +235,8 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
     if isinstance(_image_of(sample), torch.Tensor):
         raise TypeError(
             "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; the "
-            f"dataset returned {outline(sample)}: return the array before it is converted to a tensor, and "
-            "put ToTensorV2() last in the transform"
+            f"dataset returned {structure_of(sample)}: return the array before it is converted to a tensor, "
+            "and put ToTensorV2() last in the transform"
         )
     if isinstance(sample, dict):
         targets = getattr(transform, "available_keys", None)
@@ -251,7 +251,7 @@ def _call_albumentations(transform: Any, sample: Any) -> Any:
     if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], _IMAGES):
         raise TypeError(
             f"an albumentations transform takes an image array, a tuple that starts with one, or a dict with "
-            f'"image"; the dataset returned {outline(sample)}'
+            f'"image"; the dataset returned {structure_of(sample)}'
         )
     image, *rest = sample
     for position, other in enumerate(rest, start=1):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.iterator import EpochIterator
     from fastload.epochs.without_workers import LocalIterator
-    from fastload.memory.lease import Buffers
+    from fastload.memory.lease import BufferPool
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class LoaderState:
     copy_streams: dict[str, tuple[Backend, Any]] = field(default_factory=dict)
 
     # without_workers.py: buffers whose pages stay warm between epochs, and their current user
-    buffers: tuple[Buffers, weakref.ref[LocalIterator]] | None = None
+    buffers: tuple[BufferPool, weakref.ref[LocalIterator]] | None = None
 
     # rank_consistency.py: the key to compare with other ranks at the first epoch
     rank_key: str | None = None

@@ -23,7 +23,7 @@ from fastload.epochs.node_partition import NodePartitionSampler
 from fastload.epochs.sampler_state import integer_or_none, length_or_none, nested_samplers
 from fastload.errors import RanksDisagreeError
 from fastload.system.logs import log
-from fastload.system.process_group import is_worker, process_group, watch_forks
+from fastload.system.ranks import is_worker, process_group, watch_forks
 from fastload.system.torch_private import default_store
 
 if TYPE_CHECKING:

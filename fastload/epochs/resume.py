@@ -31,6 +31,7 @@ from fastload.rng.keys import StreamCounter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +152,8 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if is_iterable(loader):
         return True
-    shares = loader.num_workers > 0 and getattr(loader, "worker_type", "process") == "thread"
+    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
+    shares = loader.num_workers > 0 and pool_type.runs_in_consumer
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler
 from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
 from fastload.system.notes import add_note
-from fastload.system.process_group import process_group
+from fastload.system.ranks import process_group
 from fastload.system.torch_private import index_sampler, is_iterable
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
 from fastload.system.torch_private import has_auto_collation, is_compiled
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ class EpochTransform:
 
     def __init__(self, loader: LoaderSettings, cursor: EpochCursor, name: str) -> None:
         function = getattr(loader, name)
-        self._function = chained(function)
+        self._function = compose(function)
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._cursor = cursor
         self._auto_collation = has_auto_collation(loader)
@@ -57,7 +57,7 @@ class EpochTransform:
         with drawing_from(streams(first_call=self._first_call)):
             transformed = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
-        return map_movable(transformed, _cloned) if self._clones else transformed
+        return map_device_leaves(transformed, _cloned) if self._clones else transformed
 
 
 def _cloned(leaf: Any) -> Any:

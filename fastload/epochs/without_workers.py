@@ -18,14 +18,14 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.errors import LoaderClosedError
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import HERE, Place, draw_from, reading
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place
 from fastload.workers.batch_maker import dataset_state_of, make_fetcher
-from fastload.workers.messages import Work
-from fastload.workers.worker_spec import Job
+from fastload.workers.messages import WorkerCounters
+from fastload.workers.settings import worker_spec
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
@@ -54,22 +54,22 @@ class LocalIterator(HostIterator):
         self._due: tuple[Any, StreamOrigin | None] | None = None
         self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
-        job = Job.of(loader, cursor.base_seed)
+        spec = worker_spec(loader, cursor.base_seed)
         states = cursor.dataset_states
         self._keeps_state = states is not None
-        is_seeded = job.seed_albumentations and not job.seeds_samples
-        self._streams = local_streams(job.base_seed) if is_seeded else None
+        is_seeded = spec.seed_albumentations and not spec.seeds_samples
+        self._streams = local_streams(spec.base_seed) if is_seeded else None
         with reading(self._streams):  # iter() of an iterable dataset can draw
-            self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
+            self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])
         if states is not None and not cursor.num_received and self._fetcher.has_first_state:
             states[0] = self._dataset_state()
 
-    def _take_buffers(self, loader: LoaderSettings) -> Buffers:
+    def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
         state = state_of(loader)
         buffers, user = state.buffers or (None, None)
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(parse_prefetch_memory(loader.max_prefetch_memory))
+            buffers = BufferPool(parse_prefetch_memory(loader.max_prefetch_memory))
         state.buffers = buffers, weakref.ref(self)
         return buffers
 
@@ -125,9 +125,9 @@ class LocalIterator(HostIterator):
             # These come first, and call nothing: a signal can interrupt any call.
             HERE.source, HERE.root, HERE.pair = outside
             self._is_fetching = False
-            self._buffers.arena.end()
+            self._buffers.end()
             if counts.hits != hits or counts.misses != misses:
-                self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))
+                self._recorder.add(WorkerCounters(0, counts.hits - hits, counts.misses - misses))
         self._due = None
         self._received(index)
         if self._fetcher.replacer is not None:

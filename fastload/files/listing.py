@@ -36,7 +36,7 @@ SAVED_NAME = ".fastload-files.jsonl.gz"
 UNKNOWN_BYTES = -1
 
 _FORMAT_VERSION = 2
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
 _MIN_LIMIT_BYTES = 1 << 20
 _MAX_BYTES = 1 << 63  # of a file
@@ -91,15 +91,15 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
 
 
 def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
-    found = []
+    paths = []
     for folder, files in sorted(_walk(os.path.join(root, name))):
         below_root = os.path.relpath(folder, root)
-        found += [
+        paths += [
             os.fsencode(os.path.join(below_root, file))
             for file in sorted(files)
             if file.lower().endswith(extensions)
         ]
-    return found
+    return paths
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
@@ -145,7 +145,7 @@ def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tup
 
 def _digest(files: Sequence[RemoteFile]) -> str | None:
     """A digest that changes with any file; None if the store has no version of one of them."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         if not file.version:
             return None
@@ -180,7 +180,7 @@ def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
         when = datetime.fromisoformat(head["created"]).isoformat(" ", "minutes")
         classes = list(head["classes"])
         files = [RemoteFile(*json.loads(line)) for line in lines]
-        if any(one.name >= other.name for one, other in itertools.pairwise(files)):
+        if any(file.name >= following.name for file, following in itertools.pairwise(files)):
             raise ValueError("its files are out of order, or repeated")
         for name, nbytes, version in [*((name, 0, "") for name in classes), *files]:
             is_right = isinstance(name, str) and isinstance(nbytes, int) and isinstance(version, str)

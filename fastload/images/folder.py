@@ -25,9 +25,10 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
-from fastload.files.listing import Listing, arrange, list_folder
+from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
+from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
-from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
+from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.images.transform import transform_image
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_DIGEST_BYTES = 16
 _MAX_LISTED = 9  # classes, in an error
 
 
@@ -125,17 +125,17 @@ class ImageFolder(Dataset[tuple[Any, int]]):
                     f"{self.root!r}"
                 )
             self._root = local_path(self.root)
-            found = list_folder(self._root, self.extensions)
+            files = list_folder(self._root, self.extensions)
         else:
             self._root = self._remote.url
-            found = _list_remote(self._remote, self.extensions, listing)
-        self.classes = found.classes
+            files = _list_remote(self._remote, self.extensions, listing)
+        self.classes = files.classes
         if not self.classes:
             raise FileNotFoundError(
                 f"Couldn't find any class folder in {self.root}: images of a class belong in {self.root}/cat"
             )
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
-        empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
+        empty = [name for name, paths in zip(self.classes, files.names, strict=True) if not paths]
         if empty and not allow_empty:
             named = ", ".join(empty[:_MAX_LISTED]) + (", ..." if len(empty) > _MAX_LISTED else "")
             raise FileNotFoundError(
@@ -143,12 +143,12 @@ class ImageFolder(Dataset[tuple[Any, int]]):
                 f"Supported extensions are: {', '.join(self.extensions)}. Remove folders that are not "
                 "classes, or pass allow_empty=True to keep classes without images."
             )
-        paths = [path for files in found.names for path in files]
+        paths = [path for paths_of_class in files.names for path in paths_of_class]
         self._paths = b"".join(paths)  # relative to root
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
-        self._class_starts = np.cumsum([0, *map(len, found.names)], dtype=np.int64)
-        self._nbytes = found.nbytes
-        self._digest = found.digest
+        self._class_starts = np.cumsum([0, *map(len, files.names)], dtype=np.int64)
+        self._nbytes = files.nbytes
+        self._digest = files.digest
 
     def __len__(self) -> int:
         return len(self._path_ends)
@@ -255,7 +255,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         files = self._digest if self._remote is not None else self._local_digest()
         if files is None:
             return None
-        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=_DIGEST_BYTES)
+        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=DIGEST_BYTES)
         return {
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
@@ -264,7 +264,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         }
 
     def _local_digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for number in range(len(self)):
             name = self._relative_path(number)
             path = os.path.join(self._root, os.fsdecode(name))
@@ -280,8 +280,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
 
     def _reader(self) -> ReadAhead:
         """Reads the remote files of this process; a forked process has none of its parent's threads."""
-        found = self._ahead.get(os.getpid())
-        if found is None:
+        reader = self._ahead.get(os.getpid())
+        if reader is None:
             remote, paths, path_ends, nbytes = self._remote, self._paths, self._path_ends, self._nbytes
             if remote is None or nbytes is None:
                 raise AssertionError("only a remote folder is read ahead")
@@ -289,10 +289,10 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             def read(number: int) -> bytes:  # the threads must not keep this folder alive
                 return remote.read(os.fsdecode(_path_at(paths, path_ends, number)), int(nbytes[number]))
 
-            reader = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
-            weakref.finalize(self, reader.close).atexit = False
-            found = self._ahead.setdefault(os.getpid(), reader)
-        return found
+            new = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
+            weakref.finalize(self, new.close).atexit = False
+            reader = self._ahead.setdefault(os.getpid(), new)
+        return reader
 
     def _content(self, number: int) -> bytes:
         """The content of a remote file."""

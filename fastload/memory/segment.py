@@ -3,10 +3,8 @@
 A segment is a memfd (memfd_create(2)): pages with a descriptor and no name. So no 64 MB limit of a mount
 applies, and SIGKILL leaks nothing: the kernel frees the pages with the last descriptor and mapping.
 
-Rules:
-1. The code that creates or attaches a segment closes it; closing never affects other holders.
-2. A mapping outlives its segment object: close() gives up the descriptor, but not pages in use.
-3. A segment pickles as a handle (a descriptor to duplicate), never as bytes.
+The code that creates or attaches a segment closes it. Closing gives up the descriptor: it affects neither
+other holders nor mappings, which outlive the segment object.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.errors import SharedMemoryError
 from fastload.system import linux
-from fastload.system.posix import resource
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -100,7 +98,7 @@ class Segment:
         try:
             os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor can open a memfd
             os.ftruncate(fd, nbytes)
-            if sealed:
+            if sealed:  # after its size is set, which the seal would forbid
                 linux.seal_size(fd)
         except OSError as error:
             os.close(fd)
@@ -173,6 +171,7 @@ class Segment:
             os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A handle, never the bytes: whoever unpickles it maps the same pages.
         if context.get_spawning_popen() is not None:
             return _attach_inherited, (reduction.DupFd(self.fd),)
         # Not pickled to start a child process: the reading process must belong to the same user, and must
@@ -232,8 +231,8 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
     """The segment behind a descriptor of a different process, with its own file description.
 
     The descriptor might refer to a different file by now, and opening a pipe, a device or a terminal would
-    change it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and
-    opened through that descriptor, so no other file can take its place in between.
+    change it. So the file is checked before it is opened, through an O_PATH descriptor (open(2)), which
+    refers to a file without opening it.
 
     Args:
         pid: The process.
@@ -245,20 +244,21 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
         OSError: The process or the descriptor is gone, or this process cannot open its descriptors.
         SharedMemoryError: The descriptor now refers to a different file.
     """
-    found = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
+    path_fd = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
     try:
-        own = linux.link_of(found)
-        link = os.readlink(own)
-        if not is_meant(os.fstat(found), link):
+        path = linux.link_of(path_fd)
+        link = os.readlink(path)
+        if not is_meant(os.fstat(path_fd), link):
             raise SharedMemoryError(
                 f"descriptor {fd} of process {pid} is now {link}, and no longer the segment"
             )
-        return Segment.attach(os.open(own, os.O_RDWR | os.O_CLOEXEC))
+        # Through this descriptor: the number in the other process may mean another file by now.
+        return Segment.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     finally:
-        os.close(found)
+        os.close(path_fd)
 
 
-def allocated(nbytes: int) -> tuple[Segment, mmap.mmap]:
+def create_slot_segment(nbytes: int) -> tuple[Segment, mmap.mmap]:
     """A new segment for a slot and its writable mapping, all pages allocated; the caller closes the segment.
 
     Raises:

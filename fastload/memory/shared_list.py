@@ -4,13 +4,9 @@ Reading an object of a list changes its reference count, and so its page. So a f
 copy of every page of the list that it reads; a spawned worker gets a copy of the whole list at once. Bytes in
 shared memory have no reference counts, and all processes map the same pages.
 
-Rules:
-
-1. The memory holds the pickled items one after another, then the offsets where they begin and end, then the
-   number of items, both int64. It is never written again.
-2. A list and its slices share one `_Records`. It pickles as a handle of its segment (see `segment`), never as
-   the items; only on systems without shared memory, it pickles as a copy.
-3. The memory is freed with the last list, in any process, that holds the segment.
+The memory holds the pickled items one after another, then the offsets where they begin and end, then the
+number of items, both int64. It is never written again, and freed with the last list, in any process, that
+holds the segment.
 """
 
 from __future__ import annotations
@@ -98,13 +94,13 @@ class SharedList(Sequence[T]):
 
 
 def _view(records: _Records, numbers: range) -> SharedList[Any]:
-    made: SharedList[Any] = SharedList.__new__(SharedList)
-    made._records, made._numbers = records, numbers
-    return made
+    view: SharedList[Any] = SharedList.__new__(SharedList)
+    view._records, view._numbers = records, numbers
+    return view
 
 
 class _Records:
-    """The memory of a list, mapped in this process.
+    """The memory of a list and of its slices, mapped in this process.
 
     Args:
         memory: The segment, which this object owns from here on; or the bytes, if they are not shared.

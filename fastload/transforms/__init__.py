@@ -1,7 +1,7 @@
 """Transforms of whole batches of images, in workers and on the device.
 
 Pass them to a `fastload.DataLoader` as `batch_transform` or `device_transform`, or call them on a batch. Read
-`images` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
+`image_transform` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
 """
 
 from typing import TYPE_CHECKING

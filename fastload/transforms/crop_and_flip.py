@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import operator
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,17 @@ import torch
 
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import draw_uniforms
-from fastload.transforms.arguments import height_and_width, probability, range_of
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.images import NUMPY_DTYPES, ImageTransform, copied, fill_values, new_images
+from fastload.transforms.image_transform import (
+    NUMPY_DTYPES,
+    ImageTransform,
+    copied,
+    fill_values,
+    height_and_width,
+    new_images,
+    probability,
+    range_of,
+)
 from fastload.transforms.resample import resample
 
 if TYPE_CHECKING:
@@ -307,9 +314,10 @@ _MAX_PIXEL_BYTES = 16  # OpenCV flips larger ones no faster
 def _opencv() -> Any:
     """OpenCV, which albumentations needs; None without it."""
     try:
-        return importlib.import_module("cv2")
+        import cv2
     except ImportError:
         return None
+    return cv2
 
 
 def _expect_pixels(asker: ImageTransform, pixels: torch.Tensor) -> None:

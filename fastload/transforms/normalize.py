@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_movable
-from fastload.transforms.images import check_layout, find_images, layout_of, new_images
+from fastload.nested.device_tree import map_device_leaves
+from fastload.transforms.image_transform import check_layout, find_images, layout_of, new_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ class Normalize(nn.Module):
             )
         is_hwc = layout_of(images, where, self.layout, "Normalize", len(self.mean)) == "HWC"
         normalized = self._normalize(images.permute(0, 3, 1, 2) if is_hwc else images)
-        return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
+        return map_device_leaves(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
         """The arguments, for the module's repr."""

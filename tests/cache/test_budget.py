@@ -13,7 +13,7 @@ import pytest
 
 from fastload.cache.build import processes
 from fastload.system import budget as budget_module
-from fastload.system import cpus, launchers
+from fastload.system import cpus, ranks
 from fastload.system.budget import (
     available_bytes,
     cgroup_limit_bytes,
@@ -208,7 +208,7 @@ def test_workers_follow_cpus_quotas_and_ranks(
     variables: Any, usable: int, launcher: Any, quota: Any, expected: int, monkeypatch: Any
 ) -> None:
     """The quota, rounded up, and CPUs that are not a rank's alone are shared; the user's number is taken."""
-    for name in launchers.RANKS_OF_HOST:
+    for name in ranks.RANKS_OF_HOST:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -32,8 +32,8 @@ from fastload import errors
 from fastload.cache.build import inventory
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.build.on_executor import build_on
+from fastload.cache.build.staging import lock_name, only_builder
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset
@@ -41,7 +41,7 @@ from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
-from fastload.files import attempts
+from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -418,7 +418,7 @@ class Builder:
 def builder_in(folder: Path, way: str) -> Iterator[Builder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(mirror.DIRECTORY_VARIABLE, str(folder / "host"))
-        patch.setattr(attempts, "_sleep", lambda _: None)
+        patch.setattr(retry, "_sleep", lambda _: None)
         register()
         FaultyFileSystem.reset()
         yield Builder(way, folder, patch)

@@ -39,10 +39,10 @@ def as_it_is(sample: Any) -> Any:
 @pytest.mark.parametrize("kind", [Everything, MixedImages, Images])
 def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """In shuffled epochs of two workers; one whose worker does not get the lock, again in the next epoch."""
-    real, calls, refusals = locks.try_lock, itertools.count(), tmp_path / "refusals"
+    real, calls, refusals = locks.flock_fd, itertools.count(), tmp_path / "refusals"
     refusals.touch()
 
-    def try_lock(fd: int, *, wait_s: float) -> bool:
+    def flock_fd(fd: int, *, wait_s: float) -> bool:
         has_lock = next(calls) % 3 != 0 and real(fd, wait_s=wait_s)
         if not has_lock:
             with open(refusals, "ab", buffering=0) as file:  # of both workers
@@ -51,7 +51,7 @@ def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any)
 
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
-    monkeypatch.setattr(locks, "try_lock", try_lock)
+    monkeypatch.setattr(locks, "flock_fd", flock_fd)
     loader = DataLoader(ds, batch_size=8, shuffle=True, num_workers=2, collate_fn=len)
     first = 0
     for epoch in range(2):

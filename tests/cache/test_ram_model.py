@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from fastload.nested.tree import first_difference
-from fastload.system.locks import try_lock
+from fastload.system.locks import flock_fd
 from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.jobs import Job
 
@@ -103,7 +103,7 @@ class RamMachine(RuleBasedStateMachine):
     def locked(self) -> Any:
         """Somebody else holds the lock, which nobody else held before."""
         fd = self.handles[0]._arena.segment.reopen()
-        assert try_lock(fd)
+        assert flock_fd(fd)
         yield
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -134,7 +135,7 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, shar
 def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     cache = make(dataset := RaggedImages(30), max_memory)
-    left_bytes, fitting = cache._arena.plan.room_bytes, []
+    left_bytes, fitting = cache._plan.room_bytes, []
     for index in range(30):
         nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
         if nbytes <= left_bytes:
@@ -168,7 +169,7 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     assert cache.missing().tolist() == []
 
 
-@pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "try_lock")])
+@pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "flock_fd")])
 def test_what_the_system_refuses_is_left_out(where: Any, name: str, monkeypatch: Any, caplog: Any) -> None:
     """No space is claimed without the lock; what is stored stays; without memory the cache grows no more."""
     say_once.cache_clear()
@@ -199,12 +200,30 @@ def test_a_half_seen_entry_is_empty() -> None:
 def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
     """The lock is given back explicitly: a descriptor that a fork copied meanwhile does not hold it."""
     copies: list[int] = []
-    real = locks.try_lock
-    monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: copies.append(os.dup(fd)) or real(fd, **wait))
+    real = locks.flock_fd
+    monkeypatch.setattr(locks, "flock_fd", lambda fd, **wait: copies.append(os.dup(fd)) or real(fd, **wait))
     cache = filled(RaggedImages(3))
     for fd in copies:
         os.close(fd)
     assert cache.num_cached == 3
+
+
+def test_a_released_lock_file_is_free_although_a_forked_child_has_its_descriptor(tmp_path: Any) -> None:
+    """A process that waits for it gets it at once, not when the child ends."""
+    name = str(tmp_path / "lock")
+    with locks.lock_file(name) as has_lock:
+        waiting = os.open(name, os.O_RDWR)
+        inherited = list(map(os.dup, [int(fd) for fd in os.listdir("/proc/self/fd") if _is_open(fd, name)]))
+    is_free = locks.flock_fd(waiting)
+    for fd in (waiting, *inherited):
+        os.close(fd)
+    assert (has_lock, len(inherited), is_free) == (True, 2, True)
+
+
+def _is_open(fd: str, name: str) -> bool:
+    with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        return os.readlink(f"/proc/self/fd/{fd}") == name
+    return False
 
 
 @pytest.mark.parametrize("most", [1, 1000])

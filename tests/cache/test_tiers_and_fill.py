@@ -23,7 +23,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.tiers import Stack
+from fastload.cache.tiers import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.memory import segment
 from fastload.system import locks
@@ -63,8 +63,8 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
-    calls, real = itertools.count(), locks.try_lock
-    monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
+    calls, real = itertools.count(), locks.flock_fd
+    monkeypatch.setattr(locks, "flock_fd", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
     ds = CachedDataset(RaggedImages(100), max_memory=1 << 20)
     assert ds.fill(0, progress=False).num_cached == 100
 
@@ -162,7 +162,7 @@ def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
     other = pickle.loads(pickle.dumps(ds))
     other._view(1)
     assert 1 in ds.cache
-    assert isinstance(ds.cache, Stack)
+    assert isinstance(ds.cache, TieredCache)
     assert ds.cache.layout == "uniform over lmdb"
     assert "shared memory" in ds.cache.explain()
     assert os.fspath(tmp_path / "x.lmdb") in ds.cache.explain()
