@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from fastload.batch.failed_sample import FailedSample as FailedSample
+    from fastload.batch.failures import FailedSample as FailedSample
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.device.device_prefetcher import DevicePrefetcher as DevicePrefetcher
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
@@ -36,7 +36,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
     __getattr__, __dir__, __all__ = _public_names(
         "fastload",
         {
-            "batch.failed_sample": ("FailedSample",),
+            "batch.failures": ("FailedSample",),
             "cache.dataset": ("CachedDataset",),
             "device.device_prefetcher": ("DevicePrefetcher",),
             "epochs.node_partition": ("NodePartitionSampler",),

@@ -11,20 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import ConcatDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, get_worker_info
+
+from fastload.batch.source import inside_subsets
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
 _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
-
-
-def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
-    """The dataset inside torch's Subset, also nested ones, and the indices of these samples there."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    return dataset, indices
 
 
 def reads_ahead(dataset: Any) -> bool:
@@ -54,7 +48,7 @@ def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any
         number = index + len(dataset) if index < 0 else index
         part = bisect_right(dataset.cumulative_sizes, number)
         of_part[part].append(number - (dataset.cumulative_sizes[part - 1] if part else 0))
-    return [found for pair in zip(dataset.datasets, of_part, strict=True) for found in _parts(*pair)]
+    return [part for pair in zip(dataset.datasets, of_part, strict=True) for part in _parts(*pair)]
 
 
 def read_tasks_ahead(

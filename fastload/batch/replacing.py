@@ -3,7 +3,7 @@
 Rules:
 
 1. Sizes and order of batches do not change: a replacement takes the position of the failed sample.
-2. A replacement depends on the `BatchId` and the position in the batch, so it is the same for any number of
+2. A replacement depends on the `BatchKey` and the position in the batch, so it is the same for any number of
    workers and after a resume.
 3. If the sampler is one of torch's whose indices are known, a replacement is one of its samples. Otherwise a
    replacement is a different sample of the same batch.
@@ -15,8 +15,8 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failed_sample import FailedSample
-from fastload.rng.batch_draws import BatchId
+from fastload.batch.failures import FailedSample
+from fastload.rng.keys import BatchKey
 from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class Replacer:
         self._on_error = on_error
         self._replacements = replacements
         self._worker = worker
-        self._batch_id = BatchId(0, 0, 0, 0, 0)
+        self._key = BatchKey(0, 0)
         self._indices: Sequence[Any] = ()
         self.failed: list[FailedSample] = []
 
-    def begin(self, batch_id: BatchId, indices: Sequence[Any]) -> None:
+    def begin(self, key: BatchKey, indices: Sequence[Any]) -> None:
         """Start a batch of these indices."""
-        self._batch_id = batch_id
+        self._key = key
         self._indices = indices
         self.failed = []
 
@@ -96,14 +96,14 @@ class Replacer:
 
     def _describe(self, number: int, error: Exception, replaced_by: Any = None) -> FailedSample:
         return FailedSample.of(
-            self._indices[number], error, self._worker, epoch=self._batch_id.epoch, replaced_by=replaced_by
+            self._indices[number], error, self._worker, epoch=self._key.epoch, replaced_by=replaced_by
         )
 
     def _candidates(self, number: int) -> list[Any]:
         # A str as the seed: Random hashes it with SHA-512, with the same result in every process.
-        generator = random.Random(",".join(map(str, (*self._batch_id[:3], number))))
-        found = self._replacements  # can be an array or a tensor, if the sampler's indices are one
-        if not len(found):
-            found = [*self._indices[:number], *self._indices[number + 1 :]]
-        positions = generator.sample(range(len(found)), min(len(found), _MAX_ATTEMPTS))
-        return [found[position] for position in positions]
+        generator = random.Random(",".join(map(str, (*self._key[:3], number))))
+        indices = self._replacements  # can be an array or a tensor, if the sampler's indices are one
+        if not len(indices):
+            indices = [*self._indices[:number], *self._indices[number + 1 :]]
+        positions = generator.sample(range(len(indices)), min(len(indices), _MAX_ATTEMPTS))
+        return [indices[position] for position in positions]

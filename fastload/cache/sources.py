@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset
 
 from fastload.cache.encoded import DecodedSamples, DerivedSamples, decode_images
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.transform import Call
+from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import private_copy
@@ -42,13 +42,13 @@ class PreparedDataset(DerivedSamples):
     def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
         super().__init__(dataset)
         self.prepare = prepare
-        self._call = Call("prepare", prepare)
+        self._caller = TransformCaller(prepare, role="prepare")
 
     def __getitem__(self, index: int) -> Any:
         sample = decode_images(self.dataset[index])
         # A shallow copy for the note on an error, because `prepare` can modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
-        return self._call(before, sample, index)
+        return self._caller.call(before, sample, index)
 
 
 def decoded_source(dataset: Any, prepare: Callable[..., Any] | None = None) -> Any:

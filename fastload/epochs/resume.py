@@ -33,8 +33,7 @@ from fastload.batch.dataset_state import ENDED, LOST, NOT_BEGUN, keeps_state
 from fastload.epochs.position import Position
 from fastload.epochs.sampler_state import DEFAULT, LOADER, Sources, length_or_none, rank_and_order, rank_of
 from fastload.errors import ResumeError
-from fastload.rng.batch_draws import BatchId
-from fastload.rng.keys import StreamCounter
+from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.rng.keys import StreamOrigin
 
 
 _SAME = "the same dataset, sampler and batch_size as before"
@@ -63,12 +61,12 @@ class Epoch:
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: The arguments of `received` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_origin: With `rng="sample"`: the index of the last fetched batch, and the origin of its
-            samples' random streams. With `in_order=False` torch's workers do not fetch in the order of the
-            indices, and the two do not belong together.
+        fetched_key: With `rng="sample"`: the index of the last fetched batch, and its key. With
+            `in_order=False` torch's workers do not fetch in the order of the indices, and the two do not
+            belong together.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
-        stream_counter: Counts the samples' random streams with `rng="sample"`.
+        count_occurrences: With `rng="sample"`: counts how often each index comes; see `occurrence_counter`.
         rank: That the loader reads for, if it transforms batches; 0 if it is unknown.
     """
 
@@ -76,16 +74,16 @@ class Epoch:
         self.position = position
         self.error: RemoteError | None = None
         self.ahead: deque[tuple[Any, int, DatasetState | None]] | None = None
-        self.fetched_origin: tuple[Any, StreamOrigin] | None = None
+        self.fetched_key: tuple[Any, BatchKey] | None = None
         self.loads_dataset_states = False
-        self.stream_counter: StreamCounter | None = None
+        self.count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = None
         self.rank = 0
         self._is_iterable = is_iterable
         self._goal: Position | None = None  # the position to return to, until `replay`
         self._is_of_other_rank = False  # whether a different rank saved it
         self._default_state: torch.Tensor | None = None  # the user's, which `replay` leaves unchanged
         # With rng="sample": what was counted and not yet fetched.
-        self._counted: deque[tuple[Any, StreamOrigin]] = collections.deque()
+        self._counted: deque[tuple[Any, BatchKey]] = collections.deque()
 
     def return_to(self, goal: Position, *, is_of_other_rank: bool) -> None:
         """Let `replay` return to a position within an epoch, which this epoch becomes."""
@@ -99,18 +97,20 @@ class Epoch:
         self.position.iterator_kind = "again"
         self._goal = dataclasses.replace(goal, num_received=0, checksum=(0, 0))
 
-    def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
-        """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        if self.stream_counter is None:
-            return index, None
-        counted = self.stream_counter.count(index)
+    def keyed(self, index: Any, number: int) -> tuple[Any, BatchKey]:
+        """An index from the sampler, and the key of its batch, of this number; call it once for each."""
+        key = self.batch_key(number)
+        if self.count_occurrences is None:
+            return index, key
+        index, occurrences = self.count_occurrences(index)
+        counted = index, key._replace(occurrences=occurrences)
         self._counted.append(counted)
         return counted
 
-    def batch_id(self, number: int) -> BatchId:
-        """What identifies the batch of this number."""
+    def batch_key(self, number: int) -> BatchKey:
+        """The key of the batch of this number, whose draws do not depend on its samples."""
         position = self.position
-        return BatchId(position.sample_seed, position.epoch, number, position.base_seed, self.rank)
+        return BatchKey(position.sample_seed, position.epoch, number, position.base_seed, self.rank)
 
     @property
     def num_fetched(self) -> int:
@@ -120,7 +120,7 @@ class Epoch:
     def fetched(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
         if self._counted:
-            self.fetched_origin = self._counted.popleft()
+            self.fetched_key = self._counted.popleft()
         if self.ahead is None:
             self.received(index, worker, dataset_state)
         else:
@@ -197,9 +197,9 @@ class Epoch:
         if self._is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.position.num_received, self.position.checksum = count, (count, expected)
             return
-        for _ in range(count):
+        for number in range(count):
             try:
-                self.received(self.count(next(indices))[0])
+                self.received(self.keyed(next(indices), number)[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {count} batches, but the sampler now has "
@@ -332,9 +332,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
         epoch.rank = rank_of(loader) or 0
     if getattr(loader, "rng", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
-        epoch.stream_counter = StreamCounter(
-            position.sample_seed, position.epoch, num_samples, auto_collation=loader._auto_collation
-        )
+        epoch.count_occurrences = occurrence_counter(num_samples, auto_collation=loader._auto_collation)
     progress.next_number = position.epoch + 1
     progress.current = epoch
     return epoch

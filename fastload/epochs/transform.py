@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.nested.device_tree import map_movable
-from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
+from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchDraws, drawing_from
 from fastload.transforms.chain import chained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.epochs.resume import Epoch
+    from fastload.rng.keys import BatchKey
     from fastload.workers.settings import LoaderSettings
 
 
@@ -42,21 +43,17 @@ class EpochTransform:
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
         epoch = self._epoch
-        if self._is_of_samples and epoch.fetched_origin is not None:
-            index, origin = epoch.fetched_origin
-            streams: Callable[..., BatchStreams]
-            indices = index if self._auto_collation else (index,)
-            streams = functools.partial(BatchStreams.of_samples, origin, indices)
-        else:
-            streams = functools.partial(BatchStreams.of_batch, epoch.batch_id(epoch.num_fetched - 1))
-        return functools.partial(self._call, streams)
+        index, key = (), epoch.batch_key(epoch.num_fetched - 1)
+        if self._is_of_samples and epoch.fetched_key is not None:
+            index, key = epoch.fetched_key
+        return functools.partial(self._call, key, index if self._auto_collation else (index,))
 
-    def _call(self, streams: Callable[..., BatchStreams], batch: Any) -> Any:
-        # New streams for each call: a batch that found no memory on the device is transformed again.
-        with drawing_from(streams(first_call=self._first_call)):
-            found = self._function(batch)
+    def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:
+        # New draws for each call: a batch that found no memory on the device is transformed again.
+        with drawing_from(BatchDraws(key, indices, first_call=self._first_call)):
+            result = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
-        return map_movable(found, _cloned) if self._clones else found
+        return map_movable(result, _cloned) if self._clones else result
 
 
 def _is_compiled(function: Any) -> bool:

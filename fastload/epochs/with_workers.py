@@ -78,7 +78,9 @@ class WorkerIterator(HostIterator):
         job = Job.of(loader, int(self._base_seed))
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
-        self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
+        self._needs_keys = (
+            loader.rng == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
+        )
         recorder = recorder_of(loader)
         max_bytes = parse_prefetch_memory(loader.prefetch_memory)
         self._pool: Pool | ThreadPool | RayPool
@@ -184,10 +186,10 @@ class WorkerIterator(HostIterator):
         if assigned is None:
             return None
         number, worker = assigned
-        batch_id = None
-        if self._identifies:
-            batch_id = self._epoch.batch_id(self._first_batch + number)
-        self._pool.submit(worker, Task(number, *self._epoch.count(index), batch_id))
+        key = None
+        if self._needs_keys:
+            index, key = self._epoch.keyed(index, self._first_batch + number)
+        self._pool.submit(worker, Task(number, index, key))
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
         return None

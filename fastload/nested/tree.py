@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from fastload.nested.deferred import DeferredImage
 from fastload.nested.leaves import IMAGE, to_bytes
-from fastload.nested.pending import PendingImage
 from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class HiddenMemoryError(Exception):
 
 # Leaves of these types refer to no memory of an array. np.void can be a view; other objects can hold one.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
-_FREE = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, PendingImage))
+_FREE = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, DeferredImage))
 
 
 def detached(nest: Any, sample: Any) -> Any:
@@ -160,7 +160,7 @@ def _owns(part: Any) -> bool:
 
 def _detached(nest: Any, sample: Any) -> Any:
     def detach(leaf: Any) -> Any:
-        if isinstance(leaf, (*_PLAIN, PendingImage)):  # the result of a pending image is private
+        if isinstance(leaf, (*_PLAIN, DeferredImage)):  # the result of a deferred image is private
             return leaf
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             # An array that owns its memory is no view of a cache.

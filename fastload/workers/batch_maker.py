@@ -26,8 +26,8 @@ from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
 from fastload.cache.format.counts import counts
 from fastload.rng import seeding
-from fastload.rng.entry_points import begin_worker
-from fastload.rng.sample_rng import SampleRng
+from fastload.rng.entry_points import set_worker_source
+from fastload.rng.sample_rng import SampleSeeder
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import keep_freed_memory
@@ -37,8 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fastload.memory.lease import Arena
-    from fastload.rng.batch_draws import BatchId
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
     from fastload.workers.worker_spec import Job
 
 AT_START = "at its start"  # the place of an error that is the answer to every task
@@ -128,7 +127,7 @@ class BatchMaker:
                 self._take_process(job, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
             streams = seeding.WorkerStreams(seed, role) if job.seed_albumentations else None
-            begin_worker(streams, is_thread=self._is_thread)
+            set_worker_source(streams, is_thread=self._is_thread)
             if job.worker_init_fn is not None:
                 job.worker_init_fn(self._id)
             self._loaded = job
@@ -168,15 +167,12 @@ class BatchMaker:
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
 
-    def answer(
-        self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None, coming: Iterable[Any] = ()
-    ) -> Answer:
+    def answer(self, index: Any, key: BatchKey | None, coming: Iterable[Any] = ()) -> Answer:
         """Make the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
-            origin: The origin of the random streams of its samples.
-            batch_id: With `on_error` or a `batch_transform`: identifies the batch; their draws depend on it.
+            key: With `rng="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
             coming: The indices of later batches; consumed if the dataset reads ahead.
         """
         job, fetcher = self._loaded, self._fetcher
@@ -186,7 +182,7 @@ class BatchMaker:
             if fetcher.reads_ahead:
                 for ahead in itertools.chain([index], coming):
                     fetcher.announce(ahead)
-            batch = fetcher.fetch(index, origin, batch_id)
+            batch = fetcher.fetch(index, key)
             answer = Answer(Kind.BATCH, batch if self._finish is None else self._finish(batch))
             if fetcher.replacer is not None:
                 answer.failed = tuple(fetcher.replacer.failed)
@@ -216,9 +212,9 @@ def make_fetcher(
     is_thread: bool = False,
 ) -> Fetcher:
     """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
-    sample_rng = None
+    seeder = None
     if job.seeds_samples:
-        sample_rng = SampleRng(
+        seeder = SampleSeeder(
             job.dataset,
             job.collate_fn,
             with_transforms=job.seed_albumentations,
@@ -229,7 +225,7 @@ def make_fetcher(
         job.dataset,
         arena,
         in_worker=worker_id is not None and not is_thread,
-        sample_rng=sample_rng,
+        seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
     )
@@ -238,7 +234,7 @@ def make_fetcher(
 def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState:
     """The state of a fetcher's dataset; an error of it fails no batch, but the loader's `state_dict()`."""
     try:
-        return fetcher.dataset_state()
+        return fetcher.reader.state()
     except Exception:  # noqa: BLE001  # as above
         return DatasetState("unknown", error=RemoteError.current(where))
 

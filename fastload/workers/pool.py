@@ -268,7 +268,7 @@ class Pool(Lender):
             worker.sent.append(task)
             num_slots = self.ring.num_slots(worker.id)
             has_memory = slot.memory is not None
-            message = Fetch(slot.number, has_memory, num_slots, task.index, task.origin, task.batch_id)
+            message = Fetch(slot.number, has_memory, num_slots, task.index, task.key)
             try:
                 self._send(worker, tuple(message), task.serial)
             except Exception as error:

@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
     from fastload.memory.ring import Ring
-    from fastload.rng.batch_draws import BatchId
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
 
 _GRACE_S = 5.0  # for workers to finish their current sample
 _WATCH_INTERVAL_S = 5.0  # how often a waiting caller looks whether its worker has started
@@ -248,7 +247,7 @@ class RayPool(Lender):
         try:
             if self._reads_ahead and worker.sent:
                 worker.actor.announce.options(concurrency_group=_AHEAD).remote(task.index)
-            reference = worker.actor.answer.remote(task.index, task.origin, task.batch_id)
+            reference = worker.actor.answer.remote(task.index, task.key)
         except Exception as error:
             text = f"fastload: the index of batch {task.number} could not be sent to worker {worker.id}"
             add_note(error, text)
@@ -507,13 +506,11 @@ class RayWorker:
         """Note the index of a later task."""
         self._ahead.append(index)
 
-    def answer(
-        self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None
-    ) -> tuple[tuple[Any, ...], Any]:
+    def answer(self, index: Any, key: BatchKey | None) -> tuple[tuple[Any, ...], Any]:
         """The answer to a task as built-in types, and the bytes of its batch; None without any."""
         self._core.meter.waited(self._since_ns)
         self._buffers.begin()
-        answer = self._core.answer(index, origin, batch_id, self._coming())
+        answer = self._core.answer(index, key, self._coming())
         arena, data = self._buffers.arena, None
         if answer.kind is Kind.BATCH and answer.payload.used_bytes:
             data = np.frombuffer(arena.lease, np.uint8, answer.payload.used_bytes)

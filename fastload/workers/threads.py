@@ -27,7 +27,8 @@ import torch
 from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Buffers
-from fastload.rng.generators import Search, attributes, held_generators
+from fastload.nested.attributes import attributes
+from fastload.rng.generators import Search, held_generators
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import Begin, Kind, Task
@@ -204,7 +205,7 @@ class _Worker:
 
     def _answer(self, task: Task) -> None:
         self._buffers.begin()
-        answer = self._core.answer(task.index, task.origin, task.batch_id, self._coming(task))
+        answer = self._core.answer(task.index, task.key, self._coming(task))
         self._buffers.arena.end()
         if answer.kind is Kind.BATCH and not answer.nbytes:
             answer.nbytes = nbytes_of(answer.payload)

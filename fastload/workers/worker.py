@@ -163,7 +163,7 @@ class _Worker:
 
     def _answer(self, number: int, message: Fetch) -> None:
         self._take_memory(message)
-        answer = self._core.answer(message.index, message.origin, message.batch_id, self._coming())
+        answer = self._core.answer(message.index, message.key, self._coming())
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory if answer.kind is Kind.BATCH else None
         is_sent = self._send(number, answer, None if segment is None or memory is None else segment.fd)

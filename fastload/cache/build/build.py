@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_left_out, check_max_errors
+from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan

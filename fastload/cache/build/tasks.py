@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fastload.batch.failed_sample import FailedSample
+from fastload.batch.failures import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.encoded import check_headers
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE

@@ -190,20 +190,14 @@ def _prepare_parts(prepare: Any) -> dict[str, str] | None:
     if callable(getattr(prepare, "fingerprint", None)):
         given = _given_parts(prepare)
         return None if given is None else {f"prepare {part}": value for part, value in given.items()}
-    if is_albumentations(prepare):
-        import albumentations
+    from fastload.augmentation.libraries import library_of  # here: it imports torch
 
-        try:
-            description = albumentations.to_dict(prepare)
-            return {"prepare": f"{_qualified_name(type(prepare))}, digest {digest_of(description)}"}
-        except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
-            return None
-    return None
-
-
-def is_albumentations(value: Any) -> bool:
-    """Whether a value is an albumentations pipeline or transform, without importing albumentations."""
-    return any(base.__module__.partition(".")[0] == "albumentations" for base in type(value).__mro__)
+    try:
+        description = library_of(prepare).description(prepare)
+        kind = _qualified_name(type(prepare))
+        return None if description is None else {"prepare": f"{kind}, digest {digest_of(description)}"}
+    except (TypeError, ValueError):  # a part of it has no digest
+        return None
 
 
 def _qualified_name(kind: Any) -> str:
