@@ -19,9 +19,8 @@ import torch
 from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
-from fastload.batch.failures import path_of
+from fastload.batch.failures import Replacer, path_of
 from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.batch.replacing import Replacer
 from fastload.batch.source import batch_source_of, inside_subsets
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import Buffers, WritingInto
@@ -51,7 +50,7 @@ class FetchSettings:
         collate_fn: As in torch's loader.
         drop_last: Whether an iterable dataset's last batch is left out if it is short.
         channels_last: Whether batches of images are `(B, C, H, W)` with channels-last strides.
-        on_error: `"raise"`, `"replace"`, or a function; see `replacing`.
+        on_error: `"raise"`, `"replace"`, or a function; see `failures`.
         replacements: Indices that can replace an unreadable sample; empty: the indices of the same batch.
         batch_transform: Called with each batch; its result is the batch.
     """

@@ -201,10 +201,10 @@ def held_generators(search: Search) -> list[HeldGenerator]:
 
 def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
     """Warn if the dataset or the collate_fn holds generators that `rng="sample"` does not seed."""
-    for held in held_generators(Search(dataset, collate_fn)):
-        if held.seed is None:
+    for described in held_generators(Search(dataset, collate_fn)):
+        if described.seed is None:
             say_once(
-                f'rng="sample" does not seed {held.path}, {held.generator!r:.80}: what it draws '
+                f'rng="sample" does not seed {described.path}, {described.generator!r:.80}: what it draws '
                 "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )

@@ -62,8 +62,8 @@ class SampleSeeder(RandomSource):
         self._with_transforms = with_transforms
         self._with_globals = role != "thread"
         generators = held_generators(Search(dataset, collate_fn))
-        self._held = [generator for generator in generators if generator.seed is not None]
-        self._shared = [generator.generator for generator in self._held]
+        self._seedable = [described for described in generators if described.seed is not None]
+        self._shared = [described.generator for described in self._seedable]
         if self._with_globals:
             self._shared += LIBRARY_GENERATORS
         # By the user's seed: the pairs of this sample, each of which is set when it is first drawn from.
@@ -99,7 +99,7 @@ class SampleSeeder(RandomSource):
         return pair
 
     def state(self, randomizable: Any) -> np.random.RandomState:
-        """The generator of all of MONAI's objects, for the current sample."""
+        """The generator of all transforms that keep a RandomState, for the current sample."""
         if not self._is_state_set:
             self._state.seed(number(self._digest[20:24]))
             self._is_state_set = True
@@ -146,8 +146,8 @@ class SampleSeeder(RandomSource):
             random.seed(number(seeds[:8]))
             np.random.seed(number(seeds[8:12]))
             torch.default_generator.manual_seed(number(seeds[12:20]))
-        for held in self._held:
-            held.seed(hashlib.blake2b(seeds + held.stream, digest_size=STREAM_BYTES).digest())
+        for described in self._seedable:
+            described.seed(hashlib.blake2b(seeds + described.stream, digest_size=STREAM_BYTES).digest())
         self._spare += self._pairs.values()
         self._pairs.clear()
         self._is_state_set = False

@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.augmentation.albumentations import steps
 from fastload.augmentation.albumentations.read_only import only_reads
-from fastload.augmentation.albumentations.steps import (
-    is_of_albumentations,
-    is_replayed,
-    is_tested_release,
-    shallow_copy,
-    with_image_part,
-)
 from fastload.nested.deferred import DeferredImage
 
 if TYPE_CHECKING:
@@ -34,8 +28,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fastload.augmentation.albumentations.crop import CropInDecoder
-
-    Run = Callable[[Any, dict[str, Any]], dict[str, Any]]
 
 _CHANNELS = 3
 # Smaller images are collated by one call for the whole batch.
@@ -63,7 +55,7 @@ class DeferredEnd:
             levels = np.arange(256, dtype=np.uint8)[:, None, None]
             table = self._deferred[0].apply(np.repeat(levels, _CHANNELS, axis=2))
             self._tables = np.ascontiguousarray(table[:, 0].T)
-        running = shallow_copy(pipeline)
+        running = steps.shallow_copy(pipeline)
         running.transforms = pipeline.transforms[:-num_deferred]
         self.only_reads = only_reads(running)
 
@@ -74,18 +66,18 @@ class DeferredEnd:
 
     def __call__(self, **data: Any) -> dict[str, Any]:
         """The pipeline's output for these targets."""
-        return self._run(_call, data)
+        return self._run(_call, **data)
 
     def through(self, crop: CropInDecoder) -> Callable[..., dict[str, Any]]:
         """As this object, but with the pipeline's crop in the decoder."""
-        return lambda **data: self._run(crop.run, data)
+        return functools.partial(self._run, crop.run)
 
-    def _run(self, run: Run, data: dict[str, Any]) -> dict[str, Any]:
-        pipeline = shallow_copy(self._pipeline)
+    def _run(self, run: Callable[..., dict[str, Any]], /, **data: Any) -> dict[str, Any]:
+        pipeline = steps.shallow_copy(self._pipeline)
         reached: list[Any] = []  # stays empty if the pipeline is not applied
-        idle = [with_image_part(step, functools.partial(_pass, reached)) for step in self._deferred]
+        idle = [steps.with_image_part(step, functools.partial(_pass, reached)) for step in self._deferred]
         pipeline.transforms = [*pipeline.transforms[: -self._num_deferred], *idle]
-        output = run(pipeline, data)
+        output = run(pipeline, **data)
         if reached:
             output["image"] = self._defer(output["image"])
         return output
@@ -106,7 +98,11 @@ class DeferredEnd:
 def find_deferred_end(pipeline: Any) -> DeferredEnd | None:
     """The pipeline with a deferred end; None if its end cannot be deferred."""
     albumentations = sys.modules.get("albumentations")
-    if albumentations is None or not is_tested_release() or type(pipeline) is not albumentations.Compose:
+    if (
+        albumentations is None
+        or not steps.is_tested_release()
+        or type(pipeline) is not albumentations.Compose
+    ):
         return None
     names = [_name_of(transform) for transform in pipeline.transforms[-2:]]
     if names[-1:] == ["ToTensorV2"]:
@@ -114,14 +110,14 @@ def find_deferred_end(pipeline: Any) -> DeferredEnd | None:
     return DeferredEnd(pipeline, 1) if names[-1:] == ["Normalize"] else None
 
 
-def _call(pipeline: Any, data: dict[str, Any]) -> dict[str, Any]:
+def _call(pipeline: Any, /, **data: Any) -> dict[str, Any]:
     return dict(pipeline(**data))
 
 
 def _name_of(transform: Any) -> str:
     """The name of a transform that can be deferred; empty for others."""
     name = type(transform).__name__
-    if not is_of_albumentations(transform) or transform.p < 1 or is_replayed(transform):
+    if not steps.is_of_albumentations(transform) or transform.p < 1 or steps.is_replayed(transform):
         return ""
     if name == "Normalize":
         return name if transform.normalization == "standard" else ""

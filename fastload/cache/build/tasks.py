@@ -79,7 +79,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failed]]):
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failed]:
         values: list[Value | FailedSample | Failed] = []
         codec = "raw" if self.codec == SOURCE else self.codec
-        read_tasks_ahead(self.dataset, self.ranges, number, known=self.probed)
+        read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]
