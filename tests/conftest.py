@@ -36,7 +36,13 @@ INTERPRETERS = {"spawn", "forkserver"}  # start methods
 MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
 # Files that import much (pandas, torch's compiler, Lightning) or keep much: a worker forked from a
 # process of 370 MB costs 34 ms of processor time, from one of 800 MB 56 ms, from a fork server 43 ms.
-LAST = ["test_pushdown.py", "test_record.py", "test_foreign_samples.py", "test_training.py", "test_stats.py"]
+LAST = [
+    "test_crop_in_decoder.py",
+    "test_record.py",
+    "test_foreign_samples.py",
+    "test_training.py",
+    "test_stats.py",
+]
 LAST += ["test_gpu_checks.py", "test_train.py", "test_launchers.py", "test_culprits.py"]
 # What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.

@@ -36,7 +36,8 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
     Call this for each batch: a module that a dataset imports with its first sample can add a rule.
     """
     return (
-        collate_fn is default_collate and tuple(torch_collate.default_collate_fn_map.items()) == _default_rules
+        collate_fn is default_collate
+        and tuple(torch_collate.default_collate_fn_map.items()) == _default_rules
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastload.cli.terminal import CommandError, ExitCode
-from fastload.system.os_errors import why_unwritable
+from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,12 +109,11 @@ def write_output(option: str, path: str, write: Callable[[str], None]) -> None:
         CommandError: The file could not be written.
     """
     partial = f"{path}.{os.getpid()}.partial"
+    failed = functools.partial(CommandError, exit_code=ExitCode.FAILED)
     try:
-        write(partial)
-        os.replace(partial, path)
-    except OSError as error:
-        reason = why_unwritable(error, os.path.abspath(path))
-        raise CommandError(f"{option} {path} could not be written: {reason}", ExitCode.FAILED) from error
+        with write_errors_as(failed, option, path):
+            write(partial)
+            os.replace(partial, path)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(partial)

@@ -20,6 +20,7 @@ import numpy as np
 from fastload.batch.dataset_state import ENDED, NOT_BEGUN, DatasetState
 from fastload.epochs.sampler_state import DEFAULT, Order
 from fastload.errors import ResumeError
+from fastload.system.checks import TEXT, instance_of, integer, one_of, optional
 from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
@@ -200,35 +201,8 @@ _FACTS = {
 }
 
 
-def _integer(start: int, stop: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        if type(value) is not int or not start <= value < stop:
-            raise ValueError(f"{short_repr(value)} should be an int from {start} to {stop - 1}")
-        return value
-
-    return read
-
-
-def _one_of(*known: Any) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if not any(type(value) is type(one) and value == one for one in known):
-            raise ValueError(f"{short_repr(value)} should be one of {known}")
-        return value
-
-    return read
-
-
-def _none_or(kind: type) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        if value is not None and type(value) is not kind:
-            raise ValueError(f"{short_repr(value)} should be None or of type {kind.__name__}")
-        return value
-
-    return read
-
-
-_count = _integer(0, _INT64)
-_epoch = _integer(-_INT64, _INT64)
+_count = integer(0, _INT64)
+_epoch = integer(-_INT64, _INT64)
 
 
 def _samplers(value: Any) -> dict[str, bytes]:
@@ -258,27 +232,27 @@ def _dataset_state(value: Any) -> DatasetState:
 
 def _order(value: Any) -> Order:
     kinds = {name: str if name == "sampler" else int for name in _FACTS}
-    return Order(**{name: _none_or(kind)(value[name]) for name, kind in kinds.items()})
+    return Order(**{name: optional(instance_of(kind))(value[name]) for name, kind in kinds.items()})
 
 
 # Reads the value of each key of a saved position, or raises an error.
 _READ: dict[str, Callable[[Any], Any]] = {
-    "version": _one_of(VERSION),
+    "version": one_of(VERSION),
     "epoch": _epoch,
     "_num_yielded": _count,
-    "_iterator_finished": _one_of(False, True),
-    "iterator_kind": _one_of(None, "local", "workers", "again"),
+    "_iterator_finished": one_of(False, True),
+    "iterator_kind": one_of(None, "local", "workers", "again"),
     "base_seed": _count,
-    "sample_seed": _integer(0, 2 * _INT64),
-    "checksum": lambda value: (_count(value[0]), _integer(0, 1 << 32)(value[1])),
+    "sample_seed": integer(0, 2 * _INT64),
+    "checksum": lambda value: (_count(value[0]), integer(0, 1 << 32)(value[1])),
     "generators": lambda value: {
         place: base64.b64decode(text, validate=True) for place, text in value.items()
     },
     "samplers": _samplers,
-    "obstacle": _none_or(str),
+    "obstacle": optional(TEXT),
     "dataset_states": _dataset_states,
     "next_worker": _count,
-    "rank": _none_or(int),
+    "rank": optional(instance_of(int)),
     "order": _order,
 }
 

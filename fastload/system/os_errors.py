@@ -1,4 +1,8 @@
-"""Turns errors of the operating system into sentences: what failed, where, and what to change."""
+"""Turn errors of the operating system into sentences: what failed, where, and what to change.
+
+Two questions cover all files: why one is unreadable, and why it is unwritable. The caller says what the file
+is: "cannot read the cache PATH: ...", "cannot write the copy PATH: ...".
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,13 @@ import contextlib
 import errno
 import os
 import shutil
+from typing import TYPE_CHECKING
 
+from fastload.errors import FastloadError
 from fastload.system.humanize import readable_size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 # What to change, by the code of the error.
 _CURES = {
@@ -49,3 +58,32 @@ def why_unwritable(error: Exception, path: str) -> str:
     with contextlib.suppress(OSError):  # the directory was removed or cannot be read: omit the figure
         free = f"{readable_size(shutil.disk_usage(directory).free)} are free in {directory}; "
     return f"{reason}: {_CURES[code].format(directory=directory, free=free)}"
+
+
+@contextlib.contextmanager
+def write_errors_as(
+    kind: Callable[[str], Exception],
+    what: str,
+    path: str,
+    *,
+    also: tuple[type[Exception], ...] = (),
+    advice: str = "",
+) -> Iterator[None]:
+    """Raise the errors of a block that writes a file as another kind: "cannot write WHAT PATH: why".
+
+    Args:
+        kind: Makes the error from its text.
+        what: What the file is, such as `"the cache"`.
+        path: Its path.
+        also: Errors of a library that mean the same as the system's.
+        advice: A sentence that follows.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, *also)):
+            raise
+        if isinstance(error, FastloadError):  # it says what to change already
+            raise
+        reason = why_unwritable(error, os.path.abspath(path))
+        raise kind(f"cannot write {what} {path}: {reason}{advice}") from error

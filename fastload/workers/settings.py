@@ -17,11 +17,25 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
+from fastload.system.checks import Check, integer, one_of, optional
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
+
+
+_CHECKS = {
+    "memory_format": one_of(None, torch.channels_last),
+    "rng": one_of("worker", "sample"),
+    "worker_type": one_of("process", "thread", "ray"),
+    "ray_options": optional(
+        Check("a dict of options for Ray's actors", lambda value: isinstance(value, Mapping))
+    ),
+    "on_error": one_of("raise", "replace", or_callable=True),
+    "max_worker_restarts": integer(0),
+    "snapshot_every_n_steps": optional(integer(1)),
+}
 
 
 @dataclass(kw_only=True)
@@ -47,33 +61,11 @@ class Options:
     snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
-        checks = {
-            "memory_format": (
-                self.memory_format in (None, torch.channels_last),
-                "None or torch.channels_last",
-            ),
-            "rng": (self.rng in ("worker", "sample"), '"worker" or "sample"'),
-            "worker_type": (
-                self.worker_type in ("process", "thread", "ray"),
-                '"process", "thread" or "ray"',
-            ),
-            "ray_options": (
-                self.ray_options is None or isinstance(self.ray_options, Mapping),
-                "a dict of options for Ray's actors, or None",
-            ),
-            "on_error": (
-                self.on_error in ("raise", "replace") or callable(self.on_error),
-                '"raise", "replace" or a function',
-            ),
-            "max_worker_restarts": (_is_int(self.max_worker_restarts, 0), "an int of at least 0"),
-            "snapshot_every_n_steps": (
-                self.snapshot_every_n_steps is None or _is_int(self.snapshot_every_n_steps, 1),
-                "an int of at least 1, or None",
-            ),
-        }
-        for name, (is_right, expected) in checks.items():
-            if not is_right:
-                raise ValueError(f"{name} should be {expected}, but got {getattr(self, name)!r}")
+        for name, check in _CHECKS.items():
+            try:
+                check(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
         if self.ray_options is not None and self.worker_type != "ray":
             raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
         ours = sorted(_OUR_RAY_OPTIONS.intersection(self.ray_options or ()))
@@ -154,10 +146,6 @@ OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 def default_options() -> dict[str, Any]:
     """The default options of a loader."""
     return dict(vars(Options()))
-
-
-def _is_int(value: Any, minimum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A crop that is pushed down into the decoder: the outputs and random numbers of the whole pipeline stay."""
+"""A crop in the decoder: the outputs and random numbers of the whole pipeline stay."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RandomCrop(A.RandomCrop):
 
 
 NEEDS_ALL = 'SmallestMaxSize needs all pixels; decode="fast" can decode JPEGs at a reduced size'
-# Pipelines, and why whole images are decoded; None where a crop is pushed down.
+# Pipelines, and why whole images are decoded; None where a crop is decoded alone.
 PIPELINES: dict[str, tuple[Any, str | None]] = {
     **{name: (lambda crop=crop: compose([crop()]), None) for name, crop in CROPS.items()},
     "saves parameters": (lambda: compose([A.RandomCrop(60, 70)], save_applied_params=True), None),
@@ -122,7 +122,7 @@ PIPELINES: dict[str, tuple[Any, str | None]] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: Any) -> None:
-    """Whether a crop is pushed down or explain() says why not: all targets and later random numbers stay."""
+    """Whether a crop is decoded alone or explain() says why not: all targets and later random numbers stay."""
     decoded: list[Any] = []
     real = EncodedImage.decode
     monkeypatch.setattr(EncodedImage, "decode", lambda self, box=None: decoded.append(box) or real(self, box))
@@ -136,22 +136,24 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
     plain, pushed = make(), make()
     for pipeline in (plain, pushed):
         pipeline.set_random_seed(7)
-    pushdown = CropInDecoder(pushed, reduces=False)
+    in_decoder = CropInDecoder(pushed, reduces=False)
     data = targets(None) if getattr(plain, "processors", None) else {"mask": MASK}
     for _ in range(20 if name.startswith("p") else 6):
         expected = plain(**data | {"image": whole.copy()})
-        found = pushdown(**data | {"image": EncodedImage(content)})
+        found = in_decoder(**data | {"image": EncodedImage(content)})
 
         assert_same_samples(found, expected)
         assert found["image"].flags.writeable
     assert states(pushed) == states(plain)
     if obstacle is None:
-        assert crop.obstacle is None
+        assert in_decoder.obstacle is None
         if name in CROPS and "padded" not in name:
             assert None not in decoded[1:]  # the first one is the test's own
     else:
-        assert obstacle in crop.explain()
-        assert name == "no decoder of regions" or crop.explain().startswith("whole images are decoded: ")
+        assert obstacle in in_decoder.explain()
+        assert name == "no decoder of regions" or in_decoder.explain().startswith(
+            "whole images are decoded: "
+        )
     if name == "saves parameters":
         assert pushed.transforms[0].get_applied_params()["crop_coords"]
 
@@ -203,13 +205,13 @@ def test_fast_decoding_is_close(first: Any, db: int) -> None:
     content = smooth_file(height, width)
     whole = EncodedImage(content).decode()
     plain, fast = (A.Compose([copy.deepcopy(first)], **PARAMS, seed=3) for _ in range(2))
-    pushdown = CropInDecoder(fast, reduces=True)
-    assert crop.obstacle is None
+    in_decoder = CropInDecoder(fast, reduces=True)
+    assert in_decoder.obstacle is None
     data = targets(None) | {"mask": np.zeros((height, width), np.uint8)}
     del data["other"]
     for _ in range(5):
         expected = plain(**data | {"image": whole})
-        found = pushdown(**data | {"image": EncodedImage(content)})
+        found = in_decoder(**data | {"image": EncodedImage(content)})
         assert found["image"].shape == expected["image"].shape
         assert psnr_db(found["image"], expected["image"]) > db
         del found["image"], expected["image"]
@@ -274,7 +276,7 @@ def of_any_size(monkeypatch: Any) -> None:
     side=st.integers(4, 220),
     crop=st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)),
 )
-def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
+def test_the_center_of_a_resized_image_is_that_of_the_pipeline(
     has_codec: bool, sides: Any, interval: int, turn: int, resize: str, crop: Any, side: int, **options: Any
 ) -> None:
     """All targets and generators are the same, also for a crop that does not fit; whatever is decoded."""

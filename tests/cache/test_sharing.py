@@ -384,8 +384,8 @@ def test_an_owner_that_cannot_be_reached(registry_folder: Any, monkeypatch: Any,
 
 def test_links_in_the_registry_are_not_followed(registry_folder: Any, caplog: Any) -> None:
     """A link in the place of the lock or of an entry is refused, and what it points to is left alone."""
-    sharing.mkdir(0o700)
-    target = sharing.parent / "target"
+    registry_folder.mkdir(0o700)
+    target = registry_folder.parent / "target"
     (registry_folder / "lock").symlink_to(target)
     with caplog.at_level(logging.INFO, "fastload"):
         entry: Any = registry.register("a", 7)
@@ -423,14 +423,14 @@ def test_without_a_registry_none_is_shared(
         return real(path, *args, **options)
 
     if fault == "a link":
-        (sharing.parent / "elsewhere").mkdir(0o700)
-        sharing.symlink_to(sharing.parent / "elsewhere")
+        (registry_folder.parent / "elsewhere").mkdir(0o700)
+        registry_folder.symlink_to(registry_folder.parent / "elsewhere")
     elif fault == "a file":
-        sharing.touch(0o600)
+        registry_folder.touch(0o600)
     else:
         registry.register("a", 7)
     if fault == "open to others":
-        sharing.chmod(0o755)
+        registry_folder.chmod(0o755)
     elif fault == "no directory":
         monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/registry")
     elif fault == "no /proc":

@@ -452,7 +452,7 @@ HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where
         ("interrupt", -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
         ("fork", 0, "1 worker): 10 batches, ", ""),
         ("profile", 1, "0 workers): 10 batches, ", "`fastload profile`"),
-        ("removed directory", 5, "", "out/a.json could not be written: "),
+        ("removed directory", 5, "", "cannot write --output out/a.json: "),
     ],
 )
 def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, report: str, said: str) -> None:

@@ -9,7 +9,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,10 @@ import numpy as np
 from fastload.cache.lmdb.format import PADDING, pack_key, unpack_key, write_end
 from fastload.cache.lmdb.table import Table
 from fastload.errors import CacheError
-from fastload.system.os_errors import why_unwritable
+from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from fastload.cache.lmdb.description import Plan
 
@@ -131,13 +130,6 @@ def _new_environment(path: str) -> Any:
             map_bytes //= 2
 
 
-@contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
+def writing(path: str) -> AbstractContextManager[None]:
     """Raise write errors as a CacheError that names the file."""
-    lmdb = lmdb_package()
-    try:
-        yield
-    except (lmdb.Error, OSError) as error:
-        if isinstance(error, CacheError):
-            raise
-        raise CacheError(f"cannot write the cache {path}: {why_unwritable(error, path)}") from error
+    return write_errors_as(CacheError, "the cache", path, also=(lmdb_package().Error,))

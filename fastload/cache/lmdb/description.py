@@ -7,16 +7,23 @@ must have the type and range of the attributes below; otherwise reading raises.
 from __future__ import annotations
 
 import json
-import reprlib
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from fastload.system.checks import (
+    TEXT,
+    Check,
+    check_fields,
+    dict_of,
+    instance_of,
+    integer,
+    list_of,
+    one_of,
+    optional,
+)
 
 FORMAT_VERSION = 2
 MAX_TEXT_BYTES = 64 << 20  # enough for the names of millions of classes
@@ -127,7 +134,7 @@ def parse_description(text: bytes) -> Description:
     """
     fields = parse_json(text)
     check_version(fields)
-    _check_fields(fields, _DESCRIPTION_FIELDS, "the description")
+    check_fields(fields, _DESCRIPTION_FIELDS, "the description")
     plan = parse_plan(fields["plan"])
     if fields["shard"] >= plan.num_shards:
         raise ValueError(f"shard is {fields['shard']:,} of {plan.num_shards:,}, from 0")
@@ -140,7 +147,7 @@ def parse_plan(fields: Any) -> Plan:
     Raises:
         ValueError: It is not a plan; the error gives the reason.
     """
-    _check_fields(fields, _PLAN_FIELDS, "the plan")
+    check_fields(fields, _PLAN_FIELDS, "the plan")
     plan = Plan(**fields)
     if plan.num_shards > max(1, plan.num_samples):
         raise ValueError(f"num_shards is {plan.num_shards:,}, for {plan.num_samples:,} samples")
@@ -176,54 +183,24 @@ def check_version(fields: Any) -> None:
 # --- fields ----------------------------------------------------------------------------------------------
 
 
-def _int(first: int, stop: int) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and first <= value < stop  # a bool does not count as a number
-
-
-def _one_of(values: tuple[Any, ...]) -> Callable[[Any], bool]:
-    return lambda value: type(value) is type(values[0]) and value in values
-
-
-def _or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _are_texts(value: Any) -> bool:
-    return type(value) is list and all(map(_is_text, value))
-
-
-def _are_texts_by_name(value: Any) -> bool:
-    return type(value) is dict and all(map(_is_text, value.values()))
-
-
-_PLAN_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "build_id": _is_text,
-    "num_samples": _int(0, _MAX_SAMPLES),
-    "num_shards": _int(1, _MAX_SAMPLES),
-    "spec": _or_none(_is_text),
-    "crc32": _or_none(_int(0, _32_BITS)),
-    "codec": _one_of(CACHE_CODECS),
-    "quality": _or_none(_int(1, BEST_QUALITY + 1)),
-    "parts": _or_none(_are_texts_by_name),
-    "classes": _or_none(_are_texts),
-    "libraries": _are_texts_by_name,
-    "created_s": lambda value: type(value) in (int, float) and 0 <= value < _MAX_SECONDS,  # not NaN
+_PLAN_FIELDS = {
+    "build_id": TEXT,
+    "num_samples": integer(0, _MAX_SAMPLES),
+    "num_shards": integer(1, _MAX_SAMPLES),
+    "spec": optional(TEXT),
+    "crc32": optional(integer(0, _32_BITS)),
+    "codec": one_of(*CACHE_CODECS),
+    "quality": optional(integer(1, BEST_QUALITY + 1)),
+    "parts": optional(dict_of(TEXT)),
+    "classes": optional(list_of(TEXT)),
+    "libraries": dict_of(TEXT),
+    "created_s": Check(
+        "a time in seconds", lambda s: type(s) in (int, float) and 0 <= s < _MAX_SECONDS
+    ),  # not NaN
 }
-_DESCRIPTION_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "version": _int(FORMAT_VERSION, FORMAT_VERSION + 1),
-    "plan": lambda value: type(value) is dict,
-    "shard": _int(0, _MAX_SAMPLES),
-    "table_crc32": _int(0, _32_BITS),
+_DESCRIPTION_FIELDS = {
+    "version": one_of(FORMAT_VERSION),
+    "plan": instance_of(dict),
+    "shard": integer(0, _MAX_SAMPLES),
+    "table_crc32": integer(0, _32_BITS),
 }
-
-
-def _check_fields(fields: Any, known: dict[str, Callable[[Any], bool]], owner: str) -> None:
-    if not isinstance(fields, dict) or set(fields) != set(known):
-        raise ValueError(f"{owner} should have the fields {', '.join(known)}, but is {reprlib.repr(fields)}")
-    for name, fits in known.items():
-        if not fits(fields[name]):
-            raise ValueError(f"{name} of {owner} cannot be {reprlib.repr(fields[name])}")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import reprlib
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,8 @@ from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, RemoteFolderError
 from fastload.files.remote import RemoteFolder
+from fastload.system.checks import TEXT, Check, check_fields, integer
+from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -136,19 +137,25 @@ def parse_manifest(text: bytes, *, is_finished: bool = True) -> Manifest:
     return Manifest(url, plan, shards)
 
 
+_SHARD_FIELDS = {
+    "name": TEXT,
+    "nbytes": integer(0, _MAX_BYTES),
+    "blake2b": Check(
+        f"{2 * _DIGEST_BYTES} hexadecimal digits",
+        lambda text: type(text) is str and bool(_DIGEST.fullmatch(text)),
+    ),
+    "num_left_out": integer(0, _MAX_BYTES),
+}
+
+
 def _parse_shard(fields: Any, plan: Plan) -> ShardFile:
-    try:
-        found = ShardFile(**fields)
-        number = int(found.name.partition("-")[0])
-        numbers = (found.nbytes, found.num_left_out)
-        is_valid = found.name == shard_name(plan, number) and number < plan.num_shards
-        is_valid &= all(type(one) is int and 0 <= one < _MAX_BYTES for one in numbers)
-        is_valid &= _DIGEST.fullmatch(found.blake2b) is not None
-    except (TypeError, ValueError, AttributeError):
-        is_valid = False
-    if not is_valid:
-        raise ValueError(f"a shard of it is not valid: {reprlib.repr(fields)}")
-    return found
+    check_fields(fields, _SHARD_FIELDS, "a shard")
+    shard = ShardFile(**fields)
+    digits = shard.name.partition("-")[0]
+    number = int(digits) if digits.isdecimal() else plan.num_shards
+    if number >= plan.num_shards or shard.name != shard_name(plan, number):
+        raise ValueError(f"no shard of this cache has the name {short_repr(shard.name)}")
+    return shard
 
 
 def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:

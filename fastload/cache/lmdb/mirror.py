@@ -43,17 +43,18 @@ from fastload.cache.lmdb.manifest import (
     read_manifest,
     remote_files,
 )
-from fastload.errors import CacheCorruptError, CacheError, FastloadError, RemoteFolderError
+from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
 from fastload.files.attempts import OtherLengthError, may_pass
 from fastload.system.budget import parse_memory
 from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
 from fastload.system.humanize import readable_size
 from fastload.system.locks import held, try_lock
 from fastload.system.logs import log
-from fastload.system.os_errors import why_unwritable
+from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
 
     from fastload.cache.lmdb.manifest import ShardFile
     from fastload.cache.lmdb.open_file import OpenFile
@@ -137,18 +138,10 @@ def open_copy(
             return path, opened
 
 
-@contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
+def _writing(path: str) -> AbstractContextManager[None]:
     """Raise errors of this machine's disk as a CacheError that says what to change."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, FastloadError):
-            raise
-        raise CacheError(
-            f"cannot write the copy {path}: {why_unwritable(error, path)}. The environment variable "
-            f"{DIRECTORY_VARIABLE} names a different directory for copies"
-        ) from error
+    advice = f". The environment variable {DIRECTORY_VARIABLE} names a different directory for copies"
+    return write_errors_as(CacheError, "the copy", path, advice=advice)
 
 
 def _newest_copy(url: str) -> Manifest | None:

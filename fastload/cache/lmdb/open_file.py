@@ -28,6 +28,7 @@ import numpy as np
 from fastload.cache.lmdb.format import CURE, read_at, read_end, read_text
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import is_own
+from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -225,4 +226,4 @@ def damaged(path: str, index: int, error: Exception) -> CacheCorruptError:
 
 
 def _unreadable(path: str, error: OSError) -> CacheError:
-    return CacheError(f"cannot read the cache {path}: {error}")
+    return CacheError(f"cannot read the cache {path}: {why_unreadable(error)}")

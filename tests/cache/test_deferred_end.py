@@ -1,4 +1,4 @@
-"""Normalize and ToTensorV2 at the end of a pipeline, left to the batch: same bits, same random numbers."""
+"""Normalize and ToTensorV2 at the end of a pipeline, deferred until collation: same bits, same random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.cache.test_crop_in_decoder import HEIGHT, WIDTH, states, targets
+from tests.cache.test_crop_in_decoder import compose as with_targets
 
 from fastload import CachedDataset, DataLoader
 from fastload.augmentation.albumentations.crop import CropInDecoder
 from fastload.augmentation.albumentations.deferred_end import find_deferred_end
 from fastload.images.encoded import EncodedImage
 from fastload.nested.deferred import DeferredImage, computed
-from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
-from tests.cache.test_pushdown import compose as with_targets
 from tests.cache.zoo import Images, Made
 from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
@@ -109,7 +109,7 @@ def test_targets_beside_the_image_stay() -> None:
         [],
     ],
 )
-def test_other_ends_are_not_left(end: list[Any]) -> None:
+def test_other_ends_are_not_deferred(end: list[Any]) -> None:
     """A step that is random, depends on the image, or is not the last one runs in the pipeline."""
     assert find_deferred_end(compose(*end)) is None
     assert find_deferred_end(A.Normalize()) is None
@@ -124,7 +124,7 @@ def test_other_ends_are_not_left(end: list[Any]) -> None:
     ],
 )
 def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
-    """Programs drop or add transforms in later epochs; a centre is decoded alone for its crop."""
+    """Programs drop or add transforms in later epochs; a center is decoded alone for its crop."""
     pipeline = compose(A.Normalize(), ToTensorV2())
     dataset = Images(1, shape=SHAPE)
     cached = CachedDataset(dataset, pipeline)

@@ -1,0 +1,108 @@
+"""Check values from outside: arguments of users, saved states, descriptions of files.
+
+A `Check` returns a value that it accepts, and raises ValueError for any other. A bool is no number.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastload.system.notes import short_repr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclass(frozen=True)
+class Check:
+    """A test of one value.
+
+    Attributes:
+        expected: What the value should be, as it follows "should be" in an error.
+        accepts: Whether it is.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+    def __call__(self, value: Any) -> Any:
+        """Return the value.
+
+        Raises:
+            ValueError: The value is not accepted.
+        """
+        if not self.accepts(value):
+            raise ValueError(f"should be {self.expected}, but got {short_repr(value)}")
+        return value
+
+
+def integer(first: int, stop: int | None = None) -> Check:
+    """An int from `first` on, below `stop`."""
+    if stop is None:
+        return Check(f"an int of at least {first}", lambda value: type(value) is int and value >= first)
+    return Check(
+        f"an int from {first} to {stop - 1}", lambda value: type(value) is int and first <= value < stop
+    )
+
+
+def one_of(*values: Any, or_callable: bool = False) -> Check:
+    """One of some values of built-in types, or None; or, where that is allowed, a function."""
+    expected = [repr(value).replace("'", '"') for value in values] + ["a function"] * or_callable
+    text = expected[0] if len(expected) == 1 else f"{', '.join(expected[:-1])} or {expected[-1]}"
+    return Check(
+        text,
+        lambda value: (
+            any(isinstance(value, type(choice)) and value == choice for choice in values)
+            or (or_callable and callable(value))
+        ),
+    )
+
+
+def instance_of(kind: type) -> Check:
+    """An object of exactly this class."""
+    return Check(f"of type {kind.__name__}", lambda value: type(value) is kind)
+
+
+def optional(check: Check) -> Check:
+    """None, or what another check accepts."""
+    return Check(f"{check.expected}, or None", lambda value: value is None or check.accepts(value))
+
+
+def list_of(check: Check) -> Check:
+    """A list of values that are each `check.expected`."""
+    return Check(
+        f"a list whose items are {check.expected}",
+        lambda value: type(value) is list and all(map(check.accepts, value)),
+    )
+
+
+def dict_of(check: Check) -> Check:
+    """A dict by strings of values that are each `check.expected`."""
+    return Check(
+        f"a dict whose values are {check.expected}",
+        lambda value: (
+            type(value) is dict
+            and all(type(key) is str for key in value)
+            and all(map(check.accepts, value.values()))
+        ),
+    )
+
+
+TEXT = instance_of(str)
+
+
+def check_fields(fields: Any, checks: Mapping[str, Callable[[Any], Any]], owner: str) -> None:
+    """Check that a JSON object has exactly these fields, each with a value that its check accepts.
+
+    Raises:
+        ValueError: It does not; the error names the owner and the field.
+    """
+    if type(fields) is not dict or set(fields) != set(checks):
+        raise ValueError(f"{owner} should have the fields {', '.join(checks)}, but is {reprlib.repr(fields)}")
+    for name, check in checks.items():
+        try:
+            check(fields[name])
+        except ValueError as error:
+            raise ValueError(f"{name} of {owner} {error}") from None
