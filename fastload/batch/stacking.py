@@ -35,10 +35,8 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
 
     Call this for each batch: a module that a dataset imports with its first sample can add a rule.
     """
-    return (
-        collate_fn is default_collate
-        and tuple(torch_collate.default_collate_fn_map.items()) == _default_rules
-    )
+    rules = torch_collate.default_collate_fn_map
+    return collate_fn is default_collate and tuple(rules.items()) == _default_rules
 
 
 def install_slot_rules() -> None:

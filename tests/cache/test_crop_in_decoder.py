@@ -122,7 +122,7 @@ PIPELINES: dict[str, tuple[Any, str | None]] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: Any) -> None:
-    """Whether a crop is decoded alone or explain() says why not: all targets and later random numbers stay."""
+    """A crop is decoded alone, or explain() says why not: all targets and later random numbers stay."""
     decoded: list[Any] = []
     real = EncodedImage.decode
     monkeypatch.setattr(EncodedImage, "decode", lambda self, box=None: decoded.append(box) or real(self, box))

@@ -1,4 +1,4 @@
-"""Normalize and ToTensorV2 at the end of a pipeline, deferred until collation: same bits, same random numbers."""
+"""Normalize and ToTensorV2 at the end of a pipeline, deferred: same bits, same random numbers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from albumentations.pytorch import ToTensorV2
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.cache.test_crop_in_decoder import HEIGHT, WIDTH, states, targets
-from tests.cache.test_crop_in_decoder import compose as with_targets
 
 from fastload import CachedDataset, DataLoader
 from fastload.augmentation.albumentations.crop import CropInDecoder
 from fastload.augmentation.albumentations.deferred_end import find_deferred_end
 from fastload.images.encoded import EncodedImage
 from fastload.nested.deferred import DeferredImage, computed
+from tests.cache.test_crop_in_decoder import HEIGHT, WIDTH, states, targets
+from tests.cache.test_crop_in_decoder import compose as with_targets
 from tests.cache.zoo import Images, Made
 from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
