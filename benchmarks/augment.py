@@ -37,7 +37,7 @@ from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import BatchDraws
 from fastload.rng.keys import BatchKey
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,7 +114,7 @@ def by_kornia() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def by_fastload() -> Callable[[torch.Tensor], torch.Tensor]:
-    return chained([fastload.transforms.RandomResizedCrop(SIDE), fastload.transforms.RandomHorizontalFlip()])
+    return compose([fastload.transforms.RandomResizedCrop(SIDE), fastload.transforms.RandomHorizontalFlip()])
 
 
 MAKERS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {

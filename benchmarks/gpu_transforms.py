@@ -22,7 +22,7 @@ from fastload.transforms import (
     RandomResizedCrop,
 )
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 from fastload.transforms.resample import _all_at_once, resample
 
 if TYPE_CHECKING:
@@ -73,12 +73,12 @@ def transforms_on_the_device() -> dict[str, Any]:
     small = torch.randint(0, 256, (512, 32, 32, 3), dtype=torch.uint8, device="cuda")
     crop, flip, norm = RandomResizedCrop(224), RandomHorizontalFlip(), Normalize(MEAN, STD, torch.bfloat16)
     ways: dict[str, tuple[Callable[[Any], Any], torch.Tensor]] = {
-        "RandomResizedCrop + flip": (chained([crop, flip]), images),
-        "RandomResizedCrop + flip + Normalize": (chained([crop, flip, norm]), images),
+        "RandomResizedCrop + flip": (compose([crop, flip]), images),
+        "RandomResizedCrop + flip + Normalize": (compose([crop, flip, norm]), images),
         "Normalize": (norm, images),
         "flip": (flip, images),
         "RandomCrop(32, 4) + flip + Normalize, 512 x 32 px": (
-            chained([RandomCrop(32, 4), flip, norm]),
+            compose([RandomCrop(32, 4), flip, norm]),
             small,
         ),
         "RandomErasing": (RandomErasing(1.0), images),
@@ -193,7 +193,7 @@ def dataset_on_the_device() -> dict[str, Any]:
                 batch_size,
                 shuffle=True,
                 device="cuda",
-                rng="sample",
+                seeding="sample",
                 device_transform=[Gather([images, labels]), *transform],
             )
             figures = []

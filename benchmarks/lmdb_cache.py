@@ -76,7 +76,7 @@ def build_rate(folder: Any, directory: Path, num_workers: int) -> float:
 def building(directory: Path, num_photos: int, size: int | None, runs: int) -> dict[str, Any]:
     """A raw cache of an image folder, against the decoding alone."""
     make_photos(directory / "photos", num_photos)
-    folder = fastload.ImageFolder(directory / "photos", size)
+    folder = fastload.ImageFolder(directory / "photos", size=size)
     count = min(ALONE, num_photos)
     rows = [Contender("decoding alone, one core", "alone", lambda: decode_rate(folder, count))]
     for w in BUILD_WORKERS:
@@ -119,7 +119,7 @@ def reading(directory: Path, runs: int) -> dict[str, Any]:
     in_ram = fastload.CachedDataset(source, cache="ram")
     for index in range(NUM_IMAGES):
         in_ram._view(index)
-    on_disk = fastload.CachedDataset(source, cache=f"lmdb:{directory / 'read'}", progress=False)
+    on_disk = fastload.CachedDataset(source, cache=f"lmdb:{directory / 'read'}")
     rows = []
     for w in WORKERS:
         rows += [

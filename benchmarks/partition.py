@@ -170,7 +170,7 @@ def trained(dataset: fastload.CachedDataset, has_parts: bool, seed: int) -> torc
     model = network()
     steps = Steps(has_parts, seed)
     loader = fastload.DataLoader(
-        dataset, batch_sampler=steps, generator=torch.Generator().manual_seed(seed), rng="sample"
+        dataset, batch_sampler=steps, generator=torch.Generator().manual_seed(seed), seeding="sample"
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=NUM_EPOCHS * len(steps))

@@ -63,9 +63,8 @@ def start(num_nodes: int, num_cpus: int) -> Any:
 
 
 def loader_of(dataset: Any, kind: str, num_workers: int, batch_size: int = 1) -> Any:
-    options: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": True, "worker_type": kind}
-    if kind == "ray":
-        options["ray_options"] = {"exclude_driver_node": True}
+    worker_type: Any = fastload.RayWorkers(exclude_driver_node=True) if kind == "ray" else kind
+    options = {"num_workers": num_workers, "persistent_workers": True, "worker_type": worker_type}
     return fastload.DataLoader(dataset, batch_size, **options)
 
 

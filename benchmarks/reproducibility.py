@@ -1,7 +1,8 @@
 """What reproducibility costs: seeding each sample, and coming back to the middle of an epoch.
 
-Questions: What does `rng="sample"` add to a sample, and of which parts is that made? How long does a loader
-take from load_state_dict() to its first batch, near the end of a million samples, for torch's samplers?
+Questions: What does `seeding="sample"` add to a sample, and of which parts is that made? How long does a
+loader take from load_state_dict() to its first batch, near the end of a million samples, for torch's
+samplers?
 
 Command: python benchmarks/reproducibility.py [--runs 7] [--save]
 """
@@ -81,11 +82,11 @@ def parts(runs: int) -> dict[str, float]:
     return found
 
 
-def resume_s(sampler: Callable[[], dict[str, Any]], rng: Any) -> float:
+def resume_s(sampler: Callable[[], dict[str, Any]], seeding: Any) -> float:
     """Seconds from load_state_dict() to the last whole batch of a million samples."""
 
     def make() -> fastload.DataLoader:
-        options = {"batch_size": 256, "rng": rng, "generator": torch.Generator().manual_seed(1)}
+        options = {"batch_size": 256, "seeding": seeding, "generator": torch.Generator().manual_seed(1)}
         return fastload.DataLoader(Numbers(), **(options | sampler()))  # type: ignore[arg-type]
 
     loader = make()
@@ -123,13 +124,13 @@ def main() -> None:
         for name, value in costs.items()
         if name.startswith("all")
     }
-    questions.append({"title": 'rng="sample", for each sample', "ratios": figures, "parts_us": costs})
-    for rng in ("worker", "sample"):
+    questions.append({"title": 'seeding="sample", for each sample', "ratios": figures, "parts_us": costs})
+    for seeding in ("worker", "sample"):
         ratios = {}
         for name, sampler in SAMPLERS.items():
-            runs = [resume_s(sampler, rng) for _ in range(max(3, args.runs // 2))]
+            runs = [resume_s(sampler, seeding) for _ in range(max(3, args.runs // 2))]
             ratios[name] = {"value": statistics.median(runs), "unit": "s", "target": 1.0, "figures": runs}
-        title = f'come back to the end of 1,000,000 samples, rng="{rng}"'
+        title = f'come back to the end of 1,000,000 samples, seeding="{seeding}"'
         questions.append({"title": title, "ratios": ratios})
     console = Console()
     for question in questions:

@@ -85,7 +85,7 @@ def open_noise(num_samples: int, side: int) -> tuple[float, int]:
     return time.perf_counter() - start_s, cached.cache_info().num_cached
 
 
-def rank(dataset: Noise, max_memory: str | int, done: Any, go_on: Any) -> None:
+def rank(dataset: Noise, max_memory: str, done: Any, go_on: Any) -> None:
     """A rank: read everything, say so, and stay."""
     cached = fastload.CachedDataset(dataset, max_memory=max_memory)
     for index in range(len(cached)):
@@ -94,7 +94,7 @@ def rank(dataset: Noise, max_memory: str | int, done: Any, go_on: Any) -> None:
     go_on.wait()
 
 
-def ranks_bytes(num_ranks: int, dataset: Noise, max_memory: str | int) -> int:
+def ranks_bytes(num_ranks: int, dataset: Noise, max_memory: str) -> int:
     """PSS of so many ranks that have read all samples."""
     done, go_on = SPAWN.Semaphore(0), SPAWN.Event()
     ranks = [SPAWN.Process(target=rank, args=(dataset, max_memory, done, go_on)) for _ in range(num_ranks)]
@@ -168,7 +168,7 @@ def main() -> None:
 
     side, num_samples = 224, 3500
     data_bytes = num_samples * side * side * 3
-    empty = ranks_bytes(2, Noise(num_samples, side), 1)
+    empty = ranks_bytes(2, Noise(num_samples, side), "1B")
     filled = ranks_bytes(2, Noise(num_samples, side), "auto")
     note(
         f"memory of two ranks with one cache of {data_bytes / MB:,.0f} MB",
@@ -180,7 +180,7 @@ def main() -> None:
         filled_bytes=filled,
     )
 
-    cached = fastload.CachedDataset(Noise(num_samples, side), max_memory=1)
+    cached = fastload.CachedDataset(Noise(num_samples, side), max_memory="1B")
     empty = workers_bytes(8, cached)
     cached.cache.close()
     cached = fastload.CachedDataset(Noise(num_samples, side))

@@ -319,10 +319,10 @@ def rows() -> list[Row]:
         ),
         Row("start: 2 batches of 3x224x224 uint8", made(image, 128, labelled=True), 64, starts=True),
         Row(
-            'rng="sample", 3x224x224 uint8 + label',
+            'seeding="sample", 3x224x224 uint8 + label',
             made(image, 1024, labelled=True),
             64,
-            ours={"rng": "sample"},
+            ours={"seeding": "sample"},
         ),
     ]
 

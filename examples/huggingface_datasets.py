@@ -50,7 +50,7 @@ def make_dataset(rows: datasets.Dataset, key: str) -> fastload.CachedDataset:
     """Ranks and jobs that give the same key share the cache: choose another key for other rows or sizes."""
     return fastload.CachedDataset(
         Rows(rows),
-        prepare=A.Resize(*SIZE),  # the deterministic part: runs once per image, before the cache
+        pre_transform=A.Resize(*SIZE),  # the deterministic part: runs once per image, before the cache
         transform=A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)]),  # runs on every access
         cache="ram",
         cache_key=key,

@@ -21,9 +21,10 @@ def train(folder: Path, file: Path) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     photos = fastload.ImageFolder(folder, size=SIZE)
     transform = A.Compose([A.RandomCrop(80, 80), A.HorizontalFlip(p=0.5)])
-    # The first run builds the file, in two processes. A later run opens it, or completes the build.
+    # The first run builds the file, in one process per CPU; CachedDataset.build takes another number. A
+    # later run opens it, or completes the build.
     # With cache=["ram", f"lmdb:{file}"], a sample that was read from the file once stays in RAM.
-    dataset = fastload.CachedDataset(photos, transform, cache=f"lmdb:{file}", num_workers=2)
+    dataset = fastload.CachedDataset(photos, transform, cache=f"lmdb:{file}")
     loader = fastload.DataLoader(
         dataset, batch_size=8, shuffle=True, num_workers=2, memory_format=torch.channels_last
     )

@@ -32,8 +32,7 @@ def train(folder: Path, worker_type: str = "ray", epochs: int = 2) -> list[torch
         shuffle=True,
         num_workers=2,
         persistent_workers=True,  # actors import torch when they start, which takes seconds
-        worker_type=worker_type,
-        ray_options={"num_cpus": 1} if worker_type == "ray" else None,
+        worker_type=fastload.RayWorkers(num_cpus=1) if worker_type == "ray" else worker_type,
         device="auto",
         device_transform=fastload.transforms.Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     )

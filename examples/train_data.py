@@ -35,7 +35,7 @@ class Transformed(Dataset):
 class Data:
     """The two datasets, and new loaders of them.
 
-    Batches are `(B, H, W, 3)` uint8, or float32 if the workers normalise, and `(B,)` int64 labels.
+    Batches are `(B, H, W, 3)` uint8, or float32 if the workers normalize, and `(B,)` int64 labels.
     """
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:

@@ -33,7 +33,7 @@ class SmallResNet(nn.Module):
     Args:
         num_classes: Outputs.
         width: Channels of the first block; the second and third have two and four times as many.
-        input_batchnorm: Normalise the input here, by its own statistics.
+        input_batchnorm: Normalize the input here, by its own statistics.
         checkpointing: Keep the blocks' inputs only, and compute the rest again in backward.
     """
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastload.rng.seeding import seed_everything as seed_everything, seed_worker as seed_worker
     from fastload.rng.worker_info import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
     from fastload.training.report import memory_report as memory_report
+    from fastload.workers.settings import RayWorkers as RayWorkers
 else:  # with __getattr__ in sight, type checkers would accept any name
     from fastload.system.lazy_exports import public_names as _public_names
 
@@ -55,6 +56,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "rng.seeding": ("seed_everything", "seed_worker"),
             "rng.worker_info": ("WorkerInfo", "get_worker_info"),
             "training.report": ("memory_report",),
+            "workers.settings": ("RayWorkers",),
         },
         modules=("cache", "errors", "integrations", "profiling", "training", "transforms"),
     )

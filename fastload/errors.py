@@ -10,6 +10,14 @@ import os
 from typing import Any
 
 
+def __dir__() -> list[str]:
+    return sorted(
+        name
+        for name, value in globals().items()
+        if isinstance(value, type) and issubclass(value, FastloadError)
+    )
+
+
 class FastloadError(Exception):
     """Base of all errors that fastload itself raises."""
 
@@ -40,7 +48,7 @@ class LoaderClosedError(FastloadError, RuntimeError):
         super().__init__(message)
 
 
-class SegmentError(FastloadError, MemoryError):
+class SharedMemoryError(FastloadError, MemoryError):
     """Shared memory could not be created or grown; the message says how many bytes, and why."""
 
 
@@ -63,7 +71,7 @@ class CacheError(FastloadError):
     """Base of the errors of CachedDataset and its caches."""
 
 
-class RandomDatasetError(CacheError, ValueError):
+class NondeterministicDatasetError(CacheError, ValueError):
     """The dataset returns a different sample on every access, so a cache would freeze one random draw."""
 
 

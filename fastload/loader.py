@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterDataPipe, MapDataPipe
+from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, SequentialSampler
 
 from fastload.batch.failures import report_of
 from fastload.batch.loader_collate import LoaderCollate, own_collate
@@ -33,10 +33,16 @@ from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
+from fastload.workers.settings import (
+    OPTION_NAMES,
+    LoaderSettings,
+    Options,
+    default_options,
+    ray_workers,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from multiprocessing.context import BaseContext
     from typing import Self
 
@@ -44,6 +50,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failures import FailedSample
     from fastload.device.cuda import Backend
+    from fastload.workers.settings import RayWorkers
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -73,19 +80,19 @@ class DataLoader(LoaderSettings):
             workers, and none where the share is one CPU. Each later `iter(loader)` chooses as many workers as
             the consumer needs, at most this share, from the times of earlier batches (see `stats`). One log
             line explains each choice. The attribute is always an int. Needs a map-style dataset. With
-            ``rng="worker"`` the random streams depend on the number.
+            ``seeding="worker"`` the random streams depend on the number.
         memory_format: ``torch.channels_last`` returns batches of images as `(B, C, H, W)` with channels-last
             strides; `(B, H, W, C)` batches are permuted without a copy. Images are uint8 or floating-point
             leaves with 1, 3 or 4 channels and at least 8 x 8 pixels; all other leaves stay unchanged.
-        prefetch_memory: Upper bound on the memory for batches in flight: bytes, ``"2GB"``, a share of free
-            memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
+        max_prefetch_memory: Upper bound on the memory for batches in flight: ``"2GB"``, bytes, a share of
+            free memory such as 0.5, or ``"auto"`` (a quarter of the free memory when an epoch starts).
         seed_albumentations: Give every albumentations pipeline its own random stream in each worker, wherever
             it is kept, and MONAI's random transforms one stream; what a `worker_init_fn` seeds keeps its
             seed. Without workers, pipelines use the streams of worker 0 while batches are read. False leaves
             both alone, as torch does: albumentations 2.0.8 then draws the same "random" numbers in all
             workers, and without workers no seed controls its draws.
-        rng: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue from
-            one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
+        seeding: How random numbers are seeded. ``"worker"``, as in torch: each worker's generators continue
+            from one sample to the next. ``"sample"``: before each ``dataset[i]``, the generators of `random`,
             `numpy.random`, torch, albumentations and MONAI, and generators that the dataset or the
             `collate_fn` keeps (`numpy.random.Generator` and `RandomState`, `random.Random`,
             `torch.Generator`), are seeded from the seed of `generator` (or of torch), the epoch, the index,
@@ -96,16 +103,13 @@ class DataLoader(LoaderSettings):
         worker_type: ``"process"``, or ``"thread"`` for datasets whose work releases the GIL and for Python
             without a GIL. Threads pickle and send nothing. The dataset must allow reads from several threads;
             each thread gets its own copies of the pipelines in the dataset and in the `collate_fn` (with
-            ``rng="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline is
-            held by a function, a class or a set. All threads share the generators of `random`, `numpy.random`
-            and torch, so their draws have no fixed order: use `fastload.sample_rng()` with ``rng="sample"``
-            instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra ``ray``), whose batches
-            are those of worker processes. The cluster is the one that `ray.init()` has connected to, or that
-            ``RAY_ADDRESS`` or `ray_options` names. Large arrays in the dataset are read-only in these actors.
-        ray_options: How Ray places the actors: options of its actors, such as ``{"num_cpus": 2}`` (1 by
-            default) or ``{"resources": {"decoders": 1}}``, and ``"address"`` (of a cluster, or ``"local"`` to
-            start one here), ``"exclude_driver_node": True`` (use no CPUs of this machine) and
-            ``"placement_group"``.
+            ``seeding="sample"`` also of their generators), and `iter(loader)` raises ValueError if a pipeline
+            is held by a function, a class or a set. All threads share the generators of `random`,
+            `numpy.random` and torch, so their draws have no fixed order: use `fastload.sample_rng()` with
+            ``seeding="sample"`` instead. ``"ray"`` starts actors on the machines of a Ray cluster (extra
+            ``ray``), whose batches are those of worker processes; `fastload.RayWorkers` has options for them.
+            The cluster is the one that `ray.init()` has connected to, or that ``RAY_ADDRESS`` or `RayWorkers`
+            names. Large arrays in the dataset are read-only in these actors.
         device: The device to deliver batches on: "cuda" (the current device at the first `iter(loader)`),
             "cuda:1" or the int 1, "cpu", or "auto": CUDA if available, else the CPU; the log says why. On
             CUDA, two batches are prefetched on a side stream, directly from the memory that workers write;
@@ -115,13 +119,13 @@ class DataLoader(LoaderSettings):
             `fastload.transforms`, any callable or module, or a list of these, applied in order. The caller
             gets its result. Small images are transformed many times faster together than one by one.
             fastload's own transforms draw the same numbers as in a `device_transform`. Others draw from the
-            worker's generators, which ``rng="sample"`` seeds for each batch.
+            worker's generators, which ``seeding="sample"`` seeds for each batch.
         device_transform: Called with each whole batch on the device, without gradients, autocast or inference
             mode: one of `fastload.transforms`, any callable or module whose own tensors are on the device, or
             a list of these, applied in order. On CUDA it runs ahead on the side stream; it should not wait
             for the device or keep its input. The draws of fastload's own transforms depend on the seed, the
-            epoch, the rank and the batch's number with ``rng="worker"``, and on the sample with
-            ``rng="sample"``.
+            epoch, the rank and the batch's number with ``seeding="worker"``, and on the sample with
+            ``seeding="sample"``.
         on_error: How to handle a sample that cannot be read. ``"raise"``: raise its error, as torch does.
             ``"replace"``: use a different sample instead, so batch sizes and order stay the same. Its index
             depends on the seed, the epoch and the position, so it is the same for any number of workers and
@@ -133,9 +137,7 @@ class DataLoader(LoaderSettings):
             failure raises TooManyFailuresError instead of its batch.
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
-            ``rng="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
-        snapshot_every_n_steps: Accepted for compatibility with torchdata's `StatefulDataLoader`, without
-            effect: `state_dict()` is exact after every batch.
+            ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -168,18 +170,16 @@ class DataLoader(LoaderSettings):
         pin_memory_device: str = "",
         in_order: bool = True,
         memory_format: torch.memory_format | None = None,
-        prefetch_memory: int | float | str = "auto",
+        max_prefetch_memory: int | float | str = "auto",
         seed_albumentations: bool = True,
-        rng: Literal["worker", "sample"] = "worker",
-        worker_type: Literal["process", "thread", "ray"] = "process",
-        ray_options: Mapping[str, Any] | None = None,
+        seeding: Literal["worker", "sample"] = "worker",
+        worker_type: Literal["process", "thread", "ray"] | RayWorkers = "process",
         device: str | int | torch.device | None = None,
         batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None,
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         max_errors: int | float = 0.01,
         max_worker_restarts: int = 0,
-        snapshot_every_n_steps: int | None = 1,
     ) -> None:
         given = dict(locals())
         if isinstance(num_workers, str) and num_workers != "auto":
@@ -192,7 +192,7 @@ class DataLoader(LoaderSettings):
         super().__init__(**{**given, "num_workers": 1 if num_workers == "auto" else num_workers})
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        self._looks_for_generators = rng == "sample"  # once, for a warning
+        self._looks_for_generators = seeding == "sample"  # once, for a warning
         self._auto_workers: AutoWorkers | None = None
         rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
@@ -216,7 +216,7 @@ class DataLoader(LoaderSettings):
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
-        if vars(self).get("_auto_workers") is None and vars(self).get("worker_type") != "ray":
+        if vars(self).get("_auto_workers") is None and ray_workers(vars(self).get("worker_type")) is None:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -244,7 +244,7 @@ class DataLoader(LoaderSettings):
         settings = {name: known(name, default) for name, default in defaults.items()}
         if settings == defaults:
             return own
-        names = ['rng="sample"'] if settings["rng"] == "sample" else []
+        names = ['seeding="sample"'] if settings["seeding"] == "sample" else []
         transforms = ("device", "batch_transform", "device_transform")
         names += [name for name in transforms if settings[name] is not None]
         channels_last = settings["memory_format"] is torch.channels_last
@@ -255,6 +255,26 @@ class DataLoader(LoaderSettings):
     @collate_fn.setter
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         self.__dict__["collate_fn"] = own_collate(collate_fn)
+
+    def __repr__(self) -> str:
+        """One line: the class of the dataset, and the settings that are not the defaults."""
+        settings = vars(
+            self
+        )  # reads no length, which can be costly, and no attribute that a subclass computes
+        sampler = settings.get("sampler")
+        parts = [type(settings.get("dataset")).__name__, f"batch_size={settings.get('batch_size')}"]
+        if isinstance(sampler, RandomSampler):
+            parts.append("shuffle=True")
+        elif sampler is not None and not isinstance(sampler, SequentialSampler):
+            parts.append(f"sampler={type(sampler).__name__}")
+        parts.append(f"num_workers={settings.get('num_workers')}")
+        for name, default in default_options().items():
+            value = settings.get(name, default)
+            if isinstance(value, (str, int, float, torch.device, torch.memory_format)):
+                parts += [f"{name}={value!r}"] if value != default else []
+            elif value is not default:
+                parts.append(f"{name}={type(value).__name__}")
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def __iter__(self) -> Any:
         rank_consistency.check(self)
@@ -323,7 +343,7 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            f'worker_type="{self.worker_type}"': self.worker_type != "process",
+            f"worker_type={self.worker_type!r}".replace("'", '"'): self.worker_type != "process",
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }

@@ -197,7 +197,7 @@ def _run(interpreter: Interpreter, program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-PUBLIC = ("fastload", "fastload.cache", "fastload.profiling", "fastload.training")
+PUBLIC = ("fastload", "fastload.cache", "fastload.profiling", "fastload.training", "fastload.transforms")
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -208,6 +208,26 @@ def test_all_is_sorted_and_is_what_can_be_seen(name: str) -> None:
     assert len(package.__all__) <= 26
     with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'Dataloader'"):
         package.Dataloader  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_classes_name_no_mechanism(name: str) -> None:
+    """No descriptor, plan or structure is among the names that their users see."""
+    package = importlib.import_module(name)
+    kinds = [kind for kind in map(package.__getattr__, package.__all__) if isinstance(kind, type)]
+    seen = [f"{kind.__name__}.{part}" for kind in kinds for part in dir(kind) if not part.startswith("_")]
+    assert not [path for path in seen if re.search(r"[._](fd|anchor|plan|structure)(_|$)", path)]
+
+
+def test_public_modules_show_their_public_names() -> None:
+    """Of the modules that need no other library; what they import is not seen."""
+    import fastload.errors
+    import fastload.integrations.patch
+    import fastload.integrations.ray_build
+
+    assert dir(fastload.errors) == sorted(name for name in vars(fastload.errors) if name.endswith("Error"))
+    assert dir(fastload.integrations) == ["accelerate", "ray", "ray_build"]
+    assert dir(fastload.integrations.ray_build) == ["build"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -339,14 +339,14 @@ def test_torch_s_own_workers_keep_the_first_number(cpus: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("persistent_workers", "rng"), [(False, "worker"), (True, "sample")])
-def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: bool, rng: Any) -> None:
+@pytest.mark.parametrize(("persistent_workers", "seeding"), [(False, "worker"), (True, "sample")])
+def test_batches_and_random_streams_are_those_of_the_number(persistent_workers: bool, seeding: Any) -> None:
     """As if it had been given, in the order of a shuffled sampler, with the draws of the dataset."""
 
     def run(num_workers: Any) -> Any:
         random.seed(1), np.random.seed(2), torch.manual_seed(3)
         generator, dataset = torch.Generator().manual_seed(4), datasets.Made(datasets.draws, 64)
-        options: Any = {"generator": generator, "persistent_workers": persistent_workers, "rng": rng}
+        options: Any = {"generator": generator, "persistent_workers": persistent_workers, "seeding": seeding}
         with fastload.DataLoader(dataset, 16, shuffle=True, num_workers=num_workers, **options) as loader:
             batches = [[part.tolist() for part in batch.values()] for batch in loader]
             known = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]

@@ -174,7 +174,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build exits:data made", 1, "exits.* ended the process with exit code 3"),
     ("cache build has_no_memory:data made", 1, "^MemoryError: MemoryError$"),
     ("cache build tests.cli_zoo:fails made", 1, "^RuntimeError: RuntimeError: the factory failed$"),
-    ("cache build tests.cli_zoo:Random made", 1, "^RandomDatasetError: "),
+    ("cache build tests.cli_zoo:Random made", 1, "^NondeterministicDatasetError: "),
     # options
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),
@@ -392,7 +392,7 @@ def test_a_folder_of_images_becomes_a_cache_that_training_opens(scheme: str, tmp
     folder, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/3.png"), tmp_path / "made"
     done = run("build", f"{scheme}{folder}", f"{scheme}{dest}", "--size", "10", "--codec", "png")
     assert done.exit_code == 0, done.output
-    source = fastload.ImageFolder(folder, 10)
+    source = fastload.ImageFolder(folder, size=10)
     opened = fastload.CachedDataset.from_cache(f"{scheme}{dest}")
     dataset = fastload.CachedDataset(source, cache=f"lmdb:{scheme}{dest}")
     assert len(opened) == dataset.cache_info().num_cached == 3
@@ -430,7 +430,11 @@ def test_a_function_a_class_or_a_dataset_can_be_named(tmp_path: Path) -> None:
     for name in ("factory", "Plain", "ready"):
         cache = LMDBCache(built(tmp_path / name, *options, source=f"tests.cli_zoo:{name}"))
         assert [cache.get(index)[1] for index in range(NUM_SAMPLES)] == list(range(NUM_SAMPLES))
-        assert (cache.plan.num_shards, cache.plan.codec, cache.plan.quality) == (3, "jpeg", 80)
+        assert (cache.description.num_shards, cache.description.codec, cache.description.quality) == (
+            3,
+            "jpeg",
+            80,
+        )
 
 
 @pytest.mark.slow
@@ -445,7 +449,7 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     assert told("build", ZOO, dest, "--codec", "raw", code=1)["type"] == "CacheMismatchError"
     assert dest.stat() == before
     assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
-    assert LMDBCache(dest).plan.codec == "raw"
+    assert LMDBCache(dest).description.codec == "raw"
     (tmp_path / "half.partial").mkdir()
     assert run("build", ZOO, tmp_path / "half", "--force").exit_code == 0
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache import source_report
 from fastload.cli import main
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.training import machine_report
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def test_page_locking_works_or_has_its_reason(
     monkeypatch.setattr(machine_report, "choose_backend", lambda index, asker: backend)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: is_pinned)
     if "create" in refusals:
-        fails = Mock(side_effect=SegmentError(refusals["create"]))
+        fails = Mock(side_effect=SharedMemoryError(refusals["create"]))
         monkeypatch.setattr(machine_report.Segment, "create", fails)
     assert machine_report.try_page_locking(0) == outcome
     num_calls = 0 if "create" in refusals else 1 if "register" in refusals else 2

@@ -23,9 +23,8 @@ from fastload.images.layout import image_layout
 from tests.kit import datasets
 
 EXTRAS = {
-    *("memory_format", "prefetch_memory", "seed_albumentations", "rng", "worker_type", "device", "on_error"),
-    *("batch_transform", "device_transform", "max_errors", "max_worker_restarts", "ray_options"),
-    "snapshot_every_n_steps",
+    *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
+    *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts"),
 }
 IMAGES = datasets.Made(datasets.image, 12)
 
@@ -42,7 +41,9 @@ def test_the_arguments_are_torchs_in_torchs_order_and_ours_by_keyword() -> None:
 def test_a_framework_may_build_it_again_from_its_attributes() -> None:
     """The way of ignite: type(loader)(**public attributes), which are arguments, with a new batch sampler."""
     theirs = {name for name in vars(tud.DataLoader(IMAGES)) if not name.startswith("_")}
-    loader = fastload.DataLoader(IMAGES, 4, num_workers=1, prefetch_memory=12345, seed_albumentations=False)
+    loader = fastload.DataLoader(
+        IMAGES, 4, num_workers=1, max_prefetch_memory="12345B", seed_albumentations=False
+    )
     list(loader)
     arguments = {name: value for name, value in vars(loader).items() if not name.startswith("_")}
     assert set(arguments) == theirs | EXTRAS
@@ -50,7 +51,7 @@ def test_a_framework_may_build_it_again_from_its_attributes() -> None:
         del arguments[name]
     again = type(loader)(**arguments, batch_sampler=[[1, 2], [3]])
     assert [labels.tolist() for _, labels in again] == [[1, 2], [3]]
-    assert (again.prefetch_memory, again.seed_albumentations) == (12345, False)
+    assert (again.max_prefetch_memory, again.seed_albumentations) == ("12345B", False)
 
 
 def test_making_a_loader_takes_nothing() -> None:
@@ -107,8 +108,30 @@ def test_attributes_are_read_again_at_the_next_epoch() -> None:
     with pytest.raises(ValueError, match=r"memory_format should be None or torch\.channels_last"):
         fastload.DataLoader(IMAGES, memory_format=torch.preserve_format)  # type: ignore[arg-type]
     for wrong in ("many", -1):
-        with pytest.raises(ValueError, match=f"^prefetch_memory={wrong!r} is not an amount of memory: "):
-            fastload.DataLoader(IMAGES, prefetch_memory=wrong)
+        with pytest.raises(ValueError, match=f"^max_prefetch_memory={wrong!r} is not an amount of memory: "):
+            fastload.DataLoader(IMAGES, max_prefetch_memory=wrong)
+
+
+class _WithoutLength:
+    def __len__(self) -> int:
+        raise AssertionError("a repr reads no length")
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_repr_is_one_line_with_what_was_set() -> None:
+    """It reads nothing from the dataset, and works before and after the constructor and for subclasses."""
+    loader = fastload.DataLoader(_WithoutLength(), 4, sampler=[1, 2])  # type: ignore[arg-type]
+    assert repr(loader) == "DataLoader(_WithoutLength, batch_size=4, sampler=list, num_workers=0)"
+    loader = fastload.DataLoader(
+        IMAGES, 4, True, num_workers=2, seeding="sample", device="cpu", device_transform=torch.nn.Identity()
+    )
+    assert repr(loader) == (
+        "DataLoader(Made, batch_size=4, shuffle=True, num_workers=2, seeding='sample', device='cpu', "
+        "device_transform=Identity)"
+    )
+    assert repr(_OwnIterators.__new__(_OwnIterators)).startswith("_OwnIterators(NoneType")
 
 
 # --- channels-last ---------------------------------------------------------------------------------------

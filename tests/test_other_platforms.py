@@ -71,11 +71,11 @@ def plain(batch):
 
 found = {}
 expected = [plain(batch) for batch in made(torch.utils.data.DataLoader, source)]
-file = "lmdb:" + tempfile.mkdtemp() + "/cache.lmdb"
+file = fastload.CachedDataset.build(source, tempfile.mkdtemp() + "/x.lmdb", num_workers=0, progress=False)
 caches = {
     "none": source,
     "ram": fastload.CachedDataset(source),
-    "file": fastload.CachedDataset(source, cache=file, num_workers=0, progress=False),
+    "file": fastload.CachedDataset(source, cache=file),
 }
 found["layouts"] = {name: dataset.cache_info().layout for name, dataset in caches.items() if name != "none"}
 for num_workers in WORKERS:
@@ -167,14 +167,14 @@ from tests.kit.datasets import Made
 
 assert Segment.create(1).nbytes == PAGE_BYTES
 for kind in (Images, RaggedImages, MixedImages):
-    for max_memory in ("auto", 5 * PAGE_BYTES):
+    for max_memory in ("auto", f"{5 * PAGE_BYTES}B"):
         dataset = kind(40)
         cached = fastload.CachedDataset(dataset, max_memory=max_memory)
         for _ in range(2):
             for index in range(40):
                 assert_same_samples(cached[index], dataset.sample(index))
         info = cached.cache_info()
-        assert info.num_cached == 40 if max_memory == "auto" else 0 < info.nbytes <= max_memory
+        assert info.num_cached == 40 if max_memory == "auto" else 0 < info.nbytes <= 5 * PAGE_BYTES
 
 values, names = np.arange(1 << 16).reshape(-1, 512), fastload.SharedList(map(str, range(128)))
 arrays = Made(lambda index: (values[index], int(names[index])), 128)

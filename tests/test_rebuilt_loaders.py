@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 IMAGES = datasets.Made(datasets.image, 12)
 CHANNELS_LAST = {"memory_format": torch.channels_last}
 LOST: dict[str, dict[str, Any]] = {
-    'rng="sample"': {"rng": "sample"},
+    'seeding="sample"': {"seeding": "sample"},
     "device": {"device": "cpu"},
     "device, device_transform": {"device": "cpu", "device_transform": datasets.mixed_up},
-    'rng="sample", device': {"rng": "sample", "device": "auto", **CHANNELS_LAST},
+    'seeding="sample", device': {"seeding": "sample", "device": "auto", **CHANNELS_LAST},
 }
-OTHERS: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": datasets.mixed_up}
+OTHERS: dict[str, Any] = {"seeding": "sample", "device": "cpu", "device_transform": datasets.mixed_up}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def warned(loader: Any) -> tuple[list[Any], list[str]]:
 
 @pytest.mark.parametrize(
     ("prepare", "names"),
-    [(prepared_as_accelerate_does, names) for names in LOST] + [(prepared_as_ray_does, 'rng="sample"')],
+    [(prepared_as_accelerate_does, names) for names in LOST] + [(prepared_as_ray_does, 'seeding="sample"')],
 )
 def test_torch_s_loader_warns_of_what_it_lost(names: str, prepare: Any) -> None:
     """Once for each process and loss, with the names of the arguments that have no effect, and what to do."""
@@ -85,13 +85,14 @@ def test_one_of_torch_s_workers_warns(interpreter: Interpreter) -> None:
     """Of two workers the first writes the warning to stderr, once in two epochs of persistent workers."""
     program = (
         "import fastload, tests.test_rebuilt_loaders as these\n"
-        "loader = fastload.DataLoader(range(8), 2, num_workers=2, persistent_workers=True, rng='sample')\n"
+        "workers = dict(num_workers=2, persistent_workers=True)\n"
+        "loader = fastload.DataLoader(range(8), 2, seeding='sample', **workers)\n"
         "prepared = these.prepared_as_accelerate_does(loader)\n"
         "assert [len(list(prepared)) for _ in range(2)] == [4, 4]\n"
     )
     done = interpreter.run(program)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count('have no effect on its batches: rng="sample"') == 1
+    assert done.stderr.count('have no effect on its batches: seeding="sample"') == 1
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -108,7 +109,7 @@ def test_the_memory_format_is_not_lost(num_workers: int) -> None:
 def test_our_own_iterators_use_the_collate_fn_itself(num_workers: int, way: dict[str, Any]) -> None:
     """Nothing is lost here, and nothing is warned of."""
     options: Any = {"num_workers": num_workers, "collate_fn": _collate, **way, **CHANNELS_LAST}
-    lost: Any = {"rng": "sample", "device": "cpu", "device_transform": _first}
+    lost: Any = {"seeding": "sample", "device": "cpu", "device_transform": _first}
     batches, texts = warned(DataLoader(IMAGES, 4, **options, **lost))
     assert texts == []
     assert [tuple(batch.shape) for batch in batches] == [(4, 3, 8, 8)] * 3
@@ -149,7 +150,7 @@ class Mixup:
 def test_it_looks_like_the_user_s_own() -> None:
     """Attributes are read, set and deleted on the inner one; equality, hash and signature are its own."""
     mixup = Mixup()
-    loader = DataLoader(IMAGES, 2, rng="sample", collate_fn=mixup)
+    loader = DataLoader(IMAGES, 2, seeding="sample", collate_fn=mixup)
     collate: Any = loader.collate_fn
     collate.mixup_enabled = False
     assert loader.collate_fn.mixup_enabled is mixup.mixup_enabled is False  # type: ignore[attr-defined]
@@ -159,14 +160,14 @@ def test_it_looks_like_the_user_s_own() -> None:
     assert len({collate, mixup}) == 1
     assert repr(mixup) in repr(collate)
     assert inspect.signature(collate) == inspect.signature(mixup)
-    assert DataLoader(IMAGES, 2, rng="sample", collate_fn=_collate).collate_fn.__name__ == "_collate"
+    assert DataLoader(IMAGES, 2, seeding="sample", collate_fn=_collate).collate_fn.__name__ == "_collate"
     with pytest.raises(AttributeError, match="nothing"):
         collate.nothing  # noqa: B018
 
 
 def test_it_can_be_pickled() -> None:
     """With what it knows of its loader."""
-    loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate, **CHANNELS_LAST)  # type: ignore[arg-type]
+    loader = DataLoader(IMAGES, 4, seeding="sample", collate_fn=_collate, **CHANNELS_LAST)  # type: ignore[arg-type]
     twin = pickle.loads(pickle.dumps(loader.collate_fn))
     batches, texts = warned(tud.DataLoader(IMAGES, 4, collate_fn=twin))
     assert twin == _collate
@@ -175,7 +176,7 @@ def test_it_can_be_pickled() -> None:
 
 def test_a_loader_of_ours_takes_the_inner_one() -> None:
     """Frameworks that build our class again (Lightning, ignite), by attributes or by vars, nest nothing."""
-    loader = DataLoader(IMAGES, 4, rng="sample", collate_fn=_collate)
+    loader = DataLoader(IMAGES, 4, seeding="sample", collate_fn=_collate)
     assert type(loader.collate_fn) is LoaderCollate
     assert DataLoader(IMAGES, 4, collate_fn=loader.collate_fn).collate_fn is _collate
     others = ("sampler", "batch_sampler")
@@ -191,7 +192,7 @@ def test_a_subclass_may_have_a_method_of_this_name() -> None:
 
     class Own(DataLoader):
         def __init__(self, dataset: Any) -> None:
-            super().__init__(dataset, 4, collate_fn=self.collate_fn, rng="sample")
+            super().__init__(dataset, 4, collate_fn=self.collate_fn, seeding="sample")
 
         def collate_fn(self, samples: Any) -> Any:
             return len(samples)

@@ -149,7 +149,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     assert (figures.num_batches, figures.num_samples) == (5, 18)
     assert counts.histogram.total() == 4
     if way and way.get("in_order", True):
-        assert 0 < (figures.worker_utilisation or 0) <= 1
+        assert 0 < (figures.worker_utilization or 0) <= 1
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_restarted_workers_and_copies_count(tmp_path: Any) -> None:
     with DataLoader(datasets.Made(make, 40), 4, num_workers=2, max_worker_restarts=2) as loader:
         assert len(list(loader)) == 10
         assert (loader.stats().num_restarts, loader.stats().num_batches) == (1, 10)
-    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, prefetch_memory=1) as loader:
+    with DataLoader(datasets.Made(datasets.image, 64), 4, num_workers=1, max_prefetch_memory="1B") as loader:
         held = list(loader)
         assert len(held) == 16
         assert 0 < loader.stats().num_copies <= 16
@@ -229,7 +229,7 @@ def test_every_access_to_a_cached_sample_counts(num_workers: int, wrap: str, tmp
     elif wrap == "a user's":
         dataset = datasets.Made(lambda index: inner[2 * index] + inner[2 * index + 1], 11)
     else:
-        fastload.CachedDataset(ROWS, cache=f"lmdb:{tmp_path}/rows", progress=False).cache.close()
+        fastload.CachedDataset.build(ROWS, tmp_path / "rows", progress=False).close()
         transform = None if wrap == "tiers" else torch.clone
         dataset = fastload.CachedDataset(ROWS, transform, cache=["ram", f"lmdb:{tmp_path}/rows"])
     with DataLoader(dataset, 4, num_workers=num_workers) as loader:
@@ -270,7 +270,7 @@ def test_waits_steps_and_first_batches_are_told_apart(clock: list[int]) -> None:
     assert figures.wait_share == 14 / 164
 
 
-def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
+def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -> None:
     """Two workers that were busy for 3 s together, in an epoch of 2 s."""
     loader = DataLoader(ROWS, 4)
     recorder = recorder_of(loader)
@@ -279,7 +279,7 @@ def test_utilisation_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     measured.count(clock[0] - 2 * S, (4, 0))
     recorder.add(Work(1_000_000))
     recorder.add(Work(2_000_000))
-    assert loader.stats().worker_utilisation == 0.75
+    assert loader.stats().worker_utilization == 0.75
 
 
 @given(st.lists(WAIT_NS, max_size=50), st.lists(WAIT_NS, min_size=1, max_size=300))

@@ -40,8 +40,8 @@ from fastload.nested.tree import map_leaves, private_copy
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.images.layout import Layout
-    from fastload.memory.lease import Arena
+    from fastload.images.layout import ImageLayout
+    from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
 # With one thread, writing a warm tensor of at least this size to its row takes no longer than stacking it at
@@ -65,7 +65,7 @@ class _MismatchError(Exception):
 class _Batch:
     """What all leaves of one batch share."""
 
-    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
         self.arena = arena
         self.in_worker = in_worker
         self.has_threads = torch.get_num_threads() > 1
@@ -86,12 +86,12 @@ class _Batch:
         own: dict[Any, Any] = {torch.Tensor: self._stack, np.ndarray: self._stack_arrays}
         return torch_collate.collate(values, collate_fn_map={**rules, **own})
 
-    def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> Layout | None:
+    def layout(self, leaf: torch.Tensor | np.ndarray[Any, Any]) -> ImageLayout | None:
         """The layout of a leaf of a sample whose batch gets channels-last strides; None for other leaves."""
         return _layout(tuple(leaf.shape), leaf.dtype) if self._channels_last else None
 
 
-def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
+def _stack(arena: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
@@ -104,13 +104,13 @@ def _stack(arena: Arena, tensors: Any, *, collate_fn_map: Any) -> Any:
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
-def _stack_arrays(arena: Arena, arrays: Any, *, collate_fn_map: Any) -> Any:
+def _stack_arrays(arena: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for arrays, except that small arrays that are alike are stacked by NumPy."""
     stacked = stacked_arrays(arena, arrays)
     return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
-def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> Layout | None:
+def _layout(shape: tuple[int, ...], dtype: torch.dtype | np.dtype[Any]) -> ImageLayout | None:
     if isinstance(dtype, torch.dtype):
         return image_layout(shape, is_pixels=dtype is torch.uint8 or dtype.is_floating_point)
     return image_layout(shape, is_pixels=dtype == np.uint8 or dtype.kind == "f")
@@ -244,7 +244,7 @@ class RowCollate:
         channels_last: Lay `(C, H, W)` samples out to give batches channels-last strides.
     """
 
-    def __init__(self, arena: Arena, *, in_worker: bool, channels_last: bool) -> None:
+    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
         self.takes_deferred = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None

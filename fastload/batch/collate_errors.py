@@ -14,8 +14,8 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.images.encoded import EncodedImage
-from fastload.nested.advice import advice
-from fastload.nested.tree import outline
+from fastload.nested.leaves import suggestion
+from fastload.nested.tree import structure_of
 from fastload.system.notes import add_note
 
 _NUMBERS = (int, float, np.number, np.bool_)
@@ -65,8 +65,8 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
     is_container = isinstance(first, (Mapping, Sequence))
     if not is_container and not _is_numeric(first):
         kind = type(first)
-        text = outline(first) if kind is np.ndarray else f"of type {kind.__module__}.{kind.__qualname__}"
-        cure = "return arrays of numbers" if kind is np.ndarray else advice(first, _BATCHED)
+        text = structure_of(first) if kind is np.ndarray else f"of type {kind.__module__}.{kind.__qualname__}"
+        cure = "return arrays of numbers" if kind is np.ndarray else suggestion(first, _BATCHED)
         return (
             f"{path} is {text}, which default_collate cannot batch: {cure}. Change it in the dataset, or in "
             "its transform"
@@ -75,8 +75,8 @@ def _cause(values: Sequence[Any], path: str) -> str | None:
         if not _fits(first, other):
             is_shape = _is_array(first) and _is_array(other) and tuple(first.shape) != tuple(other.shape)
             return (
-                f"{path} is {outline(first)} in the first sample of the batch and {outline(other)} in sample "
-                f"{number} of the batch: {_ONE_SHAPE if is_shape else _ONE_TYPE}"
+                f"{path} is {structure_of(first)} in the first sample of the batch and {structure_of(other)} "
+                f"in sample {number} of the batch: {_ONE_SHAPE if is_shape else _ONE_TYPE}"
             )
     if not is_container:
         return None

@@ -23,7 +23,7 @@ from fastload.batch.failures import Replacer, path_of
 from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.batch.source import batch_source_of, inside_subsets
 from fastload.batch.stacking import is_torch_default
-from fastload.memory.lease import Buffers, WritingInto
+from fastload.memory.lease import BufferPool, allocating_in
 from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import SampleKey
 from fastload.system.notes import add_note, short_repr
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.source import BatchSource
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
     from fastload.rng.sample_rng import SampleSeeder
 
@@ -103,7 +103,7 @@ class Fetcher:
         self,
         settings: FetchSettings,
         dataset: Any,
-        arena: Arena,
+        arena: BumpAllocator,
         *,
         in_worker: bool,
         seeder: SampleSeeder | None,
@@ -118,13 +118,13 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = WritingInto(arena), Buffers(_SCRATCH_BYTES)
-            arena = self._scratch.arena
+            self._results, self._scratch = allocating_in(arena), BufferPool(_SCRATCH_BYTES)
+            arena = self._scratch
         self._arena = arena
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = WritingInto(arena if in_worker else None)
+        self._stacking = allocating_in(arena if in_worker else None)
         self._source = None if settings.is_iterable else batch_source_of(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.memory.lease import ALIGNMENT_BYTES, Arena
+from fastload.memory.lease import ALIGNMENT_BYTES, BumpAllocator
 from fastload.memory.segment import round_up
 
 # Where one tensor or array lies in a slot, as built-in types, which pickle in a sixth of the time:
@@ -103,7 +103,7 @@ class _Unpacker(pickle.Unpickler):
         return self._leaves[number]
 
 
-def pack(batch: Any, arena: Arena, packer_type: type[Packer] = Packer) -> Packed:
+def pack(batch: Any, arena: BumpAllocator, packer_type: type[Packer] = Packer) -> Packed:
     """Lay ``batch`` out in the arena's memory, which grows if necessary.
 
     Leaves whose bytes are in the arena already are not moved, unless the arena must grow.
@@ -120,8 +120,8 @@ def pack(batch: Any, arena: Arena, packer_type: type[Packer] = Packer) -> Packed
     if leaves is None:
         # The batch outgrew its slot: lay all leaves out again in larger memory.
         total_bytes = sum(round_up(_span(leaf) * leaf.itemsize, ALIGNMENT_BYTES) for leaf in packer.leaves)
-        arena.begin(None)
-        arena.place(total_bytes)
+        arena.begin()
+        arena.reserve(total_bytes)
         arena.used_bytes = 0
         leaves = _place(packer.leaves, arena)
         if leaves is None:
@@ -144,7 +144,7 @@ def restore(packed: Packed, leaves: list[Any]) -> Any:
     return _Unpacker(packed.skeleton, leaves).load()
 
 
-def _place(batch_leaves: list[Any], arena: Arena) -> list[PackedLeaf] | None:
+def _place(batch_leaves: list[Any], arena: BumpAllocator) -> list[PackedLeaf] | None:
     """Copy leaves that are not in the arena into it; return all places, or None if they do not fit."""
     placed = []
     start = end = 0
@@ -159,7 +159,7 @@ def _place(batch_leaves: list[Any], arena: Arena) -> list[PackedLeaf] | None:
         is_dense = not is_array or value.flags.forc
         offset = address - start
         if span and not (is_dense and start <= address < end):
-            place = arena.place(span * value.itemsize)
+            place = arena.reserve(span * value.itemsize)
             if place is None:
                 return None
             offset = place

@@ -30,7 +30,7 @@ class BatchSource(Protocol):
     def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
         """The batch of these indices, equal to ``default_collate([dataset[i] for i in indices])``.
 
-        It must draw no random numbers: with ``rng="sample"``, no generator is set for it.
+        It must draw no random numbers: with ``seeding="sample"``, no generator is set for it.
 
         Args:
             indices: The sampler's, in the order of the batch.

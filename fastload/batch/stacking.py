@@ -17,12 +17,12 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from fastload.batch.packing import is_plain
-from fastload.memory.lease import current_arena
+from fastload.memory.lease import current_allocator
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
 
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
 ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
@@ -40,7 +40,7 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
 
 
 def install_slot_rules() -> None:
-    """Let default_collate stack tensors and arrays into a slot within a `WritingInto` block.
+    """Let default_collate stack tensors and arrays into a slot within an `allocating_in` block.
 
     Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
     """
@@ -53,11 +53,11 @@ def install_slot_rules() -> None:
             _default_rules = tuple((key, slot_rule if key is kind else rule) for key, rule in _default_rules)
 
 
-def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
+def rows_for(arena: BumpAllocator, tensors: Any) -> torch.Tensor:
     """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
-        SegmentError: The memory could not be allocated; torch's own rule would need the same amount.
+        SharedMemoryError: The memory could not be allocated; torch's own rule would need the same amount.
     """
     first = tensors[0]
     memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
@@ -66,7 +66,7 @@ def rows_for(arena: Arena, tensors: Any) -> torch.Tensor:
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
-    arena = current_arena()
+    arena = current_allocator()
     if arena is not None and batch[0].numel() and is_plain(batch[0]):
         rows = rows_for(arena, batch)
         with contextlib.suppress(Exception):  # torch's own rule below raises the error
@@ -74,7 +74,7 @@ def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
-def stacked_arrays(arena: Arena, arrays: Any) -> torch.Tensor | None:
+def stacked_arrays(arena: BumpAllocator, arrays: Any) -> torch.Tensor | None:
     """Small arrays, `(len(arrays), *shape)`, in memory of ``arena``; None if torch's rule has to stack them.
 
     NumPy copies all of them in one call, in a third of the time of a loop over rows or of torch's rule.
@@ -94,7 +94,7 @@ def stacked_arrays(arena: Arena, arrays: Any) -> torch.Tensor | None:
 
 def _array_slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for arrays in a worker, with the slot instead of new shared memory."""
-    arena = current_arena()
+    arena = current_allocator()
     stacked = None if arena is None else stacked_arrays(arena, batch)
     if stacked is None:
         return ARRAY_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from fastload.bench.subprocess_runner import in_a_line
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.record import encode
 from fastload.cache.random_check import probe
-from fastload.cache.sources import PreparedDataset
+from fastload.cache.sources import PreTransformedDataset
 from fastload.errors import CacheError, UnsupportedSampleError
 from fastload.loader import DataLoader
 
@@ -88,7 +88,7 @@ def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
 
 def with_transform(dataset: Any, transform: Callable[..., Any] | None) -> Any:
     """The dataset with a transform behind it, which gets the samples as that of a CachedDataset does."""
-    return dataset if transform is None else PreparedDataset(dataset, transform)
+    return dataset if transform is None else PreTransformedDataset(dataset, transform)
 
 
 def _why_no_batch(samples: Sequence[Any]) -> str:
@@ -125,7 +125,7 @@ def warm(dataset: Any, num_workers: int) -> None:
 def build(dataset: Any, path: str, num_workers: int) -> float:
     """Build an LMDB cache; returns the seconds that it took."""
     started_s = time.perf_counter()
-    CachedDataset(dataset, cache=f"lmdb:{path}", num_workers=num_workers, progress=False)
+    CachedDataset.build(dataset, path, num_workers=num_workers, progress=False).close()
     return time.perf_counter() - started_s
 
 
@@ -142,7 +142,7 @@ def measure(
     """
     num_samples = len(dataset)
     if contender.cache == "lmdb":
-        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}", progress=False)
+        dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}")
     elif contender.cache == "ram":
         # A key of this run: it must not find a different process's cache, which is already filled.
         key = f"fastload bench, process {os.getpid()}"

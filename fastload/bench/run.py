@@ -22,8 +22,7 @@ from fastload.bench.result import Result, Row, this_machine
 from fastload.bench.subprocess_runner import RunFailedError, call
 from fastload.cache.dataset import CachedDataset
 from fastload.system.budget import parse_memory
-from fastload.system.cpu_times import CpuTimes, others_share
-from fastload.system.cpus import worthwhile_cpus
+from fastload.system.cpus import CpuTimes, others_share, worthwhile_cpus
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fastload.batch.source import Allocate, BatchSource
     from fastload.cache.format.sample_cache import SampleCache
 
-# Samples of a CachedDataset went through `prepare` and `transform`. If it had the wrapped dataset's
+# Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
 # fingerprint, other jobs would take a cache of these samples for a cache of that dataset, and get wrong
 # images. The state and the epoch of that dataset do not describe cached samples. Neither a new epoch nor the
 # setters of Hugging Face datasets can change the samples that are cached later.
@@ -83,28 +83,29 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
-            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `prepare` converts
-            other samples, such as PIL images, graphs and subclasses of tensors.
+            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `pre_transform`
+            converts other samples, such as PIL images, graphs and subclasses of tensors.
         transform: The random part, run on every access: an albumentations pipeline (it gets the targets of a
             dict sample, the sample if it is an array, or else its first element) or any other callable (it
             gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
             albumentations' own transforms gets the cached arrays, read-only, if that saves the copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist), `"lmdb:s3://..."` or any other URL
-            (downloaded once per host; `fastload cache build` must have built it), `["ram", "lmdb:PATH"]`
-            (samples read from the file are kept in RAM), or a cache object. `"ram-encoded"` caches the files
-            of undecoded images, which take a fifth to a fifteenth of the memory, and decodes them on every
-            access; `["ram", "ram-encoded"]` keeps as many samples decoded as `max_memory` allows beside the
-            files of the others. None stores nothing, and reads the dataset every time.
-        prepare: The deterministic part, run once per sample, before it is cached; called like `transform`.
-        cache_key: A name that always means these samples, after `prepare`. Ranks and jobs of this user with
-            the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and torch's
-            Subset of one) are shared without a key. Of any other dataset, each rank has its own cache.
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist; see `build`), `"lmdb:s3://..."` or
+            any other URL (downloaded once per host; `fastload cache build` must have built it),
+            `["ram", "lmdb:PATH"]` (samples read from the file are kept in RAM), or a cache object.
+            `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
+            memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
+            as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
+                every time.
+        pre_transform: The deterministic part, run once per sample, before it is cached; called like
+            `transform`.
+        cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
+            with the same key share one cache in RAM. Datasets with a `fingerprint()` (ImageFolder, and
+            torch's Subset of one) are shared without a key. Of any other dataset, each rank has its own
+            cache.
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
             host, divided by the number of ranks there.
-        num_workers: Number of processes to build an LMDB cache; None for one per usable CPU.
-        progress: Show the progress of that build.
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
@@ -116,15 +117,15 @@ class CachedDataset(Dataset[Any]):
     Attributes:
         dataset: As given.
         transform: As given; can be set. Set a new pipeline instead of modifying this one in place.
-        prepare: As given.
+        pre_transform: As given.
         cache_key: As given.
         cache: The cache in use; `cache.explain()` says why.
         decode: As given.
 
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
-            `prepare` is not callable.
-        RandomDatasetError: Reading a sample twice gave different results.
+            `pre_transform` is not callable.
+        NondeterministicDatasetError: Reading a sample twice gave different results.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
@@ -136,33 +137,62 @@ class CachedDataset(Dataset[Any]):
         transform: Callable[..., Any] | None = None,
         *,
         cache: str | SampleCache | Sequence[str | SampleCache] | None = "ram",
-        prepare: Callable[..., Any] | None = None,
+        pre_transform: Callable[..., Any] | None = None,
         cache_key: str | None = None,
         max_memory: str | float = "auto",
-        num_workers: int | None = None,
-        progress: bool = True,
         decode: Literal["exact", "fast"] = "exact",
     ) -> None:
         _check_map_style(dataset)
         check_decode(decode)
-        for role, function in (("transform", transform), ("prepare", prepare)):
+        for role, function in (("transform", transform), ("pre_transform", pre_transform)):
             if function is not None:
                 check_callable(role, function)
         self.dataset = dataset
         self.transform = transform
-        self.prepare = prepare
+        self.pre_transform = pre_transform
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, prepare, cache_key, max_memory, num_workers, progress)
+        opener = Opener(dataset, pre_transform, cache_key, max_memory)
         self.cache = opener.open(cache)
         self._stores = cache is not None
         self._source = opener.source
         self._holds_images = opener.holds_images
         self._jpegs = opener.jpegs
         self.decode = decode
+
+    @staticmethod
+    def build(
+        dataset: Any,
+        path: str | os.PathLike[str],
+        *,
+        pre_transform: Callable[..., Any] | None = None,
+        cache_key: str | None = None,
+        num_workers: int | None = None,
+        progress: bool = True,
+    ) -> LMDBCache:
+        """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
+
+        Args:
+            dataset: As for this class.
+            path: The file, or the directory of shards.
+            pre_transform: As for this class.
+            cache_key: As for this class.
+            num_workers: Processes that read; None for one per usable CPU, 0 for none.
+            progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+
+        Raises:
+            CacheBusyError: Another process is building it.
+            Exception: As this class.
+        """
+        from fastload.cache.open_cache import Opener  # here: as above
+
+        _check_map_style(dataset)
+        opener = Opener(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        cache: Any = opener.open(f"lmdb:{os.fspath(path)}")
+        return cache  # type: ignore[no-any-return]
 
     @classmethod
     def from_cache(
@@ -236,7 +266,7 @@ class CachedDataset(Dataset[Any]):
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
-        for role, function in (("prepare", self.prepare), ("transform", self.transform)):
+        for role, function in (("pre_transform", self.pre_transform), ("transform", self.transform)):
             if function is not None:
                 parts.append(f"{role}={getattr(function, '__name__', type(function).__name__)}")
         return f"{type(self).__name__}({', '.join(parts)})"

@@ -65,12 +65,12 @@ def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
 
     Args:
         dataset: Map-style.
-        is_needed: Whether samples with decoded images are of no use. An ImageFolder with `size=` has only
-            decoded ones: its samples then raise ValueError, with advice.
+        is_needed: Whether samples with decoded images are of no use. An ImageFolder with `size=` or a
+            transform has only decoded ones: its samples then raise ValueError, with advice.
     """
     if _has_encoded(type(dataset)):
-        is_resized = isinstance(dataset, ImageFolder) and dataset.size is not None
-        return dataset if is_resized and not is_needed else EncodedSamples(dataset)
+        decodes = isinstance(dataset, ImageFolder) and not dataset.has_encoded
+        return dataset if decodes and not is_needed else EncodedSamples(dataset)
     if type(dataset) is Subset:
         return Subset(encoded_source(dataset.dataset, is_needed=is_needed), dataset.indices)
     if type(dataset) is ConcatDataset:

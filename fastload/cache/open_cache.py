@@ -44,11 +44,11 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.sources import StoredSamples, decoded_source
 from fastload.cache.tiers import Stack, split_budget
-from fastload.errors import CacheBusyError, CacheMismatchError, SegmentError
-from fastload.files.remote import is_url, local_path
+from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, outline
-from fastload.system.budget import available_bytes, parse_memory
+from fastload.nested.tree import first_difference, structure_of
+from fastload.system.budget import available_bytes, check_memory, parse_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
 
@@ -68,7 +68,7 @@ _MEASURED = 64  # samples whose sizes decide how memory is split between decoded
 
 @dataclass
 class Opener:
-    """Opens the caches of one dataset; the arguments are those of CachedDataset.
+    """Opens the caches of one dataset; the arguments are those of CachedDataset and its `build`.
 
     Attributes:
         source: The dataset after its deterministic part; its samples are cached.
@@ -78,17 +78,17 @@ class Opener:
     """
 
     dataset: Any
-    prepare: Callable[..., Any] | None
+    pre_transform: Callable[..., Any] | None
     key: str | None
-    max_memory: str | float
-    num_workers: int | None
-    progress: bool
+    max_memory: str | float = "auto"
+    num_workers: int | None = None
+    progress: bool = True
 
     def __post_init__(self) -> None:
-        parse_memory(self.max_memory)  # raises before anything is read
+        check_memory(self.max_memory, name="max_memory")  # raises before anything is read
         self.holds_images = False
         self.jpegs: LMDBCache | StoredSamples | None = None
-        self.source = decoded_source(self.dataset, self.prepare)
+        self.source = decoded_source(self.dataset, self.pre_transform)
         check_key(self.key)
         self.examples: dict[int, Any] = {}
         self._num_samples = len(self.dataset)
@@ -98,7 +98,7 @@ class Opener:
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
-        return fingerprint_of(self.dataset, key=self.key, prepare=self.prepare)
+        return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)
 
     @functools.cached_property
     def shared_as(self) -> Fingerprint | None:
@@ -109,12 +109,12 @@ class Opener:
         """Make the source return undecoded images.
 
         Raises:
-            ValueError: The dataset has none, or `prepare` needs decoded ones.
+            ValueError: The dataset has none, or `pre_transform` needs decoded ones.
         """
-        if self.prepare is not None:
+        if self.pre_transform is not None:
             raise ValueError(
-                f"{asked} stores images before they are decoded, but prepare= works on decoded ones: omit "
-                "prepare=, and do this in transform="
+                f"{asked} stores images before they are decoded, but pre_transform= works on decoded ones: "
+                "omit pre_transform=, and do this in transform="
             )
         self.source = encoded_source(self.dataset)
         self.holds_images = True
@@ -123,27 +123,27 @@ class Opener:
         if example is not None and not holds_images(example):
             raise ValueError(
                 f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] is "
-                f"{outline(example)}: return fastload.EncodedImage(path) instead of the decoded array, or "
-                "use fastload.ImageFolder"
+                f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
+                "or use fastload.ImageFolder"
             )
 
     def open(self, cache: str | SampleCache | Sequence[str | SampleCache] | None) -> SampleCache:
         """The requested cache, or tiers of caches.
 
         Raises:
-            RandomDatasetError: Reading a sample twice gave different results.
+            NondeterministicDatasetError: Reading a sample twice gave different results.
             UnsupportedSampleError: A value in a sample cannot be cached.
             CacheMismatchError: The cache was made from other samples.
             ValueError: `cache` is not a valid description of a cache.
         """
         if cache is None:
-            if self.prepare is None:
+            if self.pre_transform is None:
                 self.source = encoded_source(self.dataset, is_needed=False)
                 self.holds_images = True
             log.info("cache: none, every access reads the dataset")
             return Stack(self._num_samples)
         opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
-        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.plan.codec == "jpeg":
+        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.description.codec == "jpeg":
             self.jpegs, self.holds_images = opened, True
         for index, sample in self.examples.items():
             opened.put(index, sample)
@@ -173,9 +173,9 @@ class Opener:
                     return self._build_lmdb(path)
             cache = LMDBCache(path, progress=self.progress)
         if isinstance(cache, LMDBCache):
-            if cache.plan.codec == SOURCE:
+            if cache.description.codec == SOURCE:
                 self._use_encoded_source(url or cache.path)
-            if self.fingerprint is None or cache.plan.parts is None:
+            if self.fingerprint is None or cache.description.parts is None:
                 self._examine()
             first = self.examples.get(0)
             check_source(cache, self._num_samples, first, fingerprint=self.fingerprint, url=url)
@@ -191,7 +191,7 @@ class Opener:
             hint = f'pass cache="{_LMDB_PREFIX}{cache}" for the cache at this path' if is_place else _USAGE
             raise ValueError(f"cache={cache!r} is not a cache: {hint}")
         if isinstance(cache, StoredSamples) and self.dataset is cache:
-            self.holds_images = cache.plan.codec == SOURCE
+            self.holds_images = cache.description.codec == SOURCE
             return cache
         self._examine()
         if cache.num_samples != self._num_samples:
@@ -228,7 +228,7 @@ class Opener:
         if reason is None:
             try:
                 return self._open_shared()
-            except SegmentError as error:
+            except SharedMemoryError as error:
                 reason = str(error)
         self._examine()
         max_bytes = self._ram_bytes(is_shared=False)
@@ -243,7 +243,7 @@ class Opener:
     def _open_shared(self) -> SharedMemoryCache:
         """The cache that another process holds, or a new one."""
         if self.shared_as is None:
-            why = why_private(self.dataset, self.prepare)
+            why = why_private(self.dataset, self.pre_transform)
         elif (found := self._open_registered(self.shared_as)) is not None:
             return found
         else:

@@ -15,7 +15,7 @@ import torch
 
 from fastload.cache.encoded import DecodedSamples, EncodedSamples
 from fastload.cache.format.record import decode, encode
-from fastload.errors import CacheError, RandomDatasetError
+from fastload.errors import CacheError, NondeterministicDatasetError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from fastload.rng.entry_points import RandomSource, seeded_by
@@ -43,7 +43,7 @@ def probe(
         look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:
-        RandomDatasetError: Reading a sample twice gave different results; names the leaf.
+        NondeterministicDatasetError: Reading a sample twice gave different results; names the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
     samples = {}
@@ -60,7 +60,7 @@ def probe(
                     of_user = (
                         dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
                     )
-                    raise RandomDatasetError(
+                    raise NondeterministicDatasetError(
                         f"{type(of_user).__name__}[{index}] returns a different sample on every access: "
                         f"{path} differs. A cache would freeze one draw. Move the random part out of the "
                         "dataset, to CachedDataset(dataset, transform), which runs it on every access"
@@ -125,13 +125,14 @@ def _random_state_kept() -> Iterator[None]:
 def reject_random(dataset: Any) -> None:
     """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
 
-    An `ImageFolder` is known not to; none of its files is read.
+    An `ImageFolder` without a transform is known not to; none of its files is read.
 
     Raises:
-        RandomDatasetError: Reading the first, the middle or the last sample twice gave different results.
+        NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different
+            results.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
-    if isinstance(dataset, ImageFolder):
+    if isinstance(dataset, ImageFolder) and dataset.transform is None:
         return
     last = len(dataset) - 1
     for index in sorted({0, last // 2, last}) if last >= 0 else ():

@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 
 from fastload.system.cgroups import read_text
-from fastload.system.launchers import number_in, ranks_of_host
-from fastload.system.process_group import process_group
+from fastload.system.ranks import number_in, process_group, ranks_of_host
 
 _SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
 

@@ -14,7 +14,7 @@ from typing import Any
 from fastload.batch.read_ahead import read_ahead
 from fastload.cache.encoded import decoded_nbytes, encoded_source
 from fastload.cache.random_check import probe
-from fastload.errors import ImageReadError, RandomDatasetError, UnsupportedSampleError
+from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
 from fastload.system.budget import parse_memory
@@ -61,7 +61,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     problem = ""
     try:
         probe(source, [min(sizes)], rechecked=[min(sizes)])
-    except RandomDatasetError as error:
+    except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
     found = {
         "num_samples": num_samples,

@@ -27,34 +27,34 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
 
-class PreparedDataset(DerivedSamples):
+class PreTransformedDataset(DerivedSamples):
     """A dataset whose samples pass through a deterministic function once, before they are cached.
 
     Args:
         dataset: Map-style.
-        prepare: An albumentations pipeline or any other callable, as for CachedDataset; it gets the dataset's
-            own sample.
+        pre_transform: An albumentations pipeline or any other callable, as for CachedDataset; it gets the
+            dataset's own sample.
 
     Raises:
-        TypeError: `prepare` is not callable.
+        TypeError: `pre_transform` is not callable.
     """
 
-    def __init__(self, dataset: Any, prepare: Callable[..., Any]) -> None:
+    def __init__(self, dataset: Any, pre_transform: Callable[..., Any]) -> None:
         super().__init__(dataset)
-        self.prepare = prepare
-        self._caller = TransformCaller(prepare, role="prepare")
+        self.pre_transform = pre_transform
+        self._caller = TransformCaller(pre_transform, role="pre_transform")
 
     def __getitem__(self, index: int) -> Any:
         sample = decode_images(self.dataset[index])
-        # A shallow copy for the note on an error, because `prepare` can modify the containers.
+        # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
         before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
         return self._caller.call(before, sample, index)
 
 
-def decoded_source(dataset: Any, prepare: Callable[..., Any] | None = None) -> Any:
+def decoded_source(dataset: Any, pre_transform: Callable[..., Any] | None = None) -> Any:
     """The dataset after its deterministic part, with decoded images."""
-    if prepare is not None:
-        return PreparedDataset(dataset, prepare)
+    if pre_transform is not None:
+        return PreTransformedDataset(dataset, pre_transform)
     inner = dataset
     while type(inner) is Subset:
         inner = inner.dataset
@@ -73,7 +73,7 @@ class StoredSamples(Dataset[Any], BaseCache):
     Attributes:
         cache: The same.
         classes: Class names of the dataset that it was built from, or None.
-        plan: What the files say about the cache.
+        description: What the files say about the cache.
     """
 
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
@@ -82,8 +82,8 @@ class StoredSamples(Dataset[Any], BaseCache):
 
     def __init__(self, cache: LMDBCache) -> None:
         self.cache = cache
-        self.classes = cache.plan.classes
-        self.plan = cache.plan
+        self.classes = cache.description.classes
+        self.description = cache.description
         self._indices = cache.stored_indices
         self.num_samples = self.num_cached = cache.num_cached
         self.nbytes = cache.nbytes
@@ -100,7 +100,11 @@ class StoredSamples(Dataset[Any], BaseCache):
 
     def fingerprint(self) -> dict[str, str]:
         """The id of the build that the samples come from."""
-        return {**(self.plan.parts or {}), "build": self.plan.build_id, "codec": self.plan.codec}
+        return {
+            **(self.description.parts or {}),
+            "build": self.description.build_id,
+            "codec": self.description.codec,
+        }
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""

@@ -1,4 +1,4 @@
-"""Calls the user's transform or prepare function: calling conventions, private copies, and notes on errors.
+"""Calls the user's transform or pre_transform: calling conventions, private copies, and notes on errors.
 
 Rules:
 
@@ -18,7 +18,7 @@ from fastload.augmentation.libraries import ANY_CALLABLE, library_of
 from fastload.cache.encoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
-from fastload.nested.tree import HiddenMemoryError, detached, outline, private_copy
+from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class TransformCaller:
         function: A pipeline of a library that `augmentation` knows, or any callable that takes a sample.
         decode: How undecoded images in a sample are decoded for a pipeline that begins with a crop, `"exact"`
             or `"fast"` (see CachedDataset); None: samples hold no undecoded images.
-        role: The name of the function's argument: `"transform"` or `"prepare"`.
+        role: The name of the function's argument: `"transform"` or `"pre_transform"`.
 
     Raises:
         TypeError: The function is not callable.
@@ -85,8 +85,8 @@ class TransformCaller:
             return self.call(sample, private_copy(sample), index, end)
         output = self.call(sample, sample, index, end)
         try:
-            return detached(output, sample)
-        except HiddenMemoryError:
+            return copy_views(output, sample)
+        except OpaqueLeafError:
             return copy.deepcopy(output)
 
     def call(self, sample: Any, argument: Any, index: int, end: Any = None) -> Any:
@@ -118,7 +118,7 @@ class TransformCaller:
             add_note(
                 error,
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
-                f"{outline(sample)}{advice and f'; {advice}'}",
+                f"{structure_of(sample)}{advice and f'; {advice}'}",
             )
             raise
 
@@ -134,7 +134,7 @@ def check_decode(decode: object) -> None:
 
 
 def check_callable(role: str, function: Any) -> None:
-    """Check that a `transform` or `prepare` can be called.
+    """Check that a `transform` or `pre_transform` can be called.
 
     Raises:
         TypeError: It is not callable, or is a class of transforms instead of an instance.

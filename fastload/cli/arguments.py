@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def is_url(path: str) -> bool:
     """Whether an argument is a URL that fsspec reads."""
-    from fastload.files.remote import is_url
+    from fastload.files.file_systems import is_url
 
     return is_url(path)
 
@@ -58,7 +58,7 @@ def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[st
                 raise CommandError(f"{name} should be a path on this machine, but is {text}: {hint}")
             check_url(text)
             return text
-        from fastload.files.remote import local_path
+        from fastload.files.file_systems import local_path
 
         text = local_path(text)
         if not text:

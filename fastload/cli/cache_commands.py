@@ -433,15 +433,17 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
 
     if isinstance(cache, Manifest):
+        plan = cache.plan
         path, report = cache.url, f"{cache.url}/{REMOTE_REPORT_NAME}"
         num_skipped, has_report = cache.num_left_out, cache.num_left_out > 0
     else:
+        plan = cache.description
         path, report = cache.path, f"{cache.path}.errors.jsonl"
         num_skipped, has_report = cache.num_samples - cache.num_cached, os.path.exists(report)
     return {
         "path": path,
-        **asdict(cache.plan),
-        "num_cached": cache.plan.num_samples - num_skipped,
+        **asdict(plan),
+        "num_cached": plan.num_samples - num_skipped,
         "num_skipped": num_skipped,
         "report": report if has_report else None,
         "nbytes": cache.nbytes,

@@ -53,7 +53,7 @@ def _root(
 # --- commands that run a script --------------------------------------------------------------------------
 
 CacheKind = StrEnum("CacheKind", ["RAM"])
-Rng = StrEnum("Rng", ["WORKER", "SAMPLE"])
+Seeding = StrEnum("Seeding", ["WORKER", "SAMPLE"])
 WorkerType = StrEnum("WorkerType", ["PROCESS", "THREAD"])
 
 _RUNS_A_SCRIPT: dict[str, Any] = {
@@ -81,8 +81,8 @@ def run(
             "dataset, a line says why it is not cached."
         ),
     ] = None,
-    rng: Annotated[
-        Rng | None,
+    seeding: Annotated[
+        Seeding | None,
         typer.Option(
             help="How random numbers are seeded: 'worker' as in torch (the default), or 'sample', the same "
             "for any number of workers."
@@ -108,15 +108,16 @@ def run(
     """Run SCRIPT as python does, with fastload.DataLoader instead of torch.utils.data.DataLoader.
 
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
-    everything after SCRIPT belongs to the script. --rng, --device, --worker-type and --seed-albumentations
-    apply to every loader of the script. At exit, a line on standard error says how many loaders were
-    replaced, and a second one whether albumentations pipelines were seeded, which changes their draws.
+    everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
+    --seed-albumentations apply to every loader of the script. At exit, a line on standard error says how many
+    loaders were replaced, and a second one whether albumentations pipelines were seeded, which changes their
+    draws.
     """
     from fastload.cli.script import run_script
     from fastload.integrations import patch
 
     given: dict[str, Any] = {
-        "rng": rng and rng.value,
+        "seeding": seeding and seeding.value,
         "device": device,
         "worker_type": worker_type and worker_type.value,
         "seed_albumentations": seed_albumentations,

@@ -37,7 +37,7 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
         if is_url(source):
             check_url(source)
-        return ImageFolder(source, size)
+        return ImageFolder(source, size=size)
     module, name = _parse_names(source)
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
@@ -59,7 +59,7 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
 
 def is_folder(source: str) -> bool:
     """Whether SOURCE is a folder of images, on this machine or at a URL."""
-    from fastload.files.remote import local_path
+    from fastload.files.file_systems import local_path
 
     return is_url(source) or os.path.isdir(local_path(source))
 
@@ -90,7 +90,7 @@ def setup_code(source: str, size: int | tuple[int, int] | None, transform: str |
     """The lines of Python that make the variables `dataset` and `transform`."""
     if is_folder(source):
         scaled = "" if size is None else f", size={size}"
-        from fastload.files.remote import local_path
+        from fastload.files.file_systems import local_path
 
         root = source if is_url(source) else os.path.abspath(local_path(source))
         lines = ["import fastload", f"dataset = fastload.ImageFolder({root!r}{scaled})"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.synchronous import STREAMLESS_TYPES, SynchronousDevice, why_no_streamless_device
+from fastload.device.synchronous import SYNCHRONOUS_TYPES, SynchronousDevice, why_no_synchronous_device
 from fastload.errors import DeviceUnavailableError
 from fastload.nested.device_tree import move_leaf
 from fastload.system.logs import say_once
@@ -105,12 +105,12 @@ def check_device(device: str | int | torch.device) -> torch.device | None:
     if not is_of_a_kind or (isinstance(device, int) and device < 0):
         raise ValueError(message)
     try:
-        asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        requested = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(message) from error
-    if asked.type not in ("cpu", "cuda", *STREAMLESS_TYPES):
+    if requested.type not in ("cpu", "cuda", *SYNCHRONOUS_TYPES):
         raise ValueError(message)
-    return asked
+    return requested
 
 
 def choose_backend(device: str | int | torch.device, asker: str) -> Backend | SynchronousDevice | None:
@@ -120,8 +120,8 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         DeviceUnavailableError: The requested device is not available.
         ValueError: As `check_device`.
     """
-    asked = check_device(device)
-    if asked is None:
+    requested = check_device(device)
+    if requested is None:
         reason = why_unavailable(None)
         if reason is None:
             return _CUDABackend(None)
@@ -129,19 +129,19 @@ def choose_backend(device: str | int | torch.device, asker: str) -> Backend | Sy
         level = logging.WARNING if any(map(os.path.exists, _DRIVERS)) else logging.INFO
         say_once(f"{asker}(device='auto') leaves the batches on the CPU: {reason}", level)
         return None
-    if asked.type == "cpu":
+    if requested.type == "cpu":
         return None
-    is_streamless = asked.type in STREAMLESS_TYPES
-    reason = why_no_streamless_device(asked) if is_streamless else why_unavailable(asked.index)
+    is_synchronous = requested.type in SYNCHRONOUS_TYPES
+    reason = why_no_synchronous_device(requested) if is_synchronous else why_unavailable(requested.index)
     if reason is not None:
         raise DeviceUnavailableError(
-            f"{asker} cannot use device={str(asked)!r}: {reason}. "
+            f"{asker} cannot use device={str(requested)!r}: {reason}. "
             "device='auto' uses the CPU where there is no CUDA"
         )
-    if is_streamless:
+    if is_synchronous:
         say_once(f"{asker}(device={str(device)!r}) is experimental: batches are not prefetched")
-        return SynchronousDevice(asked)
-    return _CUDABackend(asked.index)
+        return SynchronousDevice(requested)
+    return _CUDABackend(requested.index)
 
 
 def why_unavailable(index: int | None) -> str | None:
@@ -274,31 +274,25 @@ class _CUDABackend:
             yield
 
     def register(self, address: int, nbytes: int) -> str:
-        runtime: Any = torch.cuda.cudart()
-        with torch.cuda.device(self.device):
-            return self._outcome("cudaHostRegister", runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        return self._call("cudaHostRegister", address, nbytes, _PORTABLE)
 
     def unregister(self, address: int) -> str:
+        return self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *args: int) -> str:
+        """Call a function of CUDA's runtime; returns "", or why that failed."""
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
-            return self._outcome("cudaHostUnregister", runtime.cudaHostUnregister(address))
-
-    def _outcome(self, call: str, code: Any) -> str:
-        if int(code) == 0:
-            return ""
-        self._clear_error()
-        return f"{call} gave error {int(code)}, {torch.cuda.cudart().cudaGetErrorString(code)}"
-
-    def _clear_error(self) -> None:
-        """Clear the error that a failed call leaves behind: otherwise the next kernel would report it.
-
-        torch clears the error when it raises it: when any kernel is launched, and when the device has no
-        memory left for the kernel's tensor. If the second kernel fails too, the device itself has an error.
-        """
-        with contextlib.suppress(RuntimeError):
-            self._launch()
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._launch()
+            code = getattr(runtime, name)(*args)
+            if int(code) == 0:
+                return ""
+            # The next kernel would report the error. torch clears it when it raises it: when any kernel is
+            # launched, and when the device has no memory left for the kernel's tensor. If the second kernel
+            # fails too, the device itself has an error.
+            for errors in (RuntimeError, torch.OutOfMemoryError):
+                with contextlib.suppress(errors):
+                    self._launch()
+        return f"{name} gave error {int(code)}, {runtime.cudaGetErrorString(code)}"
 
     def _launch(self) -> None:
         torch.zeros(1, device=self.device).add_(1)

@@ -1,14 +1,9 @@
 """Register slots with the device: page-lock their mapped memory once, so the device reads them in place.
 
-Runs in the consumer's process, for the pool whose workers write the slots. Rules:
-
-1. A slot is registered only while it is unreferenced. A registered slot is lent only to callers that keep
-   each batch until the device has read it (`stream_prefetcher`). Any other caller gets memory that is not
-   registered.
-2. Memory is registered once, and unregistered before it is unmapped: registered memory is held here. Memory
-   is never unregistered while a copy from it is in flight.
-3. After the first failure no further slot is registered, and one log line gives the reason; copies of other
-   slots go through torch's pinned memory. A forked child has no device, and changes nothing.
+Runs in the consumer's process, for the pool whose workers write the slots. A registered slot is lent only to
+a caller that keeps each batch until the device has read it (`stream_prefetcher`). After the first failure no
+further slot is registered, and one log line gives the reason; copies of other slots go through torch's pinned
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +15,7 @@ import numpy as np
 import torch
 
 from fastload.batch.packing import is_plain
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
@@ -37,15 +32,13 @@ class RegisteredSlots:
     Args:
         backend: The device.
         stream: The stream on which it copies from the slots.
-
-    Attributes:
-        stream: As given.
     """
 
     def __init__(self, backend: Backend, stream: Any) -> None:
         self.stream = stream
         self._backend = backend
         self._pid = os.getpid()
+        # Holds the memory, so that it is unregistered before it is unmapped.
         self._addresses: dict[Memory, int] = {}
         self._has_failed = False
 
@@ -57,13 +50,12 @@ class RegisteredSlots:
             in_use: The memory of all slots.
         """
         if os.getpid() != self._pid:
-            return
-        wanted = set(in_use)
-        if (
-            not self._addresses.keys() <= wanted
-        ):  # the driver waits for the device, but slots drop memory seldom
-            for other in [known for known in self._addresses if known not in wanted and not known.is_leased]:
-                self._remove(other)
+            return  # a forked child has no device
+        used = set(in_use)
+        if not self._addresses.keys() <= used:  # seldom: the driver would wait for the device
+            # A copy may still read memory that a prefetcher holds: its views keep the lease alive.
+            for dropped in [old for old in self._addresses if old not in used and not old.is_leased]:
+                self._remove(dropped)
         if self._has_failed or memory in self._addresses:
             return
         reason = self._backend.register(memory.address, memory.nbytes)
@@ -80,6 +72,8 @@ class RegisteredSlots:
         if os.getpid() != self._pid or not self._addresses:
             return
         try:
+            # Before any memory is unregistered: an event behind all copies from the slots. Leaves that move
+            # on the caller's stream are covered, because the side stream waits for them.
             self._backend.synchronize(self._backend.record_event(self.stream))
             for memory in list(self._addresses):
                 self._remove(memory)
@@ -100,7 +94,7 @@ def hides_tensors(packed: Packed, batch: Any) -> bool:
     Tensors in these objects stay on the host when it copies the batch to the device. An object that has a
     ``to`` moves the tensors in its attributes and items.
     """
-    num_found = 0
+    num_tensors = 0
     seen: dict[int, Any] = {}  # containers and objects: pickle, too, writes each once
 
     def is_leaf(part: Any) -> bool:
@@ -112,16 +106,16 @@ def hides_tensors(packed: Packed, batch: Any) -> bool:
         return False
 
     def note(leaf: Any) -> Any:
-        nonlocal num_found
+        nonlocal num_tensors
         if isinstance(leaf, torch.Tensor):
-            num_found += is_plain(leaf)
+            num_tensors += is_plain(leaf)
         elif type(leaf) is np.ndarray:
-            num_found += not leaf.dtype.hasobject
+            num_tensors += not leaf.dtype.hasobject
         elif id(leaf) not in seen:  # it has a `to`
             seen[id(leaf)] = leaf
             for part in (*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, tuple) else ())):
-                map_movable(part, note, is_leaf)
+                map_device_leaves(part, note, is_leaf)
         return leaf
 
-    map_movable(batch, note, is_leaf)
-    return num_found < packed.num_places
+    map_device_leaves(batch, note, is_leaf)
+    return num_tensors < packed.num_places

@@ -10,32 +10,26 @@ from typing import Any
 
 import torch
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 
-STREAMLESS_TYPES = ("mps", "xpu")
+SYNCHRONOUS_TYPES = ("mps", "xpu")
 
 
 class SynchronousDevice:
-    """Moves whole batches to one device.
-
-    Args:
-        device: A device whose type is in `STREAMLESS_TYPES`.
-
-    Attributes:
-        device: As given.
-    """
+    """Moves whole batches to one device, whose type is in `SYNCHRONOUS_TYPES`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def move(self, batch: Any) -> Any:
         """The batch on the device; objects that are not tensors and have no `to` stay the same."""
-        return map_movable(batch, lambda leaf: leaf.to(self.device))
+        return map_device_leaves(batch, lambda leaf: leaf.to(self.device))
 
 
-def why_no_streamless_device(device: torch.device) -> str | None:
+def why_no_synchronous_device(device: torch.device) -> str | None:
     """Why torch has no such device here; None if it has one."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != device.type:
-        return f"torch {torch.__version__} finds {'no accelerator' if found is None else found.type} here"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
+        name = "no accelerator" if accelerator is None else accelerator.type
+        return f"torch {torch.__version__} finds {name} here"
     return None

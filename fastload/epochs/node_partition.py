@@ -22,8 +22,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from fastload.errors import ResumeError
-from fastload.system.launchers import number_in, ranks_of_host
-from fastload.system.process_group import process_group
+from fastload.system.ranks import number_in, process_group, ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

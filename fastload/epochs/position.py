@@ -45,7 +45,7 @@ class Position:
         samplers: States of the samplers, as `Sources.sampler_states` returns them, pickled by this
             process.
         base_seed: The seed from which torch seeds its workers.
-        sample_seed: The seed from which `rng="sample"` seeds each sample.
+        sample_seed: The seed from which `seeding="sample"` seeds each sample.
         num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
         is_finished: Whether the caller has seen the end of the epoch.

@@ -31,7 +31,7 @@ from fastload.epochs.node_partition import NodePartitionSampler
 from fastload.epochs.sampler_state import integer_or_none, length_or_none, nested_samplers
 from fastload.errors import RanksDisagreeError
 from fastload.system.logs import log
-from fastload.system.process_group import is_worker, process_group, store_of, watch_forks
+from fastload.system.ranks import is_worker, process_group, store_of, watch_forks
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

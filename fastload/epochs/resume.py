@@ -61,12 +61,12 @@ class Epoch:
         error: The error of a sampler's state_dict(), as torch sends errors.
         ahead: The arguments of `received` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_key: With `rng="sample"`: the index of the last fetched batch, and its key. With
+        fetched_key: With `seeding="sample"`: the index of the last fetched batch, and its key. With
             `in_order=False` torch's workers do not fetch in the order of the indices, and the two do not
             belong together.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
-        count_occurrences: With `rng="sample"`: counts how often each index comes; see `occurrence_counter`.
+        count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
         rank: That the loader reads for, if it transforms batches; 0 if it is unknown.
     """
 
@@ -82,7 +82,7 @@ class Epoch:
         self._goal: Position | None = None  # the position to return to, until `replay`
         self._is_of_other_rank = False  # whether a different rank saved it
         self._default_state: torch.Tensor | None = None  # the user's, which `replay` leaves unchanged
-        # With rng="sample": what was counted and not yet fetched.
+        # With seeding="sample": what was counted and not yet fetched.
         self._counted: deque[tuple[Any, BatchKey]] = collections.deque()
 
     def return_to(self, goal: Position, *, is_of_other_rank: bool) -> None:
@@ -330,7 +330,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
     if any(transform is not None for transform in transforms):
         epoch.rank = rank_of(loader) or 0
-    if getattr(loader, "rng", "worker") == "sample":
+    if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
         epoch.count_occurrences = occurrence_counter(num_samples, auto_collation=loader._auto_collation)
     progress.next_number = position.epoch + 1

@@ -23,7 +23,7 @@ from torch.utils.data.dataloader import _DatasetKind
 from fastload.batch.dataset_state import keeps_state
 from fastload.errors import ResumeError
 from fastload.system.notes import add_note
-from fastload.system.process_group import process_group
+from fastload.system.ranks import process_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

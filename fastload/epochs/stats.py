@@ -64,13 +64,13 @@ class LoaderStats:
             the device to do the work that the consumer had queued: the device's pace, not a wait for data.
         wait_share: Waits as a share of waits and steps: 0 if data was always ready, close to 1 if the
             consumer only waits. None if there was no wait.
-        worker_utilisation: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
+        worker_utilization: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
             count when the consumer takes them from their worker. None without workers and with torch's own.
         cache_hits: Samples of `CachedDataset`s found in the cache, including those of prefetched batches that
             no caller received. None if no sample of one was read, and with torch's own iterators.
         cache_misses: Samples of `CachedDataset`s read from their source, as above.
         num_copies: Batches copied because slots were scarce (the caller holds many batches, or
-            `prefetch_memory` is small), or because objects in them hide tensors from the device.
+            `max_prefetch_memory` is small), or because objects in them hide tensors from the device.
         num_restarts: Dead workers that were replaced.
     """
 
@@ -87,7 +87,7 @@ class LoaderStats:
     step_total_s: float
     device_wait_s: float
     wait_share: float | None
-    worker_utilisation: float | None
+    worker_utilization: float | None
     cache_hits: int | None
     cache_misses: int | None
     num_copies: int
@@ -342,7 +342,7 @@ def stats_of(counts: Counts) -> LoaderStats:
         step_total_s=step_s,
         device_wait_s=counts.device_wait_ns / _NS_PER_S,
         wait_share=wait_s / (wait_s + step_s) if has_waits and wait_s + step_s else None,
-        worker_utilisation=min(1.0, counts.busy_us / _US_PER_S / workers_s) if workers_s else None,
+        worker_utilization=min(1.0, counts.busy_us / _US_PER_S / workers_s) if workers_s else None,
         cache_hits=counts.cache_hits if has_cache else None,
         cache_misses=counts.cache_misses if has_cache else None,
         num_copies=counts.num_copies,
@@ -375,8 +375,8 @@ def _lines(stats: LoaderStats) -> list[str]:
         share = f"{stats.wait_share:.1%} of the time after the first batch"
         lines.append(f"waits: {p50} (p50), {p95} (p95), {longest} (max); {share}")
     rest = []
-    if stats.worker_utilisation is not None:
-        rest.append(f"workers {stats.worker_utilisation:.0%} busy")
+    if stats.worker_utilization is not None:
+        rest.append(f"workers {stats.worker_utilization:.0%} busy")
     if stats.cache_hits is not None:
         rest.append(f"cache: {stats.cache_hits:,} hits, {stats.cache_misses:,} misses")
     if stats.num_copies:

@@ -46,7 +46,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     """
     epoch = resume.begin_epoch(loader, "workers" if loader.num_workers else "local", reason)
     twin = copy.copy(loader)
-    if loader.rng == "sample":
+    if loader.seeding == "sample":
         place = "batch_sampler" if loader._auto_collation else "sampler"
         begun = functools.partial(_epoch_of, weakref.ref(loader))
         keys = KeyedSampler(loader._index_sampler, auto_collation=loader._auto_collation, epoch=begun)
@@ -57,7 +57,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
         )
     # fastload's own arguments are applied here, so torch's iterator sees the plain collate_fn.
     vars(twin).update(
-        rng="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
+        seeding="worker", memory_format=None, device=None, batch_transform=None, device_transform=None
     )
     if pins:
         vars(twin)["pin_memory"] = True

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchDraws, drawing_from
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,13 +30,13 @@ class EpochTransform:
 
     def __init__(self, loader: LoaderSettings, epoch: Epoch, name: str) -> None:
         function = getattr(loader, name)
-        self._function = chained(function)
+        self._function = compose(function)
         self._clones = any(map(_is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._epoch = epoch
         self._auto_collation = loader._auto_collation
         # With in_order=False, the batches of torch's workers do not come in the order of their indices.
         is_in_order = loader.in_order or loader.num_workers == 0
-        self._is_of_samples = loader.rng == "sample" and is_in_order
+        self._is_of_samples = loader.seeding == "sample" and is_in_order
         is_second = name == "device_transform" and loader.batch_transform is not None
         self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
 
@@ -53,7 +53,7 @@ class EpochTransform:
         with drawing_from(BatchDraws(key, indices, first_call=self._first_call)):
             result = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
-        return map_movable(result, _cloned) if self._clones else result
+        return map_device_leaves(result, _cloned) if self._clones else result
 
 
 def _is_compiled(function: Any) -> bool:

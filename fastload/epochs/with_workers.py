@@ -25,7 +25,7 @@ import torch
 from fastload.batch.dataset_state import NOT_BEGUN
 from fastload.batch.failures import FailureCount
 from fastload.device.pin_thread import PinThread, pin_batch, pin_error
-from fastload.device.stream_prefetcher import pin_plain
+from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
@@ -39,6 +39,7 @@ from fastload.workers.messages import Kind, Task
 from fastload.workers.pool import Pool
 from fastload.workers.ray_pool import RayPool
 from fastload.workers.schedule import Schedule
+from fastload.workers.settings import ray_workers
 from fastload.workers.threads import ThreadPool
 from fastload.workers.worker_spec import Job
 
@@ -79,12 +80,13 @@ class WorkerIterator(HostIterator):
         self._is_prefetched = False
         self._pin_thread: PinThread | None = None
         self._needs_keys = (
-            loader.rng == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
+            loader.seeding == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
         )
         recorder = recorder_of(loader)
-        max_bytes = parse_prefetch_memory(loader.prefetch_memory)
+        max_bytes = parse_prefetch_memory(loader.max_prefetch_memory)
         self._pool: Pool | ThreadPool | RayPool
-        if loader.worker_type == "ray" and not loader.persistent_workers:
+        ray = ray_workers(loader.worker_type)
+        if ray is not None and not loader.persistent_workers:
             say_once(
                 "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
                 "other machines: persistent_workers=True keeps both"
@@ -92,15 +94,15 @@ class WorkerIterator(HostIterator):
         if loader.worker_type == "thread":
             finish: Callable[[Any], Any] | None = None
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
-                finish = functools.partial(pin_plain, backend)
+                finish = functools.partial(pin_dense, backend)
             elif self._pin_memory:
                 finish = _pinning(self._pin_memory_device)
             self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
         else:
             restarts = loader.max_worker_restarts
-            if loader.worker_type == "ray":
-                ring, options = Ring(1, 1, max_bytes), loader.ray_options or {}
-                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=options)
+            if ray is not None:
+                ring = Ring(1, 1, max_bytes)
+                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=ray.options)
             else:
                 ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
                 self._pool = Pool(job, context, ring, recorder.add, num_restarts=restarts)

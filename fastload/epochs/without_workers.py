@@ -18,7 +18,7 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import LoaderClosedError
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import THREAD, ThreadState, seeded_by, swap_state
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fastload.workers.settings import LoaderSettings
 
 # Buffers of loaders without workers, and their current user; the next epoch reuses their warm pages.
-_warm: weakref.WeakKeyDictionary[Any, tuple[Buffers, weakref.ref[LocalIterator]]] = (
+_warm: weakref.WeakKeyDictionary[Any, tuple[BufferPool, weakref.ref[LocalIterator]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -71,16 +71,16 @@ class LocalIterator(HostIterator):
         is_seeded = job.seed_albumentations and not job.seeds_samples
         self._streams = local_streams(job.base_seed) if is_seeded else None
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
-            self._fetcher = make_fetcher(job, self._buffers.arena, None if states is None else states[0])
+            self._fetcher = make_fetcher(job, self._buffers, None if states is None else states[0])
         is_first = not self._epoch.position.num_received
         if states is not None and is_first and self._fetcher.reader.has_first_state:
             states[0] = self._dataset_state()
 
-    def _take_buffers(self, loader: LoaderSettings) -> Buffers:
+    def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
         buffers, user = _warm.get(loader, (None, None))
         other = None if user is None else user()
         if buffers is None or (other is not None and not other._has_ended):
-            buffers = Buffers(parse_prefetch_memory(loader.prefetch_memory))
+            buffers = BufferPool(parse_prefetch_memory(loader.max_prefetch_memory))
         _warm[loader] = buffers, weakref.ref(self)
         return buffers
 
@@ -135,7 +135,7 @@ class LocalIterator(HostIterator):
             # These come first, and call nothing: a signal can interrupt any call.
             THREAD.source, THREAD.root, THREAD.pair = outside
             self._is_fetching = False
-            self._buffers.arena.end()
+            self._buffers.end()
             if counts.hits != hits or counts.misses != misses:
                 self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))
         self._due = None

@@ -91,15 +91,15 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
 
 
 def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
-    found = []
+    paths = []
     for folder, files in sorted(_walk(os.path.join(root, name))):
         below_root = os.path.relpath(folder, root)
-        found += [
+        paths += [
             os.fsencode(os.path.join(below_root, file))
             for file in sorted(files)
             if file.lower().endswith(extensions)
         ]
-    return found
+    return paths
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
@@ -180,7 +180,7 @@ def from_bytes(data: bytes) -> tuple[str, list[str], list[RemoteFile]]:
         when = datetime.fromisoformat(head["created"]).isoformat(" ", "minutes")
         classes = list(head["classes"])
         files = [RemoteFile(*json.loads(line)) for line in lines]
-        if any(one.name >= other.name for one, other in itertools.pairwise(files)):
+        if any(file.name >= following.name for file, following in itertools.pairwise(files)):
             raise ValueError("its files are out of order, or repeated")
         for name, nbytes, version in [*((name, 0, "") for name in classes), *files]:
             is_right = isinstance(name, str) and isinstance(nbytes, int) and isinstance(version, str)

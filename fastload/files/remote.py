@@ -7,7 +7,7 @@ fsspec and the package of the protocol are imported when the first file is read 
 2. A forked process keeps the file systems of its parent and never closes them: closing a connection removes
    it from the epoll instance that both processes share, and the parent would wait forever for its next
    answer.
-3. Requests are watched and retried (see `attempts`).
+3. Requests are watched and retried (see `retry`).
 4. A body whose length differs from the list of files, or from the request, is never returned.
 5. No name leads out of the folder. The links of a web page are untrusted: those that lead elsewhere are
    neither followed nor taken for files.
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -25,45 +24,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from fastload.errors import ImageReadError, RemoteFolderError
-from fastload.files.attempts import Limits, OtherLengthError, answer, is_denied, reason_of, retried
+from fastload.files import file_systems
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, from_bytes, is_below, to_bytes
+from fastload.files.retry import OtherLengthError, reason_of, request, retry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-# How many files one process reads concurrently.
-READS_AT_ONCE = 64
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
-_LOCAL_PREFIX = "file://"
-# Fields in which fsspec's file systems report the version of a file, best first.
-_VERSION_FIELDS = (
-    *("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation"),
-    *("mtime", "LastModified", "last_modified", "updated", "created"),
-)
-
-# By protocol: where credentials come from, and the storage_options for files that need none.
-_S3 = (
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws, or storage_options={'key': ..., 'secret': ...}",
-    "{'anon': True}",
-)
-_GCS = ("gcloud auth application-default login, or storage_options={'token': FILE}", "{'token': 'anon'}")
-_CREDENTIALS = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS}
-
-
-def is_url(path: str) -> bool:
-    """Whether a path names a folder that fsspec reads: `s3://...`, or chained protocols: `zip::...`."""
-    return _URL.match(path) is not None and not path.startswith(_LOCAL_PREFIX)
-
-
-def _protocol(url: str) -> str:
-    match = _URL.match(url)
-    return "" if match is None else match.group().rstrip(":/")
-
-
-def local_path(path: str) -> str:
-    """The path without `file://`."""
-    return path.removeprefix(_LOCAL_PREFIX)
 
 
 class RemoteFolder:
@@ -90,15 +56,15 @@ class RemoteFolder:
     ) -> None:
         self.url = url.rstrip("/")
         self._options = dict(storage_options or {})
-        self._maker: tuple[Any, ...] | None = None  # of the user's file system: class, arguments
+        self._maker: tuple[Any, Any, Any] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
             self._maker = type(filesystem), filesystem.storage_args, filesystem.storage_options
-        self.limits = Limits.of_environment()
-        self._opened: _Opened | None = None
+        self.limits = file_systems.Limits.of_environment()
+        self._connection: _Connection | None = None
         self._home_pid = os.getpid()  # a forked process is a different one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
+        return {**vars(self), "_connection": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _home_pid=os.getpid())
@@ -115,30 +81,32 @@ class RemoteFolder:
             RemoteFolderError: It cannot be listed.
             ImportError: A package is missing.
         """
-        opened = _Opened(*self._make(for_listing=True))
-        fs = opened.fs
+        connection = _Connection(*self._make(for_listing=True))
+        fs = connection.fs
 
         def ask(method: str, path: str) -> Any:
             def attempt(_: int) -> Any:
                 # Without a limit, unless the client has one: a listing takes any number of requests.
-                return answer(fs, method, path, detail=True, what=self.url)
+                return request(fs, method, path, detail=True, what=self.url)
 
-            return retried(attempt, _failing("list", self.url, "folder"), self.limits)
+            return retry(attempt, _failing("list", self.url, "folder"), self.limits)
 
-        prefix = opened.root + "/"
+        prefix = connection.root + "/"
         names = [
-            _below(entry["name"], prefix) for entry in ask("ls", opened.root) if entry["type"] == "directory"
+            _below(entry["name"], prefix)
+            for entry in ask("ls", connection.root)
+            if entry["type"] == "directory"
         ]
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:
-            entries = pages(name) if _is_web(fs) else ask("find", prefix + name).items()
+            entries = pages(name) if file_systems.is_web(fs) else ask("find", prefix + name).items()
             files = (_file(_below(path, prefix), entry) for path, entry in entries)
             return [file for file in files if file.name]
 
         def pages(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             """The links to files on the page of a class and on the pages below it."""
-            folders, known = [name], {name}
+            folders, seen = [name], {name}
             while folders:
                 try:
                     entries = ask("ls", prefix + folders.pop())
@@ -148,11 +116,11 @@ class RemoteFolder:
                     below = _below(entry["name"], prefix)
                     if entry["type"] != "directory":
                         yield entry["name"], entry
-                    elif below and below not in known:
-                        known.add(below)
+                    elif below and below not in seen:
+                        seen.add(below)
                         folders.append(below)
 
-        with ThreadPoolExecutor(READS_AT_ONCE, "fastload-listing") as threads:
+        with ThreadPoolExecutor(file_systems.READS_AT_ONCE, "fastload-listing") as threads:
             return classes, [file for files in threads.map(find, classes) for file in files]
 
     def saved_list(self) -> tuple[str, list[str], list[RemoteFile]] | None:
@@ -198,8 +166,8 @@ class RemoteFolder:
                 before = "; it was there when the folder was listed"
             elif isinstance(error, OtherLengthError):
                 before = " that the file had when the folder was listed"
-            cure = _cure(error, self.url)
-            return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}{cure}")
+            hint = file_systems.credentials_hint(error, self.url)
+            return ImageReadError(self.path(name), f"{reason_of(error)}{before}{tried}{hint}")
 
         return self._cat(name, nbytes, failed)
 
@@ -219,16 +187,16 @@ class RemoteFolder:
         self, name: str, nbytes: int, failed: Callable[[Exception, str], Exception], **part: int
     ) -> bytes:
         """The content of a file, or of a part of it, of this length."""
-        opened = self._open()
+        connection = self._connect()
 
         def attempt(number: int) -> bytes:
-            limit_s = self.limits.read_s * 2.0 ** (number - 1) if opened.needs_limit else math.inf
-            found = opened.cat(name, what=self.path(name), limit_s=limit_s, nbytes=nbytes, **part)
-            if nbytes not in (UNKNOWN_BYTES, len(found)):
-                raise OtherLengthError(f"{len(found):,} bytes arrived of the {nbytes:,}")
-            return bytes(found)  # a copy only if it is not bytes
+            limit_s = math.inf if connection.ends_stalled else self.limits.read_s * 2.0 ** (number - 1)
+            content = connection.cat(name, what=self.path(name), limit_s=limit_s, nbytes=nbytes, **part)
+            if nbytes not in (UNKNOWN_BYTES, len(content)):
+                raise OtherLengthError(f"{len(content):,} bytes arrived of the {nbytes:,}")
+            return bytes(content)  # a copy only if it is not bytes
 
-        return retried(attempt, failed, self.limits)
+        return retry(attempt, failed, self.limits)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file.
@@ -265,7 +233,7 @@ class RemoteFolder:
                 fs.makedirs(root, exist_ok=True)
             write(fs, f"{root}/{name}")
 
-        retried(attempt, _failing("write", self.path(name)), self.limits)
+        retry(attempt, _failing("write", self.path(name)), self.limits)
 
     def file_system(self) -> tuple[Any, str]:
         """The file system of this process, and the folder's path in it; made on first use.
@@ -274,64 +242,55 @@ class RemoteFolder:
             ImportError: A package is missing.
             ValueError: There is no such protocol.
         """
-        opened = self._open()
-        return opened.fs, opened.root
+        connection = self._connect()
+        return connection.fs, connection.root
 
-    def _open(self) -> _Opened:
-        opened = self._opened
-        if opened is None or opened.pid != os.getpid():
+    def _connect(self) -> _Connection:
+        connection = self._connection
+        if connection is None or connection.pid != os.getpid():
             with _locks.setdefault(os.getpid(), threading.Lock()):
-                opened = self._opened
-                if opened is None or opened.pid != os.getpid():
-                    self._opened = opened = _Opened(*self._make())
-        return opened
+                connection = self._connection
+                if connection is None or connection.pid != os.getpid():
+                    self._connection = connection = _Connection(*self._make())
+        return connection
 
     def _make(self, *, for_listing: bool = False) -> tuple[Any, str, bool]:
-        """A new file system, the folder's path in it, and whether its stalled requests must be aborted."""
+        """A new file system, the folder's path in it, and whether it ends stalled requests itself."""
         if self._maker is not None:
             kind, args, options = self._maker
-            if os.getpid() != self._home_pid and kind.__module__.partition(".")[0] == "obstore":
-                raise RuntimeError(
-                    f"{self.url} is read through obstore, whose threads do not survive a fork: reading would "
-                    'wait forever. Start workers with multiprocessing_context="forkserver" or "spawn"'
-                )
-            options, ends_stalled = self.limits.applied(kind, options)
-            fs, root = _made(kind, args, options, self.url)
-        else:
-            # Other file systems keep the entries of all folders that they list in memory.
-            options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
-            fs, root, ends_stalled = _open_url(self.url, options, self.limits)
-        if type(fs).__module__.startswith("s3fs"):
-            fs.retries = 2  # by default up to 25 requests for one read, each of which can stall
-        return fs, root, not ends_stalled
+            is_forked = os.getpid() != self._home_pid
+            return file_systems.make_again(kind, args, options, self.url, self.limits, is_forked=is_forked)
+        # Other file systems keep the entries of all folders that they list in memory.
+        options = {**self._options, **({"use_listings_cache": False} if for_listing else {})}
+        return file_systems.open_url(self.url, options, self.limits)
 
 
-class _Opened:
+class _Connection:
     """A file system of this process, and the folder's path in it.
 
     Until one read has succeeded, only one thread reads: the first request makes the client, and s3fs would
     make one of 14 MB for each thread that sends a request before there is one.
     """
 
-    def __init__(self, fs: Any, root: str, needs_limit: bool) -> None:
+    def __init__(self, fs: Any, root: str, ends_stalled: bool) -> None:
         self.pid = os.getpid()
         self.fs = fs
         self.root = root.rstrip("/")
-        self.needs_limit = needs_limit
+        self.ends_stalled = ends_stalled
         self._connecting = threading.Lock()
         self._is_connected = False
-        _opened_here.add(self)
+        _connections.add(self)
 
     def cat(self, name: str, **options: Any) -> Any:
-        """The content of a file, with the options of `attempts.answer`."""
+        """The content of a file, with the options of `request`."""
         path = f"{self.root}/{name}"
         if not self._is_connected:
             with self._connecting:
                 if not self._is_connected:
-                    found = answer(self.fs, "cat_file", path, **options)
+                    content = request(self.fs, "cat_file", path, **options)
                     self._is_connected = True
-                    return found
-        return answer(self.fs, "cat_file", path, **options)
+                    return content
+        return request(self.fs, "cat_file", path, **options)
 
 
 def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, str], Exception]:
@@ -340,89 +299,22 @@ def _failing(doing: str, url: str, missing: str = "") -> Callable[[Exception, st
     def failed(error: Exception, tried: str) -> Exception:
         if missing and isinstance(error, FileNotFoundError):
             return FileNotFoundError(f"there is no {missing} at {url}")
-        return RemoteFolderError(f"cannot {doing} {url}: {reason_of(error)}{tried}{_cure(error, url)}")
+        return RemoteFolderError(
+            f"cannot {doing} {url}: {reason_of(error)}{tried}{file_systems.credentials_hint(error, url)}"
+        )
 
     return failed
-
-
-def _cure(error: Exception, url: str) -> str:
-    """What to change if the store denies access, as a clause."""
-    if not is_denied(error):
-        return ""
-    protocol = _protocol(url)
-    keys, anonymous = _CREDENTIALS.get(protocol, ("see the documentation of its fsspec package", ""))
-    public = f"; for public files, pass storage_options={anonymous}" if anonymous else ""
-    return f". Check the credentials for {protocol}:// ({keys}){public}"
-
-
-def _open_url(url: str, options: dict[str, Any], limits: Limits) -> tuple[Any, str, bool]:
-    try:
-        import fsspec.core
-    except ImportError as error:
-        raise ImportError(
-            f"{url} is not on this machine, and remote files need the package fsspec: pip install "
-            '"fastload-torch[remote]"'
-        ) from error
-    _forget_thread_of_parent()
-    name = _protocol(url)
-    if name in ("s3", "s3a"):
-        options = _for_s3fs(options)
-    try:
-        options, ends_stalled = limits.applied(fsspec.get_filesystem_class(name), options)
-        # Without fsspec's table of instances, connections are closed once the folder is no longer used.
-        fs, root = fsspec.core.url_to_fs(url, **{**options, "skip_instance_cache": True})
-    except ImportError as error:
-        raise ImportError(f"{url} needs a package that is not installed: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"cannot open {url}: {error}") from error
-    return fs, root, ends_stalled
-
-
-def _forget_thread_of_parent() -> None:
-    """Let fsspec start its thread anew in a forked process.
-
-    Older releases do not notice the fork: each read would wait forever for the parent's thread.
-    """
-    from fsspec import asyn
-
-    thread = asyn.iothread[0]
-    if thread is not None and not thread.is_alive():
-        asyn.reset_lock()
-
-
-def _made(kind: Any, args: Any, options: Mapping[str, Any], url: str) -> tuple[Any, str]:
-    _forget_thread_of_parent()
-    fs = kind(*args, **options, skip_instance_cache=True)
-    root = str(fs._strip_protocol(url))
-    if root == url and not url.startswith("http"):
-        root = url.partition("://")[2]  # obstore's keeps the protocol, and returns names without it
-    return fs, root
-
-
-def _for_s3fs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of s3fs for many concurrent requests; the user's own stay.
-
-    By default it has ten connections. It transfers parts of a file concurrently, and so requests the size of
-    each file before reading it, which is one request too many for each small file.
-    """
-    config = {"max_pool_connections": READS_AT_ONCE, **(options.get("config_kwargs") or {})}
-    return {"max_concurrency": 1, **options, "config_kwargs": config}
 
 
 # By process, because a lock that another thread held during a fork is never released in the child.
 _locks: dict[int, threading.Lock] = {}
 
 # Those of this process, and of its parents.
-_opened_here: weakref.WeakSet[_Opened] = weakref.WeakSet()
-_inherited: list[_Opened] = []
+_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
+_inherited: list[_Connection] = []
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _inherited.extend(_opened_here))
-
-
-def _is_web(fs: Any) -> bool:
-    """Whether folders are web pages, and their entries links."""
-    return type(fs).__module__ == "fsspec.implementations.http"
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_connections))
 
 
 def _below(path: str, prefix: str) -> str:
@@ -435,5 +327,4 @@ def _below(path: str, prefix: str) -> str:
 
 def _file(name: str, entry: Mapping[str, Any]) -> RemoteFile:
     size = entry.get("size")
-    version = next((str(entry[field]) for field in _VERSION_FIELDS if entry.get(field)), "")
-    return RemoteFile(name, UNKNOWN_BYTES if size is None else int(size), version)
+    return RemoteFile(name, UNKNOWN_BYTES if size is None else int(size), file_systems.version_of(entry))

@@ -17,15 +17,15 @@ import operator
 import os
 import re
 import warnings
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 from PIL.JpegImagePlugin import JpegImageFile
 
 from fastload.errors import ImageReadError
+from fastload.images.geometry import ORIENTATIONS, ImageHeader, apply_orientation
 from fastload.images.jpeg import START, decode_jpeg, parse_jpeg
-from fastload.images.orientation import TURNS, turned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,7 @@ def decode(
                 orientation = _opened(content, path, _orientation) if header.tags_at else 1
             pixels = decode_jpeg(content, header)
             if pixels is not None:
-                return turned(pixels, orientation)
+                return apply_orientation(pixels, orientation)
     return _opened(source, path, lambda image: _read(image, size, scale))
 
 
@@ -119,23 +119,7 @@ def _jpeg_content(source: Source) -> bytes | memoryview | None:
         return None
 
 
-class Header(NamedTuple):
-    """Facts about an image from its header.
-
-    Attributes:
-        height: In pixels, as a viewer shows the image.
-        width: The same.
-        orientation: The value of the EXIF tag, 1 to 8.
-        is_jpeg: Whether this is a JPEG with 8-bit RGB or grey values.
-    """
-
-    height: int
-    width: int
-    orientation: int
-    is_jpeg: bool
-
-
-def read_header(source: Source, path: str | os.PathLike[str]) -> Header:
+def read_header(source: Source, path: str | os.PathLike[str]) -> ImageHeader:
     """Read the header of a file, or of the content of a file.
 
     Raises:
@@ -144,19 +128,19 @@ def read_header(source: Source, path: str | os.PathLike[str]) -> Header:
     if isinstance(source, (bytes, memoryview)):
         header = parse_jpeg(source)
         if header is not None and not header.tags_at:
-            return Header(header.height, header.width, 1, True)
+            return ImageHeader(header.height, header.width, 1, True)
     return _opened(source, path, _header)
 
 
-def _header(image: Image.Image) -> Header:
+def _header(image: Image.Image) -> ImageHeader:
     if image.format == "TIFF":
         image.load()  # turns the image, and removes the tag
     orientation = _orientation(image)
     width, height = image.size
-    if TURNS[orientation][0]:
+    if ORIENTATIONS[orientation][0]:
         width, height = height, width
     is_jpeg = isinstance(image, JpegImageFile) and image.mode in ("RGB", "L")
-    return Header(height, width, orientation, is_jpeg)
+    return ImageHeader(height, width, orientation, is_jpeg)
 
 
 def _opened(source: Source, path: str | os.PathLike[str], read: Callable[[Image.Image], T]) -> T:
@@ -222,7 +206,7 @@ def _read(image: Image.Image, size: int | tuple[int, int] | None, scale: int) ->
     picture = _to_rgb(image)
     if target is not None and picture.size != target:
         picture = picture.resize(target, Image.Resampling.BILINEAR, box=box, reducing_gap=REDUCING_GAP)
-    return turned(np.array(picture), orientation)
+    return apply_orientation(np.array(picture), orientation)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -230,7 +214,7 @@ def _orientation(image: Image.Image) -> int:
         tag = image.getexif().get(_ORIENTATION, 1)
     except Exception:  # noqa: BLE001  # damaged metadata fails in many ways; the picture is intact
         return 1
-    return tag if isinstance(tag, int) and tag in TURNS else 1
+    return tag if isinstance(tag, int) and tag in ORIENTATIONS else 1
 
 
 def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, int]:
@@ -240,7 +224,7 @@ def _stored_size(image: Image.Image, size: int | tuple[int, int]) -> tuple[int, 
         long = size * long // short
         return (size, long) if image.width <= image.height else (long, size)
     height, width = size
-    return (height, width) if TURNS[_orientation(image)][0] else (width, height)
+    return (height, width) if ORIENTATIONS[_orientation(image)][0] else (width, height)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
@@ -256,7 +240,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
     if mode in ("P", "PA"):
-        return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent colour
+        return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent color
     image.info.pop("transparency", None)  # convert() would convert it, with a warning
     return image.convert("RGB")
 
@@ -265,7 +249,7 @@ def _reason(source: Source, error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         nbytes = len(source) if isinstance(source, (bytes, memoryview)) else os.path.getsize(source)
         return "the file is empty" if nbytes == 0 else "not an image of a format that Pillow reads"
-    is_plain = isinstance(error, (OSError, ValueError, Image.DecompressionBombError))
+    has_reason = isinstance(error, (OSError, ValueError, Image.DecompressionBombError))
     return getattr(error, "strerror", None) or (
-        str(error) if is_plain else f"{type(error).__name__}: {error}"
+        str(error) if has_reason else f"{type(error).__name__}: {error}"
     )

@@ -17,15 +17,11 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.errors import ImageReadError
-from fastload.images.orientation import TURNS, turned
+from fastload.images.geometry import ORIENTATIONS, Box, ImageHeader, apply_orientation
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-
-    from fastload.images.decode import Header
-
-Box = tuple[int, int, int, int]
 
 # The scales at which Pillow decodes a whole JPEG directly, and how long that takes: a share of the time that
 # decoding the whole image at full size takes the decoder of regions. A region takes a share of its lower edge
@@ -69,7 +65,7 @@ class EncodedImage:
     def __init__(self, source: str | os.PathLike[str] | bytes | bytearray | memoryview) -> None:
         self.path: str | None = None
         self._content: bytes | memoryview | None = None
-        self._header: Header | None = None
+        self._header: ImageHeader | None = None
         self._is_file = False
         if isinstance(source, (bytes, bytearray, memoryview)):
             self._content = bytes(source) if isinstance(source, bytearray) else source
@@ -144,9 +140,9 @@ class EncodedImage:
         header = self._read_header()
         x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         if header.is_jpeg:
-            region = decode_region(self._content, _stored_box(box, header), self._name)
+            region = decode_region(self._content, header.stored_box(box), self._name)
             if region is not None:
-                return turned(region, header.orientation)
+                return apply_orientation(region, header.orientation)
         whole = decode(self._content, self._name, orientation=header.orientation)
         return whole[y_min:y_max, x_min:x_max].copy()
 
@@ -172,11 +168,11 @@ class EncodedImage:
         x_min, y_min, x_max, y_max = box = _checked_box(box, header)
         region = None
         if header.is_jpeg:
-            region = decode_region(self._content, _stored_box(box, header), self._name)
+            region = decode_region(self._content, header.stored_box(box), self._name)
         if region is None:
             return self.decode()
         whole = np.empty(self.shape, np.uint8)
-        whole[y_min:y_max, x_min:x_max] = turned(region, header.orientation)
+        whole[y_min:y_max, x_min:x_max] = apply_orientation(region, header.orientation)
         return whole
 
     def decode_reduced(self, box: Box, min_size: tuple[int, int]) -> Reduced:
@@ -202,16 +198,18 @@ class EncodedImage:
             return Reduced(self.decode(box), (0.0, 0.0, width, height))
         from fastload.images.decode import decode
         from fastload.images.regions import name_of_decoder
-        from fastload.images.restart_markers import cut_jpeg
+        from fastload.images.restart_markers import crop_jpeg
 
-        is_swapped, flips_y, flips_x = TURNS[header.orientation]
-        stored_box = _stored_box(box, header)
-        cut = cut_jpeg(self._content, stored_box, scale)
-        if cut is not None:
-            sides = (cut.header.width, cut.header.height) if is_swapped else cut.header[:2]
+        is_swapped, flips_y, flips_x = ORIENTATIONS[header.orientation]
+        stored_box = header.stored_box(box)
+        crop = crop_jpeg(self._content, stored_box, scale)
+        if crop is not None:
+            sides = (crop.header.width, crop.header.height) if is_swapped else crop.header[:2]
             header = header._replace(height=sides[0], width=sides[1])
-            x_min, y_min, x_max, y_max = _shown_box(cut.moved(stored_box), header)
-            pixels = turned(decode(memoryview(cut.content), self._name, scale=scale), header.orientation)
+            x_min, y_min, x_max, y_max = header.displayed_box(crop.box_of(stored_box))
+            pixels = apply_orientation(
+                decode(memoryview(crop.content), self._name, scale=scale), header.orientation
+            )
         else:
             lower_edge = stored_box[3] / (header.width if is_swapped else header.height)
             area = height * width / (header.height * header.width)
@@ -227,7 +225,7 @@ class EncodedImage:
     def _name(self) -> str:
         return "<bytes>" if self.path is None else self.path
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> ImageHeader:
         if self._header is None:
             from fastload.images.decode import read_header
 
@@ -243,7 +241,7 @@ class EncodedImage:
         return f"EncodedImage({f'{len(self.content()):,} bytes' if self.path is None else repr(self.path)})"
 
 
-def _checked_box(box: Box, header: Header) -> Box:
+def _checked_box(box: Box, header: ImageHeader) -> Box:
     """The box as plain ints."""
     try:
         x_min, y_min, x_max, y_max = (operator.index(side) for side in box)
@@ -254,28 +252,6 @@ def _checked_box(box: Box, header: Header) -> Box:
             f"the box (x_min, y_min, x_max, y_max) = {box} is empty or exceeds the image of "
             f"{header.height} x {header.width} pixels (height x width)"
         )
-    return x_min, y_min, x_max, y_max
-
-
-def _stored_box(box: Box, header: Header) -> Box:
-    """The box in the stored image."""
-    x_min, y_min, x_max, y_max = box
-    is_swapped, flips_y, flips_x = TURNS[header.orientation]
-    if flips_y:
-        y_min, y_max = header.height - y_max, header.height - y_min
-    if flips_x:
-        x_min, x_max = header.width - x_max, header.width - x_min
-    return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
-
-
-def _shown_box(box: Box, header: Header) -> Box:
-    """A box of the stored image in the image as a viewer shows it."""
-    is_swapped, flips_y, flips_x = TURNS[header.orientation]
-    x_min, y_min, x_max, y_max = (box[1], box[0], box[3], box[2]) if is_swapped else box
-    if flips_y:
-        y_min, y_max = header.height - y_max, header.height - y_min
-    if flips_x:
-        x_min, x_max = header.width - x_max, header.width - x_min
     return x_min, y_min, x_max, y_max
 
 

@@ -25,11 +25,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
+from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
 from fastload.files.listing import Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
-from fastload.files.remote import READS_AT_ONCE, RemoteFolder, is_url, local_path
+from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
+from fastload.images.transform import transform_image
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -44,11 +46,11 @@ _DIGEST_BYTES = 16
 _MAX_LISTED = 9  # classes, in an error
 
 
-class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
+class ImageFolder(Dataset[tuple[Any, int]]):
     """Images in one folder per class: ``root/cat/1.jpg`` is a sample of class "cat".
 
-    ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array and an int. This
-    class applies no transform; `fastload.CachedDataset` takes one.
+    ``folder[i]`` is ``(image, label)``: a new C-contiguous ``(H, W, 3) uint8`` RGB array, or what `transform`
+    makes of it, and an int. To cache decoded images, pass the transform to `fastload.CachedDataset` instead.
 
     A remote folder is read through fsspec (needs the extra `remote`, and the package of the protocol, such as
     s3fs). Files are read whole, up to 64 concurrently in each process: fastload's loader announces the next
@@ -58,6 +60,8 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     Args:
         root: The folder with one folder per class: a path, or an fsspec URL such as ``s3://bucket/train``.
             Files are found at any depth below the class folders, also through symbolic links.
+        transform: Called with each image on every access: an albumentations pipeline, or any callable that
+            takes an array.
         size: As for `fastload.read_image`: None, the shorter side, or (height, width).
         extensions: File name extensions of images, with the dot, in lower or upper case.
         allow_empty: Accept classes without images; they keep their numbers.
@@ -70,6 +74,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     Attributes:
         root: As given.
+        transform: As given; can be set.
         size: As given.
         extensions: In lower case.
         classes: The names of the class folders, sorted.
@@ -79,7 +84,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         FileNotFoundError: if ``root`` has no class folder, or a class has no image.
         ImportError: if a package for the URL's protocol is missing.
         RemoteFolderError: if a remote folder cannot be listed.
-        TypeError: if ``size``, ``extensions`` or ``filesystem`` is of a different type.
+        TypeError: if ``transform``, ``size``, ``extensions`` or ``filesystem`` is of a different type.
         ValueError: if ``size`` is not positive, ``listing`` is invalid, or an option for URLs comes with a
             path.
     """
@@ -87,14 +92,19 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
     def __init__(
         self,
         root: str | os.PathLike[str],
-        size: int | tuple[int, int] | None = None,
+        transform: Callable[..., Any] | None = None,
         *,
+        size: int | tuple[int, int] | None = None,
         extensions: Iterable[str] = IMAGE_EXTENSIONS,
         allow_empty: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any | None = None,
         listing: Literal["use", "save", "ignore"] = "use",
     ) -> None:
+        if transform is not None and not callable(transform):
+            raise TypeError(
+                f"transform should be a function of an image, but got {transform!r}; size= is a keyword"
+            )
         if storage_options is not None and filesystem is not None:
             raise ValueError("pass either storage_options= or filesystem=, which already has its options")
         if filesystem is not None and not hasattr(filesystem, "storage_options"):
@@ -104,6 +114,7 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         if listing not in ("use", "save", "ignore"):
             raise ValueError(f'listing should be "use", "save" or "ignore", but got {listing!r}')
         self.root = os.fspath(root)
+        self.transform = transform
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
         self._remote = RemoteFolder(self.root, storage_options, filesystem) if is_url(self.root) else None
@@ -115,17 +126,17 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
                     f"{self.root!r}"
                 )
             self._root = local_path(self.root)
-            found = list_folder(self._root, self.extensions)
+            files = list_folder(self._root, self.extensions)
         else:
             self._root = self._remote.url
-            found = _list_remote(self._remote, self.extensions, listing)
-        self.classes = found.classes
+            files = _list_remote(self._remote, self.extensions, listing)
+        self.classes = files.classes
         if not self.classes:
             raise FileNotFoundError(
                 f"Couldn't find any class folder in {self.root}: images of a class belong in {self.root}/cat"
             )
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
-        empty = [name for name, files in zip(self.classes, found.names, strict=True) if not files]
+        empty = [name for name, paths in zip(self.classes, files.names, strict=True) if not paths]
         if empty and not allow_empty:
             named = ", ".join(empty[:_MAX_LISTED]) + (", ..." if len(empty) > _MAX_LISTED else "")
             raise FileNotFoundError(
@@ -133,28 +144,31 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
                 f"Supported extensions are: {', '.join(self.extensions)}. Remove folders that are not "
                 "classes, or pass allow_empty=True to keep classes without images."
             )
-        paths = [path for files in found.names for path in files]
+        paths = [path for paths_of_class in files.names for path in paths_of_class]
         self._paths = b"".join(paths)  # relative to root
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
-        self._class_starts = np.cumsum([0, *map(len, found.names)], dtype=np.int64)
-        self._nbytes = found.nbytes
-        self._digest = found.digest
+        self._class_starts = np.cumsum([0, *map(len, files.names)], dtype=np.int64)
+        self._nbytes = files.nbytes
+        self._digest = files.digest
 
     def __len__(self) -> int:
         return len(self._path_ends)
 
-    def __getitem__(self, index: int) -> tuple[npt.NDArray[np.uint8], int]:
+    def __getitem__(self, index: int) -> tuple[Any, int]:
         """The image and its label.
 
         Raises:
+            Exception: an error of the transform.
             ImageReadError: if the file cannot be read.
             IndexError: if there is no such sample.
         """
         number = _resolve(index, len(self))
         path, label = self._sample(number)
         if self._remote is None:
-            return read_image(path, self.size), label
-        return decode(self._content(number), path, self.size), label
+            image = read_image(path, self.size)
+        else:
+            image = decode(self._content(number), path, self.size)
+        return image if self.transform is None else transform_image(self.transform, image), label
 
     @property
     def __getitems__(self) -> Callable[[list[int]], list[Any]] | None:
@@ -185,13 +199,23 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         """Whether `read_ahead` has an effect: whether the folder is remote."""
         return self._remote is not None
 
+    @property
+    def has_encoded(self) -> bool:
+        """Whether `encoded` returns the undecoded images of these samples."""
+        return self.size is None and self.transform is None
+
     def encoded(self, index: int) -> tuple[EncodedImage, int]:
         """The undecoded image, and its label; no local file is opened.
 
         Raises:
             IndexError: if there is no such sample.
-            ValueError: if `size` is set, because images are then resized while decoding.
+            ValueError: if `size` is set, because images are then resized while decoding, or `transform` is.
         """
+        if self.transform is not None:
+            raise ValueError(
+                "this ImageFolder transforms its images, so it has no undecoded ones: pass the transform to "
+                "fastload.CachedDataset instead"
+            )
         if self.size is not None:
             raise ValueError(
                 f"this ImageFolder resizes its images to size={self.size} while decoding, so it has no "
@@ -222,11 +246,13 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
         time, but not its content. It calls stat for every file, which takes seconds for a million. Files of a
         remote folder count with the lengths and versions (such as ETags) they had when the folder was listed.
         If the store has no versions, as on most web servers, the result is None: pass `CachedDataset` a
-        ``cache_key``.
+        ``cache_key``. It is also None with a transform, which can be any function.
 
         Raises:
             ImageReadError: if a file no longer exists.
         """
+        if self.transform is not None:
+            return None
         files = self._digest if self._remote is not None else self._local_digest()
         if files is None:
             return None
@@ -255,8 +281,8 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
 
     def _reader(self) -> ReadAhead:
         """Reads the remote files of this process; a forked process has none of its parent's threads."""
-        found = self._ahead.get(os.getpid())
-        if found is None:
+        reader = self._ahead.get(os.getpid())
+        if reader is None:
             remote, paths, path_ends, nbytes = self._remote, self._paths, self._path_ends, self._nbytes
             if remote is None or nbytes is None:
                 raise AssertionError("only a remote folder is read ahead")
@@ -264,10 +290,10 @@ class ImageFolder(Dataset[tuple["npt.NDArray[np.uint8]", int]]):
             def read(number: int) -> bytes:  # the threads must not keep this folder alive
                 return remote.read(os.fsdecode(_path_at(paths, path_ends, number)), int(nbytes[number]))
 
-            reader = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
-            weakref.finalize(self, reader.close).atexit = False
-            found = self._ahead.setdefault(os.getpid(), reader)
-        return found
+            new = ReadAhead(read, lambda number: int(nbytes[number]), num_threads=READS_AT_ONCE)
+            weakref.finalize(self, new.close).atexit = False
+            reader = self._ahead.setdefault(os.getpid(), new)
+        return reader
 
     def _content(self, number: int) -> bytes:
         """The content of a remote file."""

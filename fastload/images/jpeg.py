@@ -4,7 +4,7 @@ Rules:
 
 1. OpenCV decodes if its pixels equal Pillow's: each process compares them once, on a small picture of each
    kind. So it does not matter how the libjpeg of either was built.
-2. Only ordinary files are decoded here: 8 bits, grey or colours of a common sampling, and an end marker.
+2. Only ordinary files are decoded here: 8 bits, grey or colors of a common sampling, and an end marker.
    OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look behind the
    last pixel, and old releases fill gaps with grey.
 3. Whatever is rejected here is left to Pillow, which decodes it or raises.
@@ -49,7 +49,7 @@ _MAX_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression
 
 # Of the three components of a picture: 4:4:4, 4:2:2, 4:2:0, 4:1:1, 4:4:0.
 _SAMPLINGS = tuple((factors, 0x11, 0x11) for factors in (0x11, 0x21, 0x22, 0x41, 0x12))
-_PROOF_SIDES = (67, 83)
+_PROBE_SIDES = (67, 83)
 
 
 class JpegHeader(NamedTuple):
@@ -185,17 +185,17 @@ def _decoder() -> Callable[[Content], Pixels | None] | None:
         except cv2.error:
             return None
 
-    for content in _proofs(cv2):
-        found, expected = decode(content), Image.open(io.BytesIO(content)).convert("RGB")
-        if found is None or not np.array_equal(found, np.asarray(expected)):
+    for content in _probe_images(cv2):
+        pixels, expected = decode(content), Image.open(io.BytesIO(content)).convert("RGB")
+        if pixels is None or not np.array_equal(pixels, np.asarray(expected)):
             log.debug("Pillow decodes JPEGs, because OpenCV %s decodes different pixels", cv2.__version__)
             return None
     return decode
 
 
-def _proofs(cv2: Any) -> Iterator[bytes]:
+def _probe_images(cv2: Any) -> Iterator[bytes]:
     """A small JPEG of each kind: every sampling and grey, sequential and progressive."""
-    noise = np.random.default_rng(0).integers(0, 256, (*_PROOF_SIDES, 3), np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (*_PROBE_SIDES, 3), np.uint8)
     pictures = [(noise, sampling) for sampling in _SAMPLINGS]
     for picture, sampling in [*pictures, (noise[..., 0], _SAMPLINGS[0])]:
         for is_progressive in (0, 1):

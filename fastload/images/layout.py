@@ -11,12 +11,12 @@ IMAGE_CHANNELS = (1, 3, 4)
 MIN_SIDE = 8  # of what counts as an image unless declared: keypoints, poses and kernels are smaller
 
 # Where C is 1, 3 or 4 and both sides have at least MIN_SIDE pixels, no shape has both layouts.
-Layout = Literal["HWC", "CHW"]
+ImageLayout = Literal["HWC", "CHW"]
 
 
 def fitting_layouts(
     shape: Sequence[int], channels: Collection[int] = IMAGE_CHANNELS, min_side: int = 0
-) -> list[Layout]:
+) -> list[ImageLayout]:
     """The layouts that the last three dimensions of an array can have; none if they are not an image.
 
     Args:
@@ -25,7 +25,7 @@ def fitting_layouts(
         min_side: The minimum of height and width, in pixels.
     """
     first, middle, last = shape[-3:]
-    layouts: list[Layout] = []
+    layouts: list[ImageLayout] = []
     if last in channels and min(first, middle) >= min_side:
         layouts.append("HWC")
     if first in channels and min(middle, last) >= min_side:
@@ -33,7 +33,7 @@ def fitting_layouts(
     return layouts
 
 
-def image_layout(shape: Sequence[int], *, is_pixels: bool) -> Layout | None:
+def image_layout(shape: Sequence[int], *, is_pixels: bool) -> ImageLayout | None:
     """The layout of an array as an image; None if it is not one.
 
     An image is uint8 or floating-point, has 1, 3 or 4 channels, and at least 8 x 8 pixels.

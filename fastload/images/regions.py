@@ -27,16 +27,16 @@ import numpy as np
 
 from fastload.images.decode import decode
 from fastload.images.jpeg import decode_jpeg, is_whole
-from fastload.images.restart_markers import cut_jpeg
+from fastload.images.restart_markers import crop_jpeg
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from fastload.images.geometry import Box
     from fastload.images.jpeg import Content
-    from fastload.images.restart_markers import Box
 
-# At the first and the last column, libjpeg-turbo upsamples the colours of a region of one column without
+# At the first and the last column, libjpeg-turbo upsamples the colors of a region of one column without
 # interpolation, so they differ by up to 16 levels. Wider regions were equal; 4 leaves a margin.
 _MIN_WIDTH = 4
 # What the import writes to standard error, because it also looks for codecs of GPUs.
@@ -75,16 +75,16 @@ def decode_region(data: bytes | memoryview, box: Box, path: str) -> npt.NDArray[
     Raises:
         ImageReadError: A cut file cannot be decoded.
     """
-    cut = cut_jpeg(data, box)
-    if cut is None:
+    crop = crop_jpeg(data, box)
+    if crop is None:
         return _decode_part(data, box)
-    x_min, y_min, x_max, y_max = box = cut.moved(box)
-    part = _decode_part(cut.content, box)
+    x_min, y_min, x_max, y_max = box = crop.box_of(box)
+    part = _decode_part(crop.content, box)
     if part is not None:
         return part
-    pixels = decode_jpeg(cut.content, cut.header, is_checked=True)
+    pixels = decode_jpeg(crop.content, crop.header, is_checked=True)
     if pixels is None:
-        pixels = decode(memoryview(cut.content), path)
+        pixels = decode(memoryview(crop.content), path)
     return pixels[y_min:y_max, x_min:x_max]
 
 
@@ -138,7 +138,7 @@ def _import_quietly(name: str) -> Any:
     if sys.stderr is not None:  # as in a process without a terminal
         sys.stderr.flush()
     try:
-        kept = os.dup(2)
+        stderr_fd = os.dup(2)
     except OSError:  # standard error is closed
         return importlib.import_module(name)
     with tempfile.TemporaryFile() as written:
@@ -146,8 +146,8 @@ def _import_quietly(name: str) -> Any:
         try:
             return importlib.import_module(name)
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_fd, 2)
+            os.close(stderr_fd)
             written.seek(0)
             for line in written:
                 if not _NOISE.search(line):  # of another thread

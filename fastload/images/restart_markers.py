@@ -21,9 +21,8 @@ import numpy as np
 from fastload.images.jpeg import END, markers, parse_jpeg
 
 if TYPE_CHECKING:
+    from fastload.images.geometry import Box
     from fastload.images.jpeg import Content, JpegHeader
-
-    Box = tuple[int, int, int, int]
 
 _MARGIN, _MIN_WIDTH = 2, 8  # pixels at the scale of the result
 _COMMENT_KIND = 0xFE
@@ -34,8 +33,8 @@ _SIDES = struct.Struct(">HH")
 _WRITTEN_INTERVALS = (4, 5, 3, 2, 7, 1)
 
 
-class Cut(NamedTuple):
-    """A part of a JPEG.
+class JpegCrop(NamedTuple):
+    """A part of a JPEG as a JPEG.
 
     Attributes:
         content: A whole JPEG, without EXIF.
@@ -49,8 +48,8 @@ class Cut(NamedTuple):
     x: int
     y: int
 
-    def moved(self, box: Box) -> Box:
-        """A box of that picture in this one."""
+    def box_of(self, box: Box) -> Box:
+        """A box of the original picture, in this one."""
         x_min, y_min, x_max, y_max = box
         return x_min - self.x, y_min - self.y, x_max - self.x, y_max - self.y
 
@@ -60,7 +59,7 @@ def choose_interval(columns: int) -> int:
     return next(number for number in _WRITTEN_INTERVALS if columns % number == 0)
 
 
-def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
+def crop_jpeg(data: Content, box: Box, scale: int = 1) -> JpegCrop | None:
     """The restart intervals that a region of a JPEG needs, as a JPEG.
 
     Args:
@@ -96,15 +95,17 @@ def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
     if not np.array_equal(kinds[:num_intervals], expected):
         return None
     ends = places[:num_intervals] + header.scan_at
-    # One row of `kept` lies together in the file: intervals of a row of MCUs, or of several whole rows.
+    # One row of `intervals` lies together in the file: intervals of a row of MCUs, or of several whole rows.
     per_line = columns * step // interval
     first, last = (left // interval, right // interval) if is_aligned else (0, per_line)
     lines = np.arange(top // step, -(-bottom // step))[:, None] * per_line
-    kept = lines + np.arange(first, last)
-    starts = np.append(header.scan_at, ends + 2)[kept[:, 0]]
-    line_ends = ends[np.minimum(kept[:, -1], num_intervals - 1)] + 2
+    intervals = lines + np.arange(first, last)
+    starts = np.append(header.scan_at, ends + 2)[intervals[:, 0]]
+    line_ends = ends[np.minimum(intervals[:, -1], num_intervals - 1)] + 2
     offsets = header.scan_at + np.append(0, np.cumsum(line_ends - starts)[:-1])
-    kept_markers = (ends.take(kept, mode="clip") - starts[:, None] + offsets[:, None])[kept < num_intervals]
+    marker_offsets = (ends.take(intervals, mode="clip") - starts[:, None] + offsets[:, None])[
+        intervals < num_intervals
+    ]
 
     view = memoryview(data)
     content = bytearray(view[: header.scan_at])
@@ -117,9 +118,9 @@ def cut_jpeg(data: Content, box: Box, scale: int = 1) -> Cut | None:
     for at in header.tags_at:
         content[at + 1] = _COMMENT_KIND
     new_kinds = np.frombuffer(content, np.uint8)
-    new_kinds[kept_markers + 1] = _RESTART_KIND + np.arange(len(kept_markers)) % _NUM_RESTART_KINDS
+    new_kinds[marker_offsets + 1] = _RESTART_KIND + np.arange(len(marker_offsets)) % _NUM_RESTART_KINDS
     new_kinds[-1] = END[1]
-    return Cut(content, header._replace(height=height, width=width), x, y)
+    return JpegCrop(content, header._replace(height=height, width=width), x, y)
 
 
 def _span(start: int, stop: int, mcu: int, num_mcus: int, step: int) -> tuple[int, int]:

@@ -5,3 +5,7 @@ Read `patch` first (what happens to torch's class), then `replaced` (the loader 
 the same). `accelerate` and `ray` prepare a loader for a rank, with `prepared` in common. `ray_build` builds a
 cache on disk with a Ray cluster. Each of these is imported only by name.
 """
+
+
+def __dir__() -> list[str]:
+    return ["accelerate", "ray", "ray_build"]

@@ -1,7 +1,7 @@
 """`prepare` of Hugging Face Accelerate for fastload's loaders, without `fastload.patch_torch()`.
 
 Accelerate prepares the loader, and this file then replaces the torch loader inside the prepared one with
-fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, synchronising generators,
+fastload's. Everything else is Accelerate's: the shares of the ranks, dispatching, synchronizing generators,
 the gradient state, and moving batches to the device.
 
 Importing this file imports Accelerate.
@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     import fastload.loader
 
+__all__ = ["prepare", "skip_first_batches"]
+
 _CALLER = "fastload.integrations.accelerate.prepare()"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def prepare(accelerator: Accelerator, loader: fastload.loader.DataLoader) -> Any:
@@ -138,7 +144,7 @@ def _exchange(prepared: Any, source: fastload.loader.DataLoader) -> None:
     loader = loader_in_place_of(prepared.base_dataloader, source, device)
     sampler = accelerate.data_loader.get_sampler(loader)
     if isinstance(sampler, SeedableRandomSampler):
-        # It seeds its generator in each epoch, which can be the loader's, so the seed of rng="sample" is
+        # It seeds its generator in each epoch, which can be the loader's, so the seed of seeding="sample" is
         # taken now. It makes a generator in its first epoch if it has none; a loader's state has the
         # generators that were there when the epoch began.
         known = progress_of(source).sample_seed

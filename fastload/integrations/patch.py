@@ -44,9 +44,9 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
     Args:
         cache: `"ram"`: samples of an ImageFolder (of torchvision with its own loader, or of fastload) are
             decoded once and kept in memory; for any other dataset a log line says why it is not cached.
-        defaults: Arguments of `fastload.DataLoader` that torch's loader lacks, such as ``rng="sample"``. They
-            apply unless a call sets them. An unsupported option (``rng="sample"`` for an iterable-style
-            dataset) raises the loader's usual error.
+        defaults: Arguments of `fastload.DataLoader` that torch's loader lacks, such as ``seeding="sample"``.
+            They apply unless a call sets them. An unsupported option (``seeding="sample"`` for an
+            iterable-style dataset) raises the loader's usual error.
 
     Raises:
         TypeError: An argument that `fastload.DataLoader` lacks, or that torch's loader also has.

@@ -52,7 +52,7 @@ def cached(dataset: Any) -> Any:
             dataset = copy.copy(dataset)
             dataset.dataset = inner
         return dataset
-    is_own = type(dataset) is ImageFolder
+    is_own = type(dataset) is ImageFolder and dataset.transform is None
     if is_own and dataset in _caches:
         return _caches[dataset]
     reason = None if is_own else _why_not(dataset)
@@ -78,7 +78,8 @@ def _why_not(dataset: Any) -> str | None:
     kind: Any = getattr(folders, "DatasetFolder", None)
     if kind is None or not isinstance(dataset, kind):
         return (
-            "only ImageFolder, torchvision's or fastload's, is known to return the same samples each time. "
+            "only ImageFolder, torchvision's or fastload's without a transform, is known to return the same "
+            "samples each time. "
             "If this one does, wrap it yourself: fastload.CachedDataset(dataset, transform)"
         )
     if dataset.loader is not folders.default_loader:  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 `DataLoader(worker_type="ray")` needs nothing from here: its workers are actors of the same job (see
 `workers.ray_pool`). In a Ray Train worker, both go together. The trainer's placement group has no CPUs for
-these actors, so the cluster needs further ones, or `ray_options` a placement group of its own.
+these actors, so the cluster needs further ones, or `fastload.RayWorkers` a placement group of its own.
 
 Importing this file imports Ray Train.
 """
@@ -19,7 +19,13 @@ from fastload.integrations.prepared import check_loader, loader_in_place_of
 if TYPE_CHECKING:
     import fastload.loader
 
+__all__ = ["prepare"]
+
 _CALLER = "fastload.integrations.ray.prepare()"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def prepare(

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
 
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
+__all__ = ["build"]
+
 _CANCEL_S = 10.0  # for tasks to remove their unfinished files
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def build(

@@ -1,13 +1,7 @@
-"""Memory that is reused for one batch after another, and the leases that protect it while it is in use.
+"""Memory that is leased to one batch after another, and the allocators that lay batches out in it.
 
-Rules:
-
-1. Every view of a slot is made from a lease. The lease dies with the last tensor, array, memoryview or
-   storage alias made from it, in any order and on any thread; until then the memory is never written again.
-2. There is no callback when a lease dies: the code that wants the memory checks a weak reference. So no
-   finalizer runs at a bad moment, and no lock is needed.
-3. Shared memory that was leased while this process forked is never written again, because the child can hold
-   the same batch and sees the same pages.
+Every view of a batch is made from a lease. The lease dies with the last tensor, array, memoryview or storage
+alias made from it, in any order and on any thread; until then the memory is not written again.
 """
 
 from __future__ import annotations
@@ -23,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from fastload.memory.segment import PAGE_BYTES, allocated, populate, round_up, why_unsupported
+from fastload.memory.segment import PAGE_BYTES, create_slot_segment, populate, round_up, why_unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -74,6 +68,8 @@ class Memory:
     def lease(self) -> Any:
         """A new buffer object over all of the memory; views made from it keep the memory leased."""
         lease = self._lease_type.from_buffer(self._mapping)
+        # Not a finalizer, which would run on the thread that drops the last view, at any moment, and would
+        # need a lock: whoever wants the memory asks `is_leased`.
         self._lease = weakref.ref(lease)
         self._forks_at_lease = _forks
         return lease
@@ -84,8 +80,8 @@ class Memory:
         return self._lease is not None and self._lease() is not None
 
     @property
-    def is_spent(self) -> bool:
-        """Whether the memory must not be reused because a forked child can hold a view of it."""
+    def is_fork_shared(self) -> bool:
+        """Whether a forked child can hold a view of the last lease, and would see what is written next."""
         return self._shared and self._lease is not None and self._forks_at_lease != _forks
 
 
@@ -104,17 +100,17 @@ def shared_memory(nbytes: int) -> Memory:
     """Pages of a segment, allocated now; private pages where the system has no shared memory.
 
     Raises:
-        SegmentError: The memory is not available.
+        SharedMemoryError: The memory is not available.
     """
     if why_unsupported() is not None:
         return private_memory(nbytes)
-    segment, mapping = allocated(nbytes)
+    segment, mapping = create_slot_segment(nbytes)
     segment.close()  # the mapping stays
     return Memory(mapping, shared=True)
 
 
-class Arena:
-    """Places the arrays of one batch after another in memory, as aligned stretches in sequence.
+class BumpAllocator:
+    """Lays out the arrays of one batch after another in memory, as aligned regions in sequence.
 
     Args:
         make: Returns new memory of at least the given number of bytes; called if there is no memory or it is
@@ -127,14 +123,14 @@ class Arena:
         self.lease: Any = None
         self.used_bytes = 0
 
-    def begin(self, memory: Memory | None) -> None:
-        """Start a batch in ``memory``, or in new memory, made on the first request for a stretch."""
+    def begin(self, memory: Memory | None = None) -> None:
+        """Start a batch in ``memory``, or in new memory, made on the first request for a region."""
         self.memory = memory
         self.lease = None
         self.used_bytes = 0
 
-    def place(self, nbytes: int) -> int | None:
-        """The offset of a new aligned stretch, or None if the memory of the current batch is full."""
+    def reserve(self, nbytes: int) -> int | None:
+        """The offset of a new aligned region, or None if the memory of the current batch is full."""
         offset = round_up(self.used_bytes, ALIGNMENT_BYTES)
         if self.memory is None or offset + nbytes > self.memory.nbytes:
             if self.used_bytes:
@@ -147,14 +143,14 @@ class Arena:
         return offset
 
     def allocate(self, nbytes: int) -> Bytes:
-        """A writable stretch of ``nbytes`` bytes; from the heap if the batch does not fit into the memory."""
-        offset = self.place(nbytes)
+        """A writable region of ``nbytes`` bytes; from the heap if the batch does not fit into the memory."""
+        offset = self.reserve(nbytes)
         if offset is None:
             return np.empty(nbytes, np.uint8)
         return np.frombuffer(self.lease, np.uint8, nbytes, offset)
 
     def array(self, shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A writable C-contiguous array in a new stretch; see `allocate`."""
+        """A writable C-contiguous array in a new region; see `allocate`."""
         dtype = np.dtype(dtype)
         return self.allocate(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
@@ -163,80 +159,75 @@ class Arena:
         self.lease = None
 
 
-class _Writing(threading.local):
-    """Where this thread lays out the arrays of a batch that it makes."""
-
-    arena: Arena | None = None
-
-
-_writing = _Writing()
-
-
-def current_arena() -> Arena | None:
-    """The memory for what this thread makes now; None: the heap."""
-    return _writing.arena
-
-
-class WritingInto:
-    """A block in which functions that know `current_arena` write their results into ``arena``.
-
-    Use it only around code whose result is the batch. Whatever makes a part of one, such as a dataset that
-    calls default_collate for a sample, must get memory outside the arena, because the arena can be reused
-    while the part is in use.
-
-    This is a class, not a contextlib generator: it is entered for each batch, and leaves errors untouched.
+class BufferPool(BumpAllocator):
+    """Lays out batches in private buffers: one per batch, reused when no view of the batch is left.
 
     Args:
-        arena: The memory; None: the heap.
-    """
-
-    __slots__ = ("_arena", "_before")
-
-    def __init__(self, arena: Arena | None) -> None:
-        self._arena = arena
-        self._before: Arena | None = None
-
-    def __enter__(self) -> None:
-        self._before = _writing.arena
-        _writing.arena = self._arena
-
-    def __exit__(self, *exc_info: object) -> None:
-        _writing.arena = self._before
-
-
-class Buffers:
-    """Private buffers of one fetching thread: one per batch, reused when no view of the batch is left.
-
-    Args:
-        limit_bytes: Upper bound on the bytes of all kept buffers; a batch beyond it gets its own memory.
-        max_buffers: Maximum number of kept buffers.
+        limit_bytes: Upper bound on the bytes of all buffers in the pool; a batch beyond it gets its own
+            memory.
+        max_buffers: Maximum number of buffers in the pool.
     """
 
     def __init__(self, limit_bytes: int, max_buffers: int = MAX_BUFFERS) -> None:
-        self.arena = Arena(self._make)
+        super().__init__(self._take)
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
-        self._memories: list[Memory] = []
-
-    def begin(self) -> None:
-        """Start a batch; its memory is chosen on the first request for a stretch."""
-        self.arena.begin(None)
+        self._buffers: list[Memory] = []
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""
-        self._memories.clear()
-        self.arena.begin(None)
+        self._buffers.clear()
+        self.begin()
 
-    def _make(self, nbytes: int) -> Memory:
+    def _take(self, nbytes: int) -> Memory:
         """An unreferenced buffer: the last used if large enough, else a new one replaces it."""
-        for memory in reversed(self._memories):
-            if not memory.is_leased:
-                if memory.nbytes >= nbytes:
-                    return memory
-                self._memories.remove(memory)
+        for buffer in reversed(self._buffers):
+            if not buffer.is_leased:
+                if buffer.nbytes >= nbytes:
+                    return buffer
+                self._buffers.remove(buffer)
                 break
-        memory = private_memory(nbytes)
-        kept_bytes = sum(kept.nbytes for kept in self._memories)
-        if len(self._memories) < self._max_buffers and kept_bytes + memory.nbytes <= self._limit_bytes:
-            self._memories.append(memory)
-        return memory
+        new = private_memory(nbytes)
+        pool_bytes = sum(buffer.nbytes for buffer in self._buffers)
+        if len(self._buffers) < self._max_buffers and pool_bytes + new.nbytes <= self._limit_bytes:
+            self._buffers.append(new)
+        return new
+
+
+class _Current(threading.local):
+    """Where this thread lays out the arrays of the batch that it makes."""
+
+    allocator: BumpAllocator | None = None
+
+
+_current = _Current()
+
+
+def current_allocator() -> BumpAllocator | None:
+    """The allocator for what this thread makes now; None: the heap."""
+    return _current.allocator
+
+
+class allocating_in:  # noqa: N801  # like contextlib.suppress; a generator would take three times as long
+    """A block in which functions that ask for `current_allocator` write their results there.
+
+    Use it only around code whose result is the batch. Whatever makes a part of one, such as a dataset that
+    calls default_collate for a sample, must get memory elsewhere, because the batch's memory can be reused
+    while the part is in use.
+
+    Args:
+        allocator: The memory of the batch; None: the heap.
+    """
+
+    __slots__ = ("_allocator", "_before")
+
+    def __init__(self, allocator: BumpAllocator | None) -> None:
+        self._allocator = allocator
+        self._before: BumpAllocator | None = None
+
+    def __enter__(self) -> None:
+        self._before = _current.allocator
+        _current.allocator = self._allocator
+
+    def __exit__(self, *exc_info: object) -> None:
+        _current.allocator = self._before

@@ -1,17 +1,11 @@
 """The parent's record of slots: which slot of which worker is free, being filled, ready, or lent.
 
 This module does no I/O. A worker makes the memory of a slot, and the parent receives it with the first batch
-in that slot. Rules:
+in that slot. A slot belongs to one worker for life, so each page is mapped only by one worker and the parent.
+Messages about the slot order what the two do with it (see `memory_model`).
 
-1. A slot belongs to one worker for life, so each page is mapped only by one worker and the parent. Messages
-   about the slot order what the two do with it (see `memory.order`).
-2. FREE -> FILLING -> READY -> LENT -> FREE; READY -> FREE if the batch was copied out or was an error.
-   LENT becomes FREE when no view made from the lease is alive (see `lease`).
-3. Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes` in
-   total. Every worker can always have one slot, and gets no more until the size of a batch is known. If
-   batches grow later, free slots are dropped until the total is within the limit again.
-4. Back-pressure without deadlock: with no free slot, a task waits. A slot is lent only if its worker keeps
-   another slot or can get one; otherwise the caller gets a copy, and the slot is free at once.
+Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes` in
+total. With no free slot, a task waits: this is the back-pressure.
 """
 
 from __future__ import annotations
@@ -31,7 +25,10 @@ EMPTY_BATCHES = 8
 
 
 class SlotState(enum.Enum):
-    """The state of a slot."""
+    """The state of a slot: FREE -> FILLING -> READY -> LENT -> FREE.
+
+    READY becomes FREE if the batch was copied out or was an error; LENT, when no view of the batch is alive.
+    """
 
     FREE = "free"
     FILLING = "filling"
@@ -85,7 +82,7 @@ class Ring:
         """A slot for the worker's next batch (FREE -> FILLING), or None if the task must wait."""
         self.reclaim(worker)
         slots = self._slots[worker]
-        while self.nbytes > self.max_bytes and self._has_surplus(slots):
+        while self.nbytes > self.max_bytes and self._has_surplus(slots):  # batches have grown
             slots.pop()
         for slot in reversed(slots):
             if slot.state is SlotState.FREE:
@@ -117,6 +114,8 @@ class Ring:
         slots = self._slots[slot.worker]
         if not any(other is not slot and other.state is not SlotState.LENT for other in slots):
             if not self._may_grow(slot.worker):
+                # Lent, it would be the last one: the worker would wait for the caller, who might wait for
+                # the worker's next batch. The caller gets a copy instead, and the slot is free at once.
                 self.num_copies += 1
                 return False
             # Reserve the next slot now: later, other workers might have used up the limit.
@@ -134,8 +133,8 @@ class Ring:
         for slot in self._slots[worker]:
             if slot.state is SlotState.LENT and slot.memory is not None and not slot.memory.is_leased:
                 slot.state = SlotState.FREE
-                if slot.memory.is_spent:
-                    slot.memory = None
+                if slot.memory.is_fork_shared:
+                    slot.memory = None  # the worker makes new memory for the next batch
 
     def num_slots(self, worker: int) -> int:
         """How many slots the worker has; slots with higher numbers were dropped."""
@@ -158,14 +157,13 @@ class Ring:
     def _may_grow(self, worker: int) -> bool:
         slots = self._slots[worker]
         if not slots:
-            return True
-        if self._largest_bytes is None:
+            return True  # whatever the limit: without a slot the worker could never answer
+        if self._largest_bytes is None:  # nothing says yet how many would fit
             return self._num_empty >= EMPTY_BATCHES and len(slots) < self._slots_in_flight
         # Bytes are reserved for slots without memory yet, and for workers without a slot.
-        spoken_for = sum(slot.memory is None for slot in self.slots) + sum(
-            not others for others in self._slots
-        )
-        grown_bytes = self.nbytes + (spoken_for + 1) * self._largest_bytes
+        num_reserved = sum(slot.memory is None for slot in self.slots)
+        num_reserved += sum(not slots_of_worker for slots_of_worker in self._slots)
+        grown_bytes = self.nbytes + (num_reserved + 1) * self._largest_bytes
         return len(slots) < self._max_slots and grown_bytes <= self.max_bytes
 
     def _expect(self, slot: Slot, state: SlotState) -> None:

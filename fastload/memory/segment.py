@@ -3,10 +3,8 @@
 A segment is a memfd (memfd_create(2)): pages with a descriptor and no name. So no 64 MB limit of a mount
 applies, and SIGKILL leaks nothing: the kernel frees the pages with the last descriptor and mapping.
 
-Rules:
-1. The code that creates or attaches a segment closes it; closing never affects other holders.
-2. A mapping outlives its segment object: close() gives up the descriptor, but not pages in use.
-3. A segment pickles as a handle (a descriptor to duplicate), never as bytes.
+The code that creates or attaches a segment closes it. Closing gives up the descriptor: it affects neither
+other holders nor mappings, which outlive the segment object.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ import threading
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.system import linux
-from fastload.system.posix import resource
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +52,7 @@ def why_unsupported() -> str | None:
             trial.map(writable=True).close()
         finally:
             trial.close()
-    except SegmentError as error:
+    except SharedMemoryError as error:
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _SCARCITIES:
             return None  # the next attempt to create a segment might succeed
         return f"this system denies anonymous shared memory: {error}"
@@ -88,23 +86,23 @@ class Segment:
             sealed: Forbid every later change of the size, so no mapping can cause a SIGBUS.
 
         Raises:
-            SegmentError: The memory or the descriptor is not available.
+            SharedMemoryError: The memory or the descriptor is not available.
         """
         nbytes = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
         try:
             fd = linux.memfd(name)
         except OSError as error:
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot create a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         try:
             os.fchmod(fd, 0o600)  # by default, any user who can reach the descriptor can open a memfd
             os.ftruncate(fd, nbytes)
-            if sealed:
+            if sealed:  # after its size is set, which the seal would forbid
                 linux.seal_size(fd)
         except OSError as error:
             os.close(fd)
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot size a shared segment to {nbytes:,} bytes: {with_limit(error)}"
             ) from error
         return cls(fd, nbytes)
@@ -133,14 +131,14 @@ class Segment:
             nbytes: How much of the segment to map, from its start; None for all of it.
 
         Raises:
-            SegmentError: The address space or the limit on mappings is used up.
+            SharedMemoryError: The address space or the limit on mappings is used up.
         """
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         nbytes = self.nbytes if nbytes is None else nbytes
         try:
             return mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, protection)
         except OSError as error:
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"cannot map a shared segment of {nbytes:,} bytes: {with_limit(error)}"
             ) from error
 
@@ -173,6 +171,7 @@ class Segment:
             os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A handle, never the bytes: whoever unpickles it maps the same pages.
         if context.get_spawning_popen() is not None:
             return _attach_inherited, (reduction.DupFd(self.fd),)
         # Not pickled to start a child process: the reading process must belong to the same user, and must
@@ -222,7 +221,7 @@ def _attach_through_proc(pid: int, fd: int, device: int, inode: int) -> Segment:
     try:
         return open_in_process(pid, fd, lambda status, _: (status.st_dev, status.st_ino) == (device, inode))
     except OSError as error:
-        raise SegmentError(
+        raise SharedMemoryError(
             f"cannot attach the shared segment at {linux.link_of(fd, pid)}: {error}. "
             "Its owner must be alive, of the same user and in the same PID namespace."
         ) from error
@@ -232,8 +231,8 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
     """The segment behind a descriptor of a different process, with its own file description.
 
     The descriptor might refer to a different file by now, and opening a pipe, a device or a terminal would
-    change it. An O_PATH descriptor (open(2)) refers to a file without opening it. The file is checked and
-    opened through that descriptor, so no other file can take its place in between.
+    change it. So the file is checked before it is opened, through an O_PATH descriptor (open(2)), which
+    refers to a file without opening it.
 
     Args:
         pid: The process.
@@ -243,24 +242,27 @@ def open_in_process(pid: int, fd: int, is_meant: Callable[[os.stat_result, str],
 
     Raises:
         OSError: The process or the descriptor is gone, or this process cannot open its descriptors.
-        SegmentError: The descriptor now refers to a different file.
+        SharedMemoryError: The descriptor now refers to a different file.
     """
-    found = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
+    path_fd = os.open(linux.link_of(fd, pid), os.O_PATH | os.O_CLOEXEC)
     try:
-        own = linux.link_of(found)
-        link = os.readlink(own)
-        if not is_meant(os.fstat(found), link):
-            raise SegmentError(f"descriptor {fd} of process {pid} is now {link}, and no longer the segment")
-        return Segment.attach(os.open(own, os.O_RDWR | os.O_CLOEXEC))
+        path = linux.link_of(path_fd)
+        link = os.readlink(path)
+        if not is_meant(os.fstat(path_fd), link):
+            raise SharedMemoryError(
+                f"descriptor {fd} of process {pid} is now {link}, and no longer the segment"
+            )
+        # Through this descriptor: the number in the other process may mean another file by now.
+        return Segment.attach(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     finally:
-        os.close(found)
+        os.close(path_fd)
 
 
-def allocated(nbytes: int) -> tuple[Segment, mmap.mmap]:
+def create_slot_segment(nbytes: int) -> tuple[Segment, mmap.mmap]:
     """A new segment for a slot and its writable mapping, all pages allocated; the caller closes the segment.
 
     Raises:
-        SegmentError: The memory is not available.
+        SharedMemoryError: The memory is not available.
     """
     segment = Segment.create(nbytes, name="fastload-slot")
     try:
@@ -281,7 +283,7 @@ def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> N
         nbytes: How much; None for all that follows.
 
     Raises:
-        SegmentError: There is not enough memory (instead of a SIGBUS on first touch).
+        SharedMemoryError: There is not enough memory (instead of a SIGBUS on first touch).
     """
     if sys.platform != "linux":
         return  # pages are allocated on first touch: slower, but just as correct
@@ -290,5 +292,5 @@ def populate(mapping: mmap.mmap, start: int = 0, nbytes: int | None = None) -> N
         mapping.madvise(_MADV_POPULATE_WRITE, start, nbytes)
     except OSError as error:
         if error.errno in (errno.ENOMEM, errno.EFAULT, errno.ENOSPC):
-            raise SegmentError(f"cannot take {nbytes:,} bytes of memory: {error}") from error
+            raise SharedMemoryError(f"cannot take {nbytes:,} bytes of memory: {error}") from error
         # EINVAL: the kernel is older than 5.14; pages are allocated on first touch.

@@ -4,13 +4,9 @@ Reading an object of a list changes its reference count, and so its page. So a f
 copy of every page of the list that it reads; a spawned worker gets a copy of the whole list at once. Bytes in
 shared memory have no reference counts, and all processes map the same pages.
 
-Rules:
-
-1. The memory holds the pickled items one after another, then the offsets where they begin and end, then the
-   number of items, both int64. It is never written again.
-2. A list and its slices share one `_Records`. It pickles as a handle of its segment (see `segment`), never as
-   the items; only on systems without shared memory, it pickles as a copy.
-3. The memory is freed with the last list, in any process, that holds the segment.
+The memory holds the pickled items one after another, then the offsets where they begin and end, then the
+number of items, both int64. It is never written again, and freed with the last list, in any process, that
+holds the segment.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar, overload
 
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
 from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
@@ -53,7 +49,7 @@ class SharedList(Sequence[T]):
 
     Raises:
         TypeError: An item cannot be pickled; the message has its index.
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
 
     __slots__ = ("__weakref__", "_numbers", "_records")
@@ -98,13 +94,13 @@ class SharedList(Sequence[T]):
 
 
 def _view(records: _Records, numbers: range) -> SharedList[Any]:
-    made: SharedList[Any] = SharedList.__new__(SharedList)
-    made._records, made._numbers = records, numbers
-    return made
+    view: SharedList[Any] = SharedList.__new__(SharedList)
+    view._records, view._numbers = records, numbers
+    return view
 
 
 class _Records:
-    """The memory of a list, mapped in this process.
+    """The memory of a list and of its slices, mapped in this process.
 
     Args:
         memory: The segment, which this object owns from here on; or the bytes, if they are not shared.
@@ -147,7 +143,7 @@ def _stored(items: Iterable[Any]) -> Segment | bytearray:
             try:
                 segment.write(chunk, nbytes)
             except OSError as error:
-                raise SegmentError(
+                raise SharedMemoryError(
                     f"cannot grow a SharedList beyond {nbytes:,} bytes: {with_limit(error)}"
                 ) from error
             nbytes += len(chunk)

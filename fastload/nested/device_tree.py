@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def map_movable(
+def map_device_leaves(
     value: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
     """``value`` with each leaf that can move replaced by ``function(leaf)``; see `map_leaves`.
@@ -29,11 +29,11 @@ def map_movable(
         Exception: The error of ``function``, or of the constructor of a container type.
     """
 
-    def is_found(part: Any) -> bool:
+    def is_device_leaf(part: Any) -> bool:
         can_move = isinstance(part, torch.Tensor) or _moves(part.__class__)[0]
         return can_move or (is_leaf is not None and is_leaf(part))
 
-    return map_leaves(value, lambda leaf: function(leaf) if is_found(leaf) else leaf, is_found)
+    return map_leaves(value, lambda leaf: function(leaf) if is_device_leaf(leaf) else leaf, is_device_leaf)
 
 
 def move_leaf(leaf: Any, device: torch.device) -> Any:

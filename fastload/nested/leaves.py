@@ -1,101 +1,71 @@
-"""The leaf values that a cached sample can hold: their types, and their conversion to bytes and back.
+"""Converts the values that a cached sample can hold to bytes and back.
 
 Rules:
 
-1. The set of kinds is closed: array, tensor, scalar (NumPy's), int, float, bool, str, bytes, none, str_ and
-   bytes_, which are NumPy's own, and image, an `EncodedImage`. Pickle is never used.
+1. The kinds of values are those of `leaf`. Pickle is never used.
 2. Type, dtype and shape are restored exactly; restored arrays and tensors are C-contiguous.
 3. Restored arrays are views of the memory. Restored tensors are always private copies, because torch has no
    read-only memory: an in-place operation on a read-only mapping would kill the process.
-4. torch is imported only when a tensor occurs (see `tensors`): the command line reads caches without it.
+4. torch is imported only when a tensor occurs: it would add two seconds to the commands that read caches.
 """
 
 from __future__ import annotations
 
 import struct
 import sys
+from collections.abc import Mapping, Sequence, Set
 from functools import cache
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fastload.errors import CacheCorruptError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
-from fastload.nested.advice import advice
-from fastload.nested.dtypes import TENSOR_STORAGE, dtype_name, numpy_dtype
+from fastload.nested.leaf import IMAGE, TEXT_KINDS, Array, Leaf, dtype_name, numpy_dtype, storage_dtype
 
-Array = npt.NDArray[Any]
-
-TEXT_KINDS = ("str", "bytes", "str_", "bytes_")  # these have no fixed length
-IMAGE = "image"
 _PATH_BYTES = struct.Struct("<I")  # before the path, which is before the content of the file
 _FLOAT = struct.Struct("<d")
-_MAX_BYTES = (1 << 63) - 1  # of an array
 _INT_BYTES = 8  # the minimum for an int; larger ints take more
 
 
-class Leaf(NamedTuple):
-    """One value of a sample, without the value.
-
-    Attributes:
-        kind: One of the closed set above.
-        dtype: Name of NumPy's or torch's dtype; empty if the kind determines it.
-        shape: Shape of an array or tensor; else empty.
-    """
-
-    kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-
-
 @cache
-def torch_side() -> Any:
-    """The module `tensors`, imported on the first call; later calls are faster than an import statement."""
+def tensor_functions() -> Any:
+    """The module `tensors`, which imports torch, on the first call.
+
+    Every lazy import of it is here: later calls are faster than an import statement.
+    """
     from fastload.nested import tensors
 
     return tensors
-
-
-def storage_dtype(leaf: Leaf) -> np.dtype[Any]:
-    """The NumPy dtype that stores an array, tensor or scalar leaf.
-
-    Raises:
-        ValueError: The leaf's dtype is unknown.
-    """
-    if leaf.kind != "tensor":
-        return numpy_dtype(leaf.dtype)
-    if leaf.dtype not in TENSOR_STORAGE:
-        raise ValueError(f"torch.{leaf.dtype} is not a dtype that can be cached")
-    return TENSOR_STORAGE[leaf.dtype]
 
 
 # --- from a value to its leaf ----------------------------------------------------------------------------
 
 
 def describe(value: Any) -> tuple[Leaf, Any]:
-    """The leaf of one value, and the value in its plain form: C-contiguous, detached.
+    """The leaf of one value, and the value as it is stored: arrays and tensors C-contiguous.
 
     Raises:
         UnsupportedSampleError: Values of this type cannot be cached. The caller adds the path.
     """
     kind = type(value)
-    leaf = _PLAIN_LEAVES.get(kind)
+    leaf = _LEAF_OF_TYPE.get(kind)
     if leaf is not None:
         return leaf, value
     if kind is np.ndarray or kind is np.memmap:  # a memory map is restored as an array: its content is cached
         return Leaf("array", _dtype_name(value), value.shape), np.asarray(value, order="C")
     torch: Any = sys.modules.get("torch")  # if torch is not imported, the value is not a tensor
     if torch is not None and kind is torch.Tensor:
-        name, tensor = torch_side().describe_tensor(value)
+        name, tensor = tensor_functions().describe_tensor(value)
         return Leaf("tensor", name, tuple(tensor.shape)), tensor
     if isinstance(value, np.generic):
         return Leaf("scalar", _dtype_name(value)), value
-    raise UnsupportedSampleError(f"{kind.__module__}.{kind.__qualname__} cannot be cached: {advice(value)}")
+    raise UnsupportedSampleError(
+        f"{kind.__module__}.{kind.__qualname__} cannot be cached: {suggestion(value)}"
+    )
 
 
-_PLAIN_LEAVES: dict[type, Leaf] = {
+_LEAF_OF_TYPE: dict[type, Leaf] = {
     **{kind: Leaf(kind.__name__) for kind in (int, float, bool, str, bytes, np.str_, np.bytes_)},
     type(None): Leaf("none"),
     EncodedImage: Leaf(IMAGE),
@@ -109,16 +79,46 @@ def _dtype_name(value: Any) -> str:
         raise UnsupportedSampleError(f"{error}: return numbers, or arrays of numbers") from None
 
 
+# By the package that defines the value's class, or a class that it inherits from.
+_BY_PACKAGE = {
+    "PIL": 'return numpy.asarray(image.convert("RGB")), or numpy.asarray(image) for a mask',
+    **dict.fromkeys(("datetime", "decimal", "pathlib", "uuid"), "return str(value)"),
+}
+_BY_TYPE = (
+    (np.ndarray, "return numpy.asarray(array)"),
+    ((int, float, str, bytes, bytearray, memoryview), "return a plain int, float, str or bytes"),
+    (Mapping, "return a plain dict"),
+    ((Set, Sequence), "return a plain list or tuple"),
+)
+_CACHEABLE = "return arrays, tensors, numbers, str, bytes or None in dicts, lists and tuples"
+
+
+def suggestion(value: Any, otherwise: str = _CACHEABLE) -> str:
+    """What to return instead of a value that cannot be cached, as a clause that begins with "return".
+
+    Args:
+        value: The value.
+        otherwise: The suggestion for values of unknown classes.
+    """
+    for base in type(value).__mro__:  # no library is imported here
+        text = _BY_PACKAGE.get(base.__module__.partition(".")[0])
+        if text is not None:
+            return text
+    if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
+        return "return a plain tensor, for instance tensor.as_subclass(torch.Tensor)"
+    return next((text for kinds, text in _BY_TYPE if isinstance(value, kinds)), otherwise)
+
+
 # --- values to bytes and back ----------------------------------------------------------------------------
 
 
 def to_bytes(leaf: Leaf, value: Any) -> bytes | Array:
-    """The payload of one plain value: bytes, or the array's own memory as `(nbytes,) uint8`."""
+    """The payload of one value: bytes, or the array's own memory as `(nbytes,) uint8`."""
     kind = leaf.kind
     if kind == "array":
         return _raw(value)
     if kind == "tensor":
-        return _raw(torch_side().tensor_array(value))
+        return _raw(tensor_functions().tensor_array(value))
     if kind == "scalar":
         return np.asarray(value).tobytes()
     if kind == "int":
@@ -141,20 +141,6 @@ def _raw(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8) if array.size else np.empty(0, np.uint8)
 
 
-def fixed_nbytes(leaf: Leaf) -> int | None:
-    """Bytes of the payload if the leaf alone determines them; None for int, str, bytes and images.
-
-    Raises:
-        ValueError: The leaf's dtype is unknown, or its shape is too large for any array.
-    """
-    if leaf.kind in ("array", "tensor", "scalar"):
-        itemsize = storage_dtype(leaf).itemsize
-        if prod(filter(None, leaf.shape)) * itemsize > _MAX_BYTES:  # NumPy also leaves zeros out
-            raise ValueError(f"the shape {leaf.shape} is too large for an array")
-        return prod(leaf.shape) * itemsize
-    return {"float": 8, "bool": 1, "none": 0}.get(leaf.kind)
-
-
 def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
     """The value whose payload lies at `memory[offset:offset + nbytes]`.
 
@@ -169,7 +155,7 @@ def from_bytes(leaf: Leaf, memory: memoryview, offset: int, nbytes: int) -> Any:
             return view_array(numpy_dtype(leaf.dtype), leaf.shape, memory, offset)
         if kind == "tensor":
             array = view_array(storage_dtype(leaf), leaf.shape, memory, offset)
-            return torch_side().array_tensor(array.copy(), leaf.dtype)
+            return tensor_functions().array_tensor(array.copy(), leaf.dtype)
         if kind == "scalar":
             return view_array(numpy_dtype(leaf.dtype), (), memory, offset).copy()[()]
         if kind == IMAGE:

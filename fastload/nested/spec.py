@@ -1,7 +1,6 @@
 """Describes the structure of a sample without its values: dicts, lists, tuples and namedtuples around leaves.
 
-A spec is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`, which can be
-compared and hashed; equal specs are one object. Rules:
+A spec's node is a nest of tuples, such as `("tuple", (("array", "|u1", (32, 32, 3)), ("int",)))`. Rules:
 
 1. Only exact built-in containers and namedtuples are allowed; dict keys are str and keep their order.
 2. A namedtuple is stored by the module and name of its class. Reading never imports code that a file names:
@@ -17,7 +16,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
-from fastload.nested.leaves import IMAGE, TEXT_KINDS, Leaf, describe, fixed_nbytes
+from fastload.nested.leaf import BARE_KINDS, TEXT_KINDS, Leaf, fixed_nbytes
+from fastload.nested.leaves import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -26,14 +26,13 @@ Node = tuple[Any, ...]
 
 MAX_DEPTH = 64  # nested containers; far more than samples have, far below Python's recursion limit
 _CONTAINERS = ("tuple", "list", "dict", "namedtuple")
-_PLAIN_LEAVES = ("int", "float", "bool", "none", IMAGE, *TEXT_KINDS)
 _WHERE_TO_CHANGE_IT = (
-    "Change it in the dataset, or in a function that you pass as CachedDataset(prepare=function)"
+    "Change it in the dataset, or in a function that you pass as CachedDataset(pre_transform=function)"
 )
 
 
 class Spec:
-    """A sample's structure, dtypes and shapes; only `flatten` and `Spec.parse` make specs.
+    """A sample's structure, dtypes and shapes; only `flatten` and `Spec.parse` make specs. Equal by value.
 
     Attributes:
         node: The structure as a nest of tuples.
@@ -62,7 +61,7 @@ class Spec:
         """
         try:
             node = _parse_node(json.loads(text))
-            spec = _interned(node)
+            spec = _spec_of(node)
             for leaf in spec.leaves:
                 fixed_nbytes(leaf)
         except (ValueError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
@@ -88,6 +87,14 @@ class Spec:
         """The path of every leaf, such as `$["image"]` or `$[1][0]`."""
         return [path for path, part in _walk(self.node) if part[0] not in _CONTAINERS]
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:  # the usual case, because `_spec_of` keeps specs
+            return True
+        return self.node == other.node if isinstance(other, Spec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.text)  # not of the node: Python keeps the hash of bytes, but not of a tuple
+
     def __reduce__(self) -> tuple[Callable[..., Spec], tuple[bytes, tuple[type, ...]]]:
         named = (part for _, part in _walk(self.node) if part[0] == "namedtuple")
         return _load, (self.text, tuple(_namedtuple_type(*part[1:4]) for part in named))
@@ -97,7 +104,7 @@ class Spec:
 
 
 @lru_cache(maxsize=1024)
-def _interned(node: Node) -> Spec:
+def _spec_of(node: Node) -> Spec:
     return Spec(node)
 
 
@@ -110,7 +117,7 @@ def _load(text: bytes, types: tuple[type, ...]) -> Spec:
 
 
 def flatten(sample: Any) -> tuple[Spec, list[Any]]:
-    """A sample's spec and its plain values: C-contiguous arrays and tensors, copied only if they are not.
+    """A sample's spec and its values: arrays and tensors C-contiguous, copied only if they are not.
 
     Raises:
         UnsupportedSampleError: A value in the sample cannot be cached; names its path.
@@ -120,7 +127,7 @@ def flatten(sample: Any) -> tuple[Spec, list[Any]]:
         node = _describe(sample, (), values)
     except UnsupportedSampleError as error:
         raise UnsupportedSampleError(f"{error}. {_WHERE_TO_CHANGE_IT}") from None
-    return _interned(node), values
+    return _spec_of(node), values
 
 
 def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
@@ -141,10 +148,10 @@ def _describe(value: Any, path: tuple[Any, ...], values: list[Any]) -> Node:
         items = tuple([_describe(item, (*path, i), values) for i, item in enumerate(value)])
         return "namedtuple", *_class_name(kind, path), tuple(kind._fields), items
     try:
-        leaf, plain = describe(value)
+        leaf, stored = describe(value)
     except UnsupportedSampleError as error:
         raise UnsupportedSampleError(f"{path_text(path)}: {error}") from None
-    values.append(plain)
+    values.append(stored)
     return _leaf_node(leaf)
 
 
@@ -209,21 +216,21 @@ def _build(node: Node, values: Iterator[Any], *, is_batch: bool = False) -> Any:
 
 
 def _namedtuple_type(module: str, qualname: str, fields: tuple[str, ...]) -> Any:
-    found = _find_class(module, qualname)
-    is_tuple_class = isinstance(found, type) and issubclass(found, tuple)
-    if not is_tuple_class or getattr(found, "_fields", None) != fields:
+    cls = _find_class(module, qualname)
+    is_tuple_class = isinstance(cls, type) and issubclass(cls, tuple)
+    if not is_tuple_class or getattr(cls, "_fields", None) != fields:
         raise CacheError(
             f"a cached sample is a namedtuple {module}.{qualname}{fields}, but no such class is imported in "
             f"this process: import {module} before reading the cache"
         )
-    return found
+    return cls
 
 
 def _find_class(module: str, qualname: str) -> Any:
-    found: Any = sys.modules.get(module)
+    value: Any = sys.modules.get(module)
     for name in qualname.split("."):
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 # --- walks -----------------------------------------------------------------------------------------------
@@ -267,6 +274,6 @@ def _parse_node(data: Any, depth: int = 0) -> Node:
                 return kind, dtype, tuple(shape)
         case ["scalar", str(dtype)]:
             return "scalar", dtype
-        case [str(kind)] if kind in _PLAIN_LEAVES:
+        case [str(kind)] if kind in BARE_KINDS:
             return (kind,)
     raise ValueError(f"{data!r:.80} describes no node")

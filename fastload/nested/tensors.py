@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from fastload.errors import UnsupportedSampleError
-from fastload.nested.dtypes import TENSOR_STORAGE, numpy_dtype
-
-if TYPE_CHECKING:
-    from fastload.nested.leaves import Leaf
-
-Array = npt.NDArray[Any]
+from fastload.nested.leaf import IMAGE, TENSOR_STORAGE, Array, Leaf, numpy_dtype
 
 # The dtypes that this release of torch has; newer releases add some.
 TENSOR_DTYPES: dict[str, torch.dtype] = {
@@ -61,7 +54,7 @@ def array_tensor(array: Array, name: str) -> torch.Tensor:
 
 
 def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-    """The name of a tensor's dtype, and the tensor in its plain form: C-contiguous, conjugated and negated.
+    """The name of a tensor's dtype, and the tensor C-contiguous, with its conjugation and negation done.
 
     Raises:
         UnsupportedSampleError: Such a tensor cannot be cached. The caller adds the path.
@@ -91,7 +84,7 @@ def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def collates(leaf: Leaf) -> bool:
     """Whether default_collate makes a tensor or list of such leaves; if not, it raises the error itself."""
-    if leaf.kind in ("none", "bytes_", "image"):
+    if leaf.kind in ("none", "bytes_", IMAGE):
         return False
     if leaf.kind == "tensor":
         return leaf.dtype in TENSOR_DTYPES

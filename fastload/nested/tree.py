@@ -1,4 +1,4 @@
-"""Walks over nested samples and over the outputs of transforms: copies, read-only views, comparison.
+"""Walks over nested samples, batches and outputs of transforms: copies, read-only views, comparison.
 
 In a sample, containers are dicts, lists, tuples and namedtuples, including subclasses. `map_leaves` also
 walks over batches, which can have more types.
@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from fastload.nested.deferred import DeferredImage
-from fastload.nested.leaves import IMAGE, to_bytes
+from fastload.nested.leaf import IMAGE
+from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.nested.leaves import Array, Leaf
+    from fastload.nested.leaf import Array, Leaf
 
 
 # Sequences that are values, and types whose objects hold no leaves.
@@ -113,7 +114,7 @@ def leaves(nest: Any) -> list[Any]:
 def private_copy(sample: Any) -> Any:
     """The sample with writable, private, C-contiguous copies of its arrays; its tensors are kept."""
     if type(sample) is tuple:  # most samples: faster than the walk
-        return tuple([part if type(part) in _FREE else map_leaves(part, _copied) for part in sample])
+        return tuple([part if type(part) in _ATOMS else map_leaves(part, _copied) for part in sample])
     return map_leaves(sample, _copied)
 
 
@@ -121,16 +122,16 @@ def _copied(leaf: Any) -> Any:
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
 
-class HiddenMemoryError(Exception):
-    """An object can refer to memory that `detached` does not find."""
+class OpaqueLeafError(Exception):
+    """A leaf can refer to memory that `copy_views` cannot see."""
 
 
 # Leaves of these types refer to no memory of an array. np.void can be a view; other objects can hold one.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
-_FREE = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, DeferredImage))
+_ATOMIC = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, DeferredImage))
 
 
-def detached(nest: Any, sample: Any) -> Any:
+def copy_views(nest: Any, sample: Any) -> Any:
     """The nest with private copies of the arrays and tensors that lie in the memory of a sample.
 
     Args:
@@ -141,38 +142,38 @@ def detached(nest: Any, sample: Any) -> Any:
         The nest; the strides of the copies have the same order as those of the originals.
 
     Raises:
-        HiddenMemoryError: A leaf is not an array, tensor, number or text.
+        OpaqueLeafError: A leaf is not an array, tensor, number or text.
     """
     if type(nest) is tuple and type(sample) is tuple and nest:  # most samples: faster than the walk
         first = nest[0].copy() if type(nest[0]) is np.ndarray and nest[0] is sample[0] else nest[0]
         parts = [first, *nest[1:]]
-        return tuple([part if _owns(part) else _detached(part, sample) for part in parts])
-    return _detached(nest, sample)
+        return tuple([part if _owns(part) else _copy_views(part, sample) for part in parts])
+    return _copy_views(nest, sample)
 
 
 def _owns(part: Any) -> bool:
-    """Whether a value is plain, or an array that owns its memory."""
+    """Whether a value is no view: a number, a text, or an array that owns its memory."""
     kind = type(part)
     if kind is np.ndarray:
         return part.flags.owndata and not part.dtype.hasobject
-    return kind in _FREE
+    return kind in _ATOMS
 
 
-def _detached(nest: Any, sample: Any) -> Any:
-    def detach(leaf: Any) -> Any:
-        if isinstance(leaf, (*_PLAIN, DeferredImage)):  # the result of a deferred image is private
+def _copy_views(nest: Any, sample: Any) -> Any:
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, (*_ATOMIC, DeferredImage)):  # the result of a deferred image is private
             return leaf
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             # An array that owns its memory is no view of a cache.
             is_copied = not leaf.flags.owndata and any(np.may_share_memory(leaf, a) for a in _arrays(sample))
             return leaf.copy(order="K") if is_copied else leaf
         if not isinstance(leaf, torch.Tensor):
-            raise HiddenMemoryError
+            raise OpaqueLeafError
         if leaf.layout is torch.strided and leaf.device.type == "cpu":
             return leaf.clone() if any(_starts_within(leaf, a) for a in _arrays(sample)) else leaf
         return leaf
 
-    return map_leaves(nest, detach, _is_no_container)
+    return map_leaves(nest, own, _is_no_container)
 
 
 def _is_no_container(value: Any) -> bool:
@@ -211,22 +212,22 @@ def _read_only_leaf(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-_OUTLINE_DEPTH = 3
-_OUTLINE_ITEMS = 8
+_TEXT_DEPTH = 3
+_TEXT_ITEMS = 8
 
 
-def outline(nest: Any) -> str:
-    """The structure of a nest in a few words, such as "a tuple of (array (8, 8, 3) uint8, int)".
+def structure_of(nest: Any) -> str:
+    """The structure of nested values in a few words, such as "a tuple of (array (8, 8, 3) uint8, int)".
 
     It names keys, types, shapes and dtypes, but no values; three containers deep, eight items of each.
     """
-    text = _outline(nest, _OUTLINE_DEPTH)
+    text = _structure_of(nest, _TEXT_DEPTH)
     if isinstance(nest, (dict, list, tuple)):
         return f"a {type(nest).__name__} of {text}" if nest else f"an empty {type(nest).__name__}"
     return f"an {text}" if text[0] in "aeiou" else f"a {text}"
 
 
-def _outline(nest: Any, depth: int) -> str:
+def _structure_of(nest: Any, depth: int) -> str:
     if isinstance(nest, np.ndarray):
         return f"array {nest.shape} {nest.dtype!s:.40}"
     if isinstance(nest, torch.Tensor):
@@ -235,31 +236,33 @@ def _outline(nest: Any, depth: int) -> str:
         return type(nest).__name__
     is_dict = isinstance(nest, dict)
     texts = []
-    for part in itertools.islice(nest, _OUTLINE_ITEMS if depth else 0):
+    for part in itertools.islice(nest, _TEXT_ITEMS if depth else 0):
         key = f"{part!r:.40}: " if isinstance(part, (str, int)) else f"{type(part).__name__}: "
-        texts.append(key + _outline(nest[part], depth - 1) if is_dict else _outline(part, depth - 1))
+        texts.append(
+            key + _structure_of(nest[part], depth - 1) if is_dict else _structure_of(part, depth - 1)
+        )
     if len(nest) > len(texts):
         texts.append("…")
     brackets = "{}" if is_dict else "[]" if isinstance(nest, list) else "()"
     return brackets[0] + ", ".join(texts) + brackets[1]
 
 
-def first_difference(one: Any, other: Any) -> str | None:
+def first_difference(sample: Any, other: Any) -> str | None:
     """The path of the first leaf in which two samples differ in type, dtype, shape or value, or None.
 
     Raises:
         UnsupportedSampleError: A value in a sample cannot be cached.
     """
-    (spec, values), (other_spec, other_values) = flatten(one), flatten(other)
+    (spec, values), (other_spec, other_values) = flatten(sample), flatten(other)
     paths, other_paths = spec.paths(), other_spec.paths()
-    all_leaves = zip(paths, spec.leaves, values, strict=True)
-    other_leaves = zip(other_paths, other_spec.leaves, other_values, strict=True)
-    for (path, *ours), (other_path, *theirs) in zip(all_leaves, other_leaves, strict=False):
-        if path != other_path or not _are_equal(*ours, *theirs):
+    leaves_of_sample = zip(paths, spec.leaves, values, strict=True)
+    leaves_of_other = zip(other_paths, other_spec.leaves, other_values, strict=True)
+    for (path, *leaf), (other_path, *other_leaf) in zip(leaves_of_sample, leaves_of_other, strict=False):
+        if path != other_path or not _are_equal(*leaf, *other_leaf):
             return path
     if len(paths) != len(other_paths):
         return max(paths, other_paths, key=len)[min(len(paths), len(other_paths))]
-    return None if spec is other_spec else "$"
+    return None if spec == other_spec else "$"
 
 
 def _are_equal(leaf: Leaf, value: Any, other_leaf: Leaf, other: Any) -> bool:

@@ -30,6 +30,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     small_objects: list[str] = []
     with contextlib.suppress(Exception):  # the same for containers of the user's own classes
         small_objects += map(str, find_small_objects(dataset))
+    worker_type = getattr(loader, "worker_type", "process")
     ours = sys.modules.get("fastload.loader")
     return {
         "name": _name_of(loader, frame),
@@ -42,7 +43,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "persistent_workers": loader.persistent_workers,
         "pin_memory": loader.pin_memory,
         "is_fastload": ours is not None and isinstance(loader, ours.DataLoader),
-        "worker_type": getattr(loader, "worker_type", "process"),
+        "worker_type": worker_type if isinstance(worker_type, str) else "ray",
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
         "image_dtype": None,

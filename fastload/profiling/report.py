@@ -57,7 +57,7 @@ class LoaderReport:
         speedup_if_free: The speed-up if loading were free, by the waits.
         speedup_replayed: The same, measured with held batches; None without `replay`.
         make_ms: The mean time of making a batch, in the worker.
-        worker_utilisation: The share of their time that workers made batches; None without workers.
+        worker_utilization: The share of their time that workers made batches; None without workers.
         stages: Where that time goes, largest first.
         outside: Milliseconds per batch of sending, receiving, pinning and copying.
         lines: The user's lines in which workers were seen most often, with their share.
@@ -83,7 +83,7 @@ class LoaderReport:
     speedup_if_free: float
     speedup_replayed: float | None
     make_ms: float
-    worker_utilisation: float | None
+    worker_utilization: float | None
     stages: list[StageShare]
     outside: dict[str, float]
     lines: list[tuple[str, float]]
@@ -129,8 +129,8 @@ class LoaderReport:
             return []  # the workers were started before the profile
         shown = [stage for stage in self.stages if stage.share >= 0.01][:10]
         head = f"  making a batch takes {self.make_ms:,.1f} ms"
-        if self.worker_utilisation is not None:
-            head += f", and workers are busy {self.worker_utilisation:.0%} of the time"
+        if self.worker_utilization is not None:
+            head += f", and workers are busy {self.worker_utilization:.0%} of the time"
         lines = [head + (":" if shown else "; too few batches were made to say what takes that time")]
         for stage in shown:
             label = ": ".join(filter(None, (STAGE_NAMES[stage.stage], stage.name)))
@@ -230,7 +230,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         speedup_if_free=1 / max(1 - timeline.data_share, 1e-3),
         speedup_replayed=timeline.step_s / mean(timeline.replayed) if timeline.replayed else None,
         make_ms=timeline.make_s * 1e3,
-        worker_utilisation=timeline.utilisation,
+        worker_utilization=timeline.utilization,
         stages=[
             StageShare(
                 stage.stage,

@@ -13,8 +13,7 @@ from fastload.profiling.timeline import Machine, Timeline, timeline_of
 from fastload.profiling.trace import write_trace
 from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
-from fastload.system.cpu_times import CpuTimes, busy_share, others_share
-from fastload.system.cpus import worthwhile_cpus
+from fastload.system.cpus import CpuTimes, busy_share, others_share, worthwhile_cpus
 
 if TYPE_CHECKING:
     from typing import Self

@@ -136,8 +136,8 @@ def _slow_worker(timeline: Timeline) -> str:
 
 def _outside(timeline: Timeline) -> Stage | None:
     """The transport, if the workers wait for work while the loop waits for data."""
-    utilisation = timeline.utilisation
-    if utilisation is None or utilisation > 0.7 or not timeline.outside:
+    utilization = timeline.utilization
+    if utilization is None or utilization > 0.7 or not timeline.outside:
         return None
     largest = timeline.outside[0]
     return largest if largest.wall_s >= mean(timeline.waits) / 3 else None
@@ -323,7 +323,7 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         ]
         yield Suggestion(
             "uint8",
-            f"send images as uint8 and normalise on the device: without {normalizers[0].name} in the "
+            f"send images as uint8 and normalize on the device: without {normalizers[0].name} in the "
             'dataset, and with DataLoader(dataset, device="cuda", '
             "device_transform=fastload.transforms.Normalize(mean, std))",
             _without(timeline, model, [*normalizers, *collates]),

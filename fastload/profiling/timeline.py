@@ -167,7 +167,7 @@ class Timeline:
         return self.stage_s(probes.RECEIVE)
 
     @property
-    def utilisation(self) -> float | None:
+    def utilization(self) -> float | None:
         """The share of their time that workers made batches; None without workers."""
         if not self.facts["num_workers"] or not self.warm:
             return None

@@ -2,10 +2,10 @@
 
 The process that transforms a batch draws them, with NumPy, for all images in one call. Rules:
 
-1. Each image has a key of 64 bits. With ``rng="sample"`` the key depends on the seed, the epoch, the sample's
-   index and its occurrence; with ``rng="worker"`` on the loader's base seed, the epoch, the rank, the number
-   of the batch and the image's position in it. Keys depend on neither time nor workers, so a transform draws
-   the same numbers in a worker and on the device.
+1. Each image has a key of 64 bits. With ``seeding="sample"`` the key depends on the seed, the epoch, the
+   sample's index and its occurrence; with ``seeding="worker"`` on the loader's base seed, the epoch, the
+   rank, the number of the batch and the image's position in it. Keys depend on neither time nor workers, so a
+   transform draws the same numbers in a worker and on the device.
 2. The generator has no state: draw i of an image is a function of its key and of i. It is SplitMix64 (Steele,
    Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with each key as a starting
    point. NumPy's own counter-based generator, Philox, takes one key at a time.

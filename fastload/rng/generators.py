@@ -1,4 +1,4 @@
-"""Finds and seeds the generators in attributes of a dataset or a collate_fn: a part of `rng="sample"`.
+"""Finds and seeds the generators in attributes of a dataset or a collate_fn: a part of `seeding="sample"`.
 
 Nothing tells when a generator of numpy or torch draws, so the search finds them, and `sample_rng` seeds them
 before each sample. Rules:
@@ -200,12 +200,12 @@ def held_generators(search: Search) -> list[HeldGenerator]:
 
 
 def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
-    """Warn if the dataset or the collate_fn holds generators that `rng="sample"` does not seed."""
+    """Warn if the dataset or the collate_fn holds generators that `seeding="sample"` does not seed."""
     for described in held_generators(Search(dataset, collate_fn)):
         if described.seed is None:
             say_once(
-                f'rng="sample" does not seed {described.path}, {described.generator!r:.80}: what it draws '
-                "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
+                f'seeding="sample" does not seed {described.path}, {described.generator!r:.80}: what it '
+                "draws depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )
 

@@ -1,4 +1,4 @@
-"""`rng="sample"` through torch's own iterator: the sampler returns keys, by which the dataset is read.
+"""`seeding="sample"` through torch's own iterator: the sampler returns keys, by which the dataset is read.
 
 For loaders that use torch's iterator (see `DataLoader._why_torch`). In the parent, the sampler's indices
 become keys; in a worker, the dataset sets the generators for a key, and reads its sample.

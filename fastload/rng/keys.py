@@ -1,6 +1,6 @@
 """Keys of random streams: what the numbers that a sample or a batch draws depend on.
 
-With `rng="sample"`, the numbers of a sample depend on the seed, the epoch, the index, and how often that
+With `seeding="sample"`, the numbers of a sample depend on the seed, the epoch, the index, and how often that
 index came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
 sample. The parent counts occurrences in the order of the sampler; `sample_rng` sets the generators where the
 sample is fetched. This is pure code: no I/O, no global state.
@@ -55,8 +55,8 @@ class BatchKey(NamedTuple):
         number: Of the batch in its epoch.
         base_seed: Drawn at the beginning of the epoch.
         rank: That the loader reads for; 0 if it is unknown.
-        occurrences: With `rng="sample"`: how often each index of the batch came before in this epoch; empty
-            if none did. None: random streams do not depend on the samples.
+        occurrences: With `seeding="sample"`: how often each index of the batch came before in this epoch;
+            empty if none did. None: random streams do not depend on the samples.
     """
 
     seed: int
@@ -129,8 +129,9 @@ def index_bytes(index: Any) -> bytes:
     if isinstance(index, tuple):
         return b"(%b)" % b",".join([index_bytes(part) for part in index])
     raise TypeError(
-        f'rng="sample" derives random streams from indices: integers, strings, and tuples of these; but the '
-        f'sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or rng="worker"'
+        f'seeding="sample" derives random streams from indices: integers, strings, and tuples of these; but '
+        f"the sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or "
+        'seeding="worker"'
     )
 
 
@@ -142,16 +143,17 @@ def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
     """
     if isinstance(dataset, (IterableDataset, MapDataPipe)):
         raise ValueError(
-            f'rng="sample" derives random streams from indices, but a {type(dataset).__name__} '
-            'has none: use a map-style dataset, or rng="worker"'
+            f'seeding="sample" derives random streams from indices, but a {type(dataset).__name__} '
+            'has none: use a map-style dataset, or seeding="worker"'
         )
     inner = dataset
     while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
         inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(
-            f'rng="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches many '
-            'at once: remove that method, use a batch_sampler with batch_size=None, or use rng="worker"'
+            f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
+            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
+            'seeding="worker"'
         )
 
 

@@ -1,4 +1,4 @@
-"""Sets the random generators before each sample: the part of `rng="sample"` where samples are fetched.
+"""Sets the random generators before each sample: the part of `seeding="sample"` where samples are fetched.
 
 All pipelines draw from one pair of generators, in the order of their calls; a pipeline with a seed of the
 user's draws from a pair of that seed. So what a sample draws depends neither on the worker nor on the
@@ -179,10 +179,10 @@ class SampleSeeder(RandomSource):
 def sample_rng() -> np.random.Generator:
     """A NumPy Generator for the sample being fetched: call it in `__getitem__` or a transform.
 
-    With ``rng="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
+    With ``seeding="sample"`` all calls for one sample return the same Generator, and calls in a `collate_fn`
     return that of the last sample of the batch. Its random stream depends on the seed, the epoch, the index
     and its occurrence, so it is the same for any number of workers, also in threads. Elsewhere
-    (``rng="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
+    (``seeding="worker"``, or a direct `dataset[i]`) each call returns a new Generator, seeded by a draw from
     torch's default generator. Do not keep it beyond the sample.
     """
     seeder = _current.seeder

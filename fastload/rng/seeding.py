@@ -72,7 +72,7 @@ def seed_everything(seed: int) -> torch.Generator:
 
 
 class WorkerStreams(RandomSource):
-    """The random streams of one worker, for `rng="worker"`.
+    """The random streams of one worker, for `seeding="worker"`.
 
     Each pipeline has its own stream, named by the order of first calls, and by the user's seed of Compose, if
     any. Transforms with a RandomState (MONAI's) share one stream.

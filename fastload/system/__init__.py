@@ -1,4 +1,4 @@
-"""The machine's resources and errors, what launchers say, the log, and errors in transit from workers.
+"""The machine: its memory, CPUs, files and locks; the ranks of a job, the log, and errors from workers.
 
 Read `budget` (how much memory to take), `cpus` and `cgroups` first.
 """

@@ -1,6 +1,6 @@
 """Compute how many bytes a cache, or the batches of a loader, can take from the free memory.
 
-Free memory is the minimum of three figures: MemAvailable; for this process's cgroup and each of its
+Free memory is the minimum of three numbers: MemAvailable; for this process's cgroup and each of its
 ancestors, the limit minus the usage, where page cache that the kernel can reclaim counts as free; and
 RLIMIT_AS minus the address space in use, because every process maps the whole cache.
 """
@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.system.cgroups import figure, groups, read_text
-from fastload.system.posix import resource
+from fastload.system.cgroups import cgroup_directories, read_counter, read_text
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,25 +26,27 @@ _BATCHES_SHARE = 0.25
 
 _UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS[f"{_letter}B"] = 1000**_power
-    _UNITS[f"{_letter}IB"] = 1024**_power
+    _UNITS[_letter] = _UNITS[f"{_letter}B"] = 1000**_power
+    _UNITS[f"{_letter}I"] = _UNITS[f"{_letter}IB"] = 1024**_power
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 _USAGE = (
-    'pass "auto", bytes as an int, a size such as "40GB" or "512MiB", or a share of free memory such as 0.5'
+    'pass "auto", a size such as "40GB", "40G" or "512MiB", bytes as an int, or a share of free memory such '
+    "as 0.5"
 )
+_MIN_INT_BYTES = 1_000_000  # whoever passes a smaller int means gigabytes, or a share
 _NO_LIMIT = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
-class _Files(NamedTuple):
-    """The files in which a version of cgroups keeps its figures."""
+class _CgroupFiles(NamedTuple):
+    """The files in which a version of cgroups keeps its counters."""
 
     limits: tuple[str, ...]
     used: str
     reclaimable: str  # the line of memory.stat that counts the memory that the kernel can reclaim
 
 
-_V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
-_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_V1 = _CgroupFiles(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 
 
 def parse_memory(amount: str | float, *, name: str = "max_memory", available: int | None = None) -> int:
@@ -52,7 +54,7 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
 
     Args:
         amount: `"auto"` (80% of free memory), an int (bytes), a size (`"40GB"` is 40e9 bytes, `"40GiB"` is
-            40 * 2**30), or a float above 0 and up to 1 (a share of free memory).
+            40 * 2**30; the B may be omitted), or a float above 0 and up to 1 (a share of free memory).
         name: The name of the user's argument, for the error.
         available: Free bytes; read from the system if None.
 
@@ -74,19 +76,35 @@ def parse_memory(amount: str | float, *, name: str = "max_memory", available: in
     return nbytes
 
 
-def parse_prefetch_memory(prefetch_memory: int | float | str) -> int:
+def check_memory(amount: str | float, *, name: str) -> None:
+    """Check a user's amount of memory.
+
+    Raises:
+        ValueError: `parse_memory` does not accept it; or it is an int of less than a megabyte, which hardly
+            anybody means as bytes.
+    """
+    nbytes = parse_memory(amount, name=name)
+    if isinstance(amount, int) and nbytes < _MIN_INT_BYTES:
+        unit, share = ("byte", 1.0) if amount == 1 else ("bytes", 0.5)
+        raise ValueError(
+            f'{name}={amount} is {amount} {unit}: write {name}="{amount}GB" for gigabytes, {name}={share} '
+            f'for a share of free memory, or {name}="{amount}B" if you mean bytes'
+        )
+
+
+def parse_prefetch_memory(max_prefetch_memory: int | float | str) -> int:
     """The limit on the memory for a loader's batches, in bytes; used with and without workers.
 
     Args:
-        prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within the
-            last second; else as `parse_memory`.
+        max_prefetch_memory: The loader's argument: `"auto"` is a quarter of the memory that was free within
+            the last second; else as `parse_memory`.
 
     Raises:
         ValueError: As `parse_memory`.
     """
-    if prefetch_memory == "auto":
+    if max_prefetch_memory == "auto":
         return int(_BATCHES_SHARE * _read_in(int(time.monotonic()), available_bytes))
-    return parse_memory(prefetch_memory, name="prefetch_memory")
+    return parse_memory(max_prefetch_memory, name="max_prefetch_memory")
 
 
 @functools.lru_cache(maxsize=1)
@@ -103,8 +121,8 @@ def available_bytes(root: str | Path = "/") -> int:
     """
     root = Path(root)
     free = [_system_free(root), *_address_space_free(root)]
-    for directory, is_v2 in groups("memory", root):
-        free.append(_group_free(directory, _V2 if is_v2 else _V1))
+    for directory, is_v2 in cgroup_directories("memory", root):
+        free.append(_cgroup_free(directory, _V2 if is_v2 else _V1))
     return max(0, min(free))
 
 
@@ -114,19 +132,22 @@ def cgroup_limit_bytes(root: str | Path = "/") -> int | None:
     Args:
         root: As for `available_bytes`.
     """
-    limits = [_group_limit(directory, _V2 if is_v2 else _V1) for directory, is_v2 in groups("memory", root)]
+    limits = [
+        _cgroup_limit(directory, _V2 if is_v2 else _V1)
+        for directory, is_v2 in cgroup_directories("memory", root)
+    ]
     return min((limit for limit in limits if limit < _NO_LIMIT), default=None)
 
 
 def _system_free(root: Path) -> int:
-    available = figure(read_text(root / "proc/meminfo"), "MemAvailable")
+    available = read_counter(read_text(root / "proc/meminfo"), "MemAvailable")
     if available is not None:
         return available
     try:
         import psutil  # imported here because it is slow to import, and Linux hardly ever needs it
 
         return int(psutil.virtual_memory().available)
-    except OSError:  # there is no /proc; this figure leaves out page cache that the kernel can reclaim
+    except OSError:  # there is no /proc; this number leaves out page cache that the kernel can reclaim
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -138,16 +159,16 @@ def _address_space_free(root: Path) -> Iterator[int]:
         yield limit - int(mapped_pages or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _group_limit(directory: Path, files: _Files) -> int:
+def _cgroup_limit(directory: Path, files: _CgroupFiles) -> int:
     return min(_number(read_text(directory / name)) for name in files.limits)
 
 
-def _group_free(directory: Path, files: _Files) -> int:
+def _cgroup_free(directory: Path, files: _CgroupFiles) -> int:
     used = _number(read_text(directory / files.used))
-    reclaimable = figure(read_text(directory / "memory.stat"), files.reclaimable) or 0
+    reclaimable = read_counter(read_text(directory / "memory.stat"), files.reclaimable) or 0
     if used >= _NO_LIMIT:
         return _NO_LIMIT
-    return _group_limit(directory, files) - used + min(reclaimable, used)
+    return _cgroup_limit(directory, files) - used + min(reclaimable, used)
 
 
 def _number(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Reads the kernel's figures in /proc and in the cgroups of this process, v1 and v2."""
+"""Reads the counters of the kernel in /proc and in the cgroups of this process, v1 and v2."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def figure(text: str, name: str) -> int | None:
-    """The number of a line such as ``inactive_file 64`` or ``MemAvailable:  64 kB``; None without it."""
+def read_counter(text: str, name: str) -> int | None:
+    """The number in a line such as ``inactive_file 64`` or ``MemAvailable:  64 kB``; None without it."""
     match = re.search(rf"^{name}:?[ \t]+(\d+)( kB)?$", text, re.MULTILINE)
     return int(match[1]) * (1024 if match[2] else 1) if match else None
 
 
-def groups(controller: str, root: str | Path = "/") -> Iterator[tuple[Path, bool]]:
+def cgroup_directories(controller: str, root: str | Path = "/") -> Iterator[tuple[Path, bool]]:
     """The directory of each group that limits this process, and whether it is a group of v2.
 
     A group comes before its parents. In a container the path can be the host's path, while the mount shows
@@ -52,7 +52,10 @@ def oom_kills(root: str | Path = "/") -> int:
     """How many processes of this cgroup the out-of-memory killer has killed; 0 if the kernel does not say.
 
     Args:
-        root: As for `groups`.
+        root: As for `cgroup_directories`.
     """
-    counts = (figure(read_text(group / "memory.events"), "oom_kill") for group, _ in groups("memory", root))
+    counts = (
+        read_counter(read_text(group / "memory.events"), "oom_kill")
+        for group, _ in cgroup_directories("memory", root)
+    )
     return next((kills for kills in counts if kills is not None), 0)

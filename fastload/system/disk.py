@@ -50,8 +50,8 @@ def make_private_directory(path: str) -> None:
         )
 
 
-def foreign_path(directory: str) -> str | None:
-    """A directory, or a file in it, that a different user (besides root) can have written; None without one.
+def untrusted_path(directory: str) -> str | None:
+    """A directory, or a file in it, that a user besides this one and root can have written; or None.
 
     Links, and anything but plain files, count as such.
 

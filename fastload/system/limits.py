@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fastload.system.posix import resource
+try:
+    import resource as resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 _OPEN_FILES = Path("/proc/self/fd")
 

@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 from fastload.system.cgroups import read_text
-from fastload.system.posix import fcntl
+from fastload.system.locks import fcntl
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command
 

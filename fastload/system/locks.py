@@ -12,48 +12,43 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from fastload.system.posix import fcntl
+try:
+    import fcntl as fcntl
+except ImportError:  # Windows: no locks, and no shared memory
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _POLL_S = 0.0001
 
-# Flags for opening a lock file: no link is followed, and opening never waits for a pipe. Windows lacks these
-# flags, each of which is a bit of its own.
-AS_IT_IS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
+# How lock files are opened: no link is followed, and no open waits for a pipe. Windows lacks these flags.
+LOCK_FILE_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
 
 
-def try_lock(fd: int, *, wait_s: float = 0.0) -> bool:
-    """Take the exclusive lock, or return False if a different holder keeps it for so long."""
+def flock_fd(fd: int, *, shared: bool = False, wait_s: float = 0.0) -> bool:
+    """Take the lock of an open file, or return False if a different holder keeps it for ``wait_s``.
+
+    A system without locks grants every shared one, which only keeps others from removing a file in use.
+    """
     deadline_s = time.monotonic() + wait_s
     while True:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(_POLL_S)
+        except (AttributeError, OSError):
+            if not shared:
+                raise
+            return True
         else:
             return True
 
 
-def share_lock(fd: int) -> bool:
-    """Take the shared lock, or return False if a different holder has the exclusive one.
-
-    On a system without locks there is nothing to take.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except (AttributeError, OSError):
-        return True
-    return True
-
-
 @contextlib.contextmanager
-def locked(
+def flocked(
     open_file: Callable[[], int],
     *,
     wait_s: float = 0.0,
@@ -70,7 +65,7 @@ def locked(
     try:
         try:
             fd = open_file()
-            has_lock = try_lock(fd, wait_s=wait_s)
+            has_lock = flock_fd(fd, wait_s=wait_s)
         except OSError as error:
             if failed is None:
                 raise
@@ -78,15 +73,14 @@ def locked(
         yield has_lock
     finally:
         if has_lock:
-            # A fork in another thread might have copied the descriptor, so close() might not release the
-            # lock.
+            # Not by close(): a fork in another thread might have copied the descriptor, and with it the lock.
             fcntl.flock(fd, fcntl.LOCK_UN)
         if fd >= 0:
             os.close(fd)
 
 
 @contextlib.contextmanager
-def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
+def lock_file(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
     """Hold the exclusive lock on a lock file, which is created now and removed at the end.
 
     The file holds this process's id. Yields whether the lock is held; with `waits` it always is.
@@ -102,16 +96,15 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
     """
     if fcntl is None:
         raise OSError(errno.ENOLCK, "this platform has no locks on files")
-    take = fcntl.lockf if by_process else fcntl.flock
+    lock = fcntl.lockf if by_process else fcntl.flock
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | AS_IT_IS, 0o644)
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | LOCK_FILE_FLAGS, 0o644)
+        has_lock = False
         try:
-            is_taken = True
-            try:
-                take(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-            except (BlockingIOError, PermissionError):  # fcntl(2) can return either
-                is_taken = False
-            if not is_taken:
+            with contextlib.suppress(BlockingIOError, PermissionError):  # fcntl(2) can return either
+                lock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+                has_lock = True
+            if not has_lock:
                 yield False
                 return
             if not _is_at(fd, name):
@@ -125,13 +118,15 @@ def held(name: str, *, waits: bool = False, by_process: bool = False) -> Iterato
                     os.unlink(name)
             return
         finally:
+            if has_lock:
+                lock(fd, fcntl.LOCK_UN)  # before close(), for the same reason as in `flocked`
             os.close(fd)
 
 
-def is_held(name: str) -> bool:
+def is_lock_file_held(name: str) -> bool:
     """Whether a different process holds a lock file `by_process`."""
     try:
-        fd = os.open(name, os.O_RDONLY | AS_IT_IS)
+        fd = os.open(name, os.O_RDONLY | LOCK_FILE_FLAGS)
     except FileNotFoundError:
         return False
     try:

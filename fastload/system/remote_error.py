@@ -108,12 +108,12 @@ class RemoteError(NamedTuple):
             finally:
                 del error, self  # its traceback holds this frame
         try:
-            found = pickle.loads(error)
-            if isinstance(found, ExceptionWrapper):
-                found.reraise()
-            raise found
+            received = pickle.loads(error)
+            if isinstance(received, ExceptionWrapper):
+                received.reraise()
+            raise received
         except BaseException as raised:
-            found = None
+            received = None
             raised.with_traceback(None)  # breaks a cycle: a variable of torch's frame holds the error
             for note in self.notes:
                 add_note(raised, note)
@@ -140,13 +140,13 @@ def hide_frames(error: BaseException, folders: tuple[str, ...] = _LIBRARIES) -> 
         if link is None or id(link) in seen:
             continue
         seen.add(id(link))
-        kept = None
+        shown = None  # the frames that are shown, from here inwards
         for step in reversed(list(_steps(link))):
             if step.tb_frame.f_code.co_filename.startswith(folders):
                 has_hidden = True
             else:
-                step.tb_next, kept = kept, step
-        BaseException.with_traceback(link, kept)
+                step.tb_next, shown = shown, step
+        BaseException.with_traceback(link, shown)
         chain += [link.__cause__, link.__context__]
         chain += link.exceptions if isinstance(link, BaseExceptionGroup) else ()
     return has_hidden

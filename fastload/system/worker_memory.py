@@ -1,4 +1,4 @@
-"""The memory of worker processes: what one has freed stays mapped, what it inherited stays shared.
+"""Tunes malloc and the garbage collector for worker processes.
 
 A decoder allocates megabytes for each image, and frees them. glibc gives such memory back to the system at
 once, and each page of the next image is faulted in and zeroed again, which takes up to half of the time of

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 
 Result = TypeVar("Result")
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -268,7 +268,7 @@ def _leaves(value: Any) -> list[Any]:
         found.append(leaf)
         return leaf
 
-    map_movable(value, note)
+    map_device_leaves(value, note)
     return found
 
 
@@ -283,4 +283,4 @@ def _slice(batch: Any, samples: slice, num_samples: int) -> Any:
     def cut(leaf: Any) -> Any:
         return leaf[samples] if not isinstance(leaf, torch.Tensor) or leaf.ndim else leaf
 
-    return map_movable(batch, cut, is_per_sample)
+    return map_device_leaves(batch, cut, is_per_sample)

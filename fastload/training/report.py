@@ -20,9 +20,9 @@ import psutil
 import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
-from fastload.system.cgroups import figure, read_text
+from fastload.system.cgroups import read_counter, read_text
 from fastload.system.humanize import readable_memory
-from fastload.system.posix import resource
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -141,8 +141,8 @@ def memory_report() -> MemoryReport:
         host_available_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
         process_rss_bytes=_resident_bytes(),
-        process_pss_bytes=figure(read_text(_PROC / "smaps_rollup"), "Pss"),
-        locked_bytes=figure(read_text(_PROC / "status"), "VmLck"),
+        process_pss_bytes=read_counter(read_text(_PROC / "smaps_rollup"), "Pss"),
+        locked_bytes=read_counter(read_text(_PROC / "status"), "VmLck"),
         locked_limit_bytes=_locked_limit(),
         cache_bytes=segments.pop("cache", 0),
         prefetch_bytes=segments.pop("slot", 0),

@@ -1,29 +1,28 @@
 """Transforms of whole batches of images, in workers and on the device.
 
 Pass them to a `fastload.DataLoader` as `batch_transform` or `device_transform`, or call them on a batch. Read
-`images` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
+`image_transform` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
 """
 
-from fastload.transforms.crop_and_flip import (
-    RandomCrop as RandomCrop,
-)
-from fastload.transforms.crop_and_flip import (
-    RandomHorizontalFlip as RandomHorizontalFlip,
-)
-from fastload.transforms.crop_and_flip import (
-    RandomResizedCrop as RandomResizedCrop,
-)
-from fastload.transforms.erase import Cutout as Cutout
-from fastload.transforms.erase import RandomErasing as RandomErasing
-from fastload.transforms.gather import Gather as Gather
-from fastload.transforms.normalize import Normalize as Normalize
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Cutout",
-    "Gather",
-    "Normalize",
-    "RandomCrop",
-    "RandomErasing",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-]
+if TYPE_CHECKING:
+    from fastload.transforms.crop_and_flip import RandomCrop as RandomCrop
+    from fastload.transforms.crop_and_flip import RandomHorizontalFlip as RandomHorizontalFlip
+    from fastload.transforms.crop_and_flip import RandomResizedCrop as RandomResizedCrop
+    from fastload.transforms.erase import Cutout as Cutout
+    from fastload.transforms.erase import RandomErasing as RandomErasing
+    from fastload.transforms.gather import Gather as Gather
+    from fastload.transforms.normalize import Normalize as Normalize
+else:
+    from fastload.system.lazy_exports import public_names as _public_names
+
+    __getattr__, __dir__, __all__ = _public_names(
+        "fastload.transforms",
+        {
+            "crop_and_flip": ("RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"),
+            "erase": ("Cutout", "RandomErasing"),
+            "gather": ("Gather",),
+            "normalize": ("Normalize",),
+        },
+    )

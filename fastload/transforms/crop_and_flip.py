@@ -3,7 +3,7 @@
 1. The parameters are drawn on the host for all images at once (rng/batch_draws.py), and reach the device in
    one asynchronous copy.
 2. No operation makes the host wait for the device.
-3. Inside a loader the draws follow the rules of its `rng=`; elsewhere they come from torch's default
+3. Inside a loader the draws follow the rules of its `seeding=`; elsewhere they come from torch's default
    generator.
 4. The results are the same in every pixel on every device; those of `RandomResizedCrop` within one grey
    level.
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import operator
 from typing import TYPE_CHECKING, Any
@@ -22,9 +21,17 @@ import torch
 
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import draw_uniforms
-from fastload.transforms.arguments import height_and_width, probability, range_of
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.images import NUMPY_DTYPES, ImageTransform, copied, fill_values, new_images
+from fastload.transforms.image_transform import (
+    NUMPY_DTYPES,
+    ImageTransform,
+    copied,
+    fill_values,
+    height_and_width,
+    new_images,
+    probability,
+    range_of,
+)
 from fastload.transforms.resample import resample
 
 if TYPE_CHECKING:
@@ -43,8 +50,8 @@ class RandomResizedCrop(ImageTransform):
     supported, and gradients do not flow back. The module has no parameters and no state_dict entry, and can
     be pickled.
 
-    As a `device_transform` of a `fastload.DataLoader`, it follows the loader's ``rng=``; elsewhere each call
-    takes one number from torch's default generator.
+    As a `device_transform` of a `fastload.DataLoader`, it follows the loader's ``seeding=``; elsewhere each
+    call takes one number from torch's default generator.
 
     If the batch is not a tensor, the result is a new batch of its type with the images replaced. The images
     are the first element of a list or tuple (also a namedtuple), the value of "image" or "images" in a
@@ -307,9 +314,10 @@ _MAX_PIXEL_BYTES = 16  # OpenCV flips larger ones no faster
 def _opencv() -> Any:
     """OpenCV, which albumentations needs; None without it."""
     try:
-        return importlib.import_module("cv2")
+        import cv2
     except ImportError:
         return None
+    return cv2
 
 
 def _expect_pixels(asker: ImageTransform, pixels: torch.Tensor) -> None:

@@ -13,9 +13,16 @@ import torch
 
 from fastload.device.cuda import copy_parameters
 from fastload.rng.batch_draws import draw_uniforms
-from fastload.transforms.arguments import height_and_width, probability, range_of
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.images import NUMPY_DTYPES, ImageTransform, copied, fill_values
+from fastload.transforms.image_transform import (
+    NUMPY_DTYPES,
+    ImageTransform,
+    copied,
+    fill_values,
+    height_and_width,
+    probability,
+    range_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,7 +9,7 @@ import torch.utils.data
 from torch import nn
 
 from fastload.device.cuda import free_bytes
-from fastload.nested.device_tree import map_movable
+from fastload.nested.device_tree import map_device_leaves
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Gather(nn.Module):
                 f"Gather expects row numbers, (B,) int64, but got {got}; give the loader gather.rows"
             )
         self._move(rows.device)
-        return map_movable(self.columns, lambda column: column.index_select(0, rows))
+        return map_device_leaves(self.columns, lambda column: column.index_select(0, rows))
 
     def _move(self, device: torch.device) -> None:
         here = [tensor for tensor in self._tensors() if tensor.device != device]
@@ -93,18 +93,18 @@ class Gather(nn.Module):
                     f"the columns of Gather take {readable_size(nbytes)}, but {device} has only "
                     f"{readable_size(num_free)} free: give the loader the dataset itself, with workers"
                 )
-        self.columns = map_movable(self.columns, lambda column: column.to(device))
+        self.columns = map_device_leaves(self.columns, lambda column: column.to(device))
 
     def _tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
+        tensors: list[torch.Tensor] = []
 
         def note(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                found.append(leaf)
+                tensors.append(leaf)
             return leaf
 
-        map_movable(self.columns, note)
-        return found
+        map_device_leaves(self.columns, note)
+        return tensors
 
 
 def _concatenated(chunks: list[Any], path: str) -> Any:
@@ -119,10 +119,10 @@ def _concatenated(chunks: list[Any], path: str) -> Any:
     elif isinstance(first, (list, tuple)):
         keys = list(range(len(first)))
     if len(kinds) > 1 or not keys or any(len(chunk) != len(keys) for chunk in chunks):
-        found = ", ".join(sorted(kind.__name__ for kind in kinds))
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise ValueError(
             f"Gather keeps samples of arrays, tensors and numbers in dicts, lists and tuples, all of one "
-            f"structure, but got {found} at {path}"
+            f"structure, but got {names} at {path}"
         )
     parts = {key: _concatenated([chunk[key] for chunk in chunks], f"{path}[{key!r}]") for key in keys}
     if isinstance(first, dict):

@@ -1,4 +1,4 @@
-"""Normalize: convert batches of uint8 images to normalised floats, on the device of the batch.
+"""Normalize: convert batches of uint8 images to normalized floats, on the device of the batch.
 
 1. ``out = image * scale + bias`` with one scale and one bias per channel, computed in float32 (float64 for
    float64), rounded to `dtype` once, at the end.
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_movable
-from fastload.transforms.images import check_layout, find_images, layout_of, new_images
+from fastload.nested.device_tree import map_device_leaves
+from fastload.transforms.image_transform import check_layout, find_images, layout_of, new_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,7 +112,7 @@ class Normalize(nn.Module):
             )
 
     def forward(self, batch: Any) -> Any:
-        """Normalise the images of a batch; see the class."""
+        """Normalize the images of a batch; see the class."""
         where, images = find_images(batch, self.key, "Normalize", "a uint8 tensor")
         if images.dtype != torch.uint8:
             raise TypeError(
@@ -121,7 +121,7 @@ class Normalize(nn.Module):
             )
         is_hwc = layout_of(images, where, self.layout, "Normalize", len(self.mean)) == "HWC"
         normalized = self._normalize(images.permute(0, 3, 1, 2) if is_hwc else images)
-        return map_movable(batch, lambda leaf: normalized if leaf is images else leaf)
+        return map_device_leaves(batch, lambda leaf: normalized if leaf is images else leaf)
 
     def extra_repr(self) -> str:
         """The arguments, for the module's repr."""

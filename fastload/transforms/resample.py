@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,15 +58,15 @@ def resample(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, 
 def _triton() -> Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor] | None:
     """The one kernel, compiled for the first time; None where it cannot be."""
     try:
-        crop: Callable[[torch.Tensor, torch.Tensor, tuple[int, int]], torch.Tensor]
-        crop = importlib.import_module("fastload.transforms.triton_crop").crop_and_resize
+        from fastload.transforms.triton_crop import crop_and_resize
+
         image = torch.zeros((1, 2, 2, 1), dtype=torch.uint8, device="cuda")
-        crop(image, torch.tensor([[0.0], [0.0], [2.0], [2.0], [0.0]], device="cuda"), (1, 1))
+        crop_and_resize(image, torch.tensor([[0.0], [0.0], [2.0], [2.0], [0.0]], device="cuda"), (1, 1))
     except Exception as error:  # noqa: BLE001  # no Triton, no C compiler for its launcher, an old device, ...
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         say_once(f"batches are cropped by many small kernels, not by one of Triton's: {reason}")
         return None
-    return crop
+    return crop_and_resize
 
 
 def _one_by_one(images: torch.Tensor, boxes: NDArray[np.float64], size: tuple[int, int]) -> torch.Tensor:

@@ -36,7 +36,7 @@ from fastload.workers.messages import Answer, Kind, Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from fastload.memory.lease import Arena
+    from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
     from fastload.workers.worker_spec import Job
 
@@ -95,7 +95,7 @@ class BatchMaker:
         self,
         worker_id: int,
         job: Loadable,
-        arena: Arena,
+        arena: BumpAllocator,
         finish: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
@@ -172,7 +172,7 @@ class BatchMaker:
 
         Args:
             index: The index, or list of indices, from the sampler.
-            key: With `rng="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
+            key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
             coming: The indices of later batches; consumed if the dataset reads ahead.
         """
         job, fetcher = self._loaded, self._fetcher
@@ -205,7 +205,7 @@ class BatchMaker:
 
 def make_fetcher(
     job: Job,
-    arena: Arena,
+    arena: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,

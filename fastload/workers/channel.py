@@ -106,7 +106,7 @@ class Channel:
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone.
-            SegmentError, OSError: No memory or descriptor is left for a long message; nothing was sent.
+            SharedMemoryError, OSError: No memory or descriptor is left for a long message; nothing was sent.
         """
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         nbytes = len(data)

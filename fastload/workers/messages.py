@@ -22,7 +22,7 @@ class Task:
     Attributes:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
-        key: With `rng="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
+        key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         answer: None until the worker has answered.
         is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
         serial: The number of the message to a worker process; ascends over all epochs.

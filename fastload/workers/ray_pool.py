@@ -32,11 +32,11 @@ from fastload.errors import (
     BatchLostError,
     FastloadError,
     LoaderClosedError,
-    SegmentError,
+    SharedMemoryError,
     WorkerDiedError,
     WorkerStartError,
 )
-from fastload.memory.lease import Buffers, shared_memory
+from fastload.memory.lease import BufferPool, shared_memory
 from fastload.memory.segment import pickled_for_other_machines
 from fastload.system import remote_error
 from fastload.system.budget import parse_prefetch_memory
@@ -66,7 +66,7 @@ _AHEAD = "ahead"  # the concurrency group in which indices arrive while a batch 
 
 _START = (
     "start one with 'ray start --head' and set RAY_ADDRESS=auto, or pass "
-    'ray_options={"address": "HOST:PORT"}, or "local" for a cluster of this machine alone'
+    'worker_type=fastload.RayWorkers(address="HOST:PORT"), or "local" for a cluster of this machine alone'
 )
 
 
@@ -74,7 +74,7 @@ def connect(options: Mapping[str, Any]) -> Any:
     """The module of Ray, connected to a cluster.
 
     Args:
-        options: The loader's `ray_options`.
+        options: The options of its `RayWorkers`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -139,7 +139,7 @@ class RayPool(Lender):
         ring: The state of the slots of this process, all of one worker.
         note_work: Called with the work of the actors.
         num_restarts: How many dead actors can be replaced.
-        options: The loader's `ray_options`.
+        options: The options of its `RayWorkers`.
 
     Raises:
         ImportError: Ray is not installed.
@@ -197,7 +197,7 @@ class RayPool(Lender):
         try:
             return self._ray.remote(concurrency_groups=groups)(RayWorker).options(**given)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"ray_options has an option that Ray does not accept: {error}") from error
+            raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
 
     def start(self) -> None:
         """Put the job into the object store, and start the actors; does not wait for them.
@@ -336,7 +336,7 @@ class RayPool(Lender):
         try:
             if data is not None and (memory is None or memory.nbytes < data.nbytes):
                 memory = shared_memory(data.nbytes)
-        except SegmentError as error:
+        except SharedMemoryError as error:
             answer.kind, answer.payload = Kind.ERROR, _lost(f"there is no memory for a batch: {error}")
         else:
             if data is not None and memory is not None:
@@ -381,7 +381,7 @@ class RayPool(Lender):
             say_once(
                 f"worker {worker.id} waits for the Ray cluster to start it. CPUs: {total.get('CPU', 0):g}, "
                 f"free: {free.get('CPU', 0):g}; {len(self._workers)} workers were asked for. Use fewer "
-                "workers, or ask for less in ray_options"
+                "workers, or ask for less in fastload.RayWorkers"
             )
 
     def _bury(self, worker: _Handle, error: Exception) -> None:
@@ -485,9 +485,9 @@ class RayWorker:
 
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
-        self._buffers = Buffers(parse_prefetch_memory("auto"), _BUFFERS)
+        self._buffers = BufferPool(parse_prefetch_memory("auto"), _BUFFERS)
         self._ahead: deque[Any] = deque()
-        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers.arena, self._pack)
+        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers, self._pack)
         self._core.begin()
         self._since_ns = time.perf_counter_ns()
 
@@ -511,7 +511,7 @@ class RayWorker:
         self._core.meter.waited(self._since_ns)
         self._buffers.begin()
         answer = self._core.answer(index, key, self._coming())
-        arena, data = self._buffers.arena, None
+        arena, data = self._buffers, None
         if answer.kind is Kind.BATCH and answer.payload.used_bytes:
             data = np.frombuffer(arena.lease, np.uint8, answer.payload.used_bytes)
         arena.end()
@@ -524,7 +524,7 @@ class RayWorker:
                 yield self._ahead.popleft()
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._buffers.arena, self._packer)
+        return pack(batch, self._buffers, self._packer)
 
 
 class _PutJob:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,24 +16,81 @@ from fastload.batch.read_ahead import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
-from fastload.system.checks import Check, integer, one_of, optional
+from fastload.system.checks import Check, integer, one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
 
 
+_CHOSEN_RAY_OPTIONS = frozenset(
+    {
+        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
+        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
+    }
+)
+
+
+@dataclass(frozen=True, init=False)
+class RayWorkers:
+    """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
+
+    ``worker_type="ray"`` is `RayWorkers()`.
+
+    Args:
+        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
+            None is that of ``RAY_ADDRESS``.
+        exclude_driver_node: Use no CPUs of this machine.
+        placement_group: Place the actors in this group of Ray.
+        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
+            ``resources={"decoders": 1}``.
+
+    Raises:
+        ValueError: fastload chooses this option itself.
+    """
+
+    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        exclude_driver_node: bool = False,
+        placement_group: Any = None,
+        **actor_options: Any,
+    ) -> None:
+        chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
+        if chosen:
+            raise ValueError(
+                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
+                "restarted and called; max_worker_restarts allows restarts"
+            )
+        own = {
+            "address": address,
+            "exclude_driver_node": exclude_driver_node,
+            "placement_group": placement_group,
+        }
+        object.__setattr__(self, "options", {**own, **actor_options})
+
+
+def ray_workers(worker_type: object) -> RayWorkers | None:
+    """The Ray workers that a loader's `worker_type` asks for; None if it asks for processes or threads."""
+    if worker_type == "ray":
+        return RayWorkers()
+    return worker_type if isinstance(worker_type, RayWorkers) else None
+
+
+_WORKER_TYPES = ("process", "thread", "ray")
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
-    "rng": one_of("worker", "sample"),
-    "worker_type": one_of("process", "thread", "ray"),
-    "ray_options": optional(
-        Check("a dict of options for Ray's actors", lambda value: isinstance(value, Mapping))
+    "seeding": one_of("worker", "sample"),
+    "worker_type": Check(
+        '"process", "thread", "ray" or fastload.RayWorkers(...)',
+        lambda value: value in _WORKER_TYPES or isinstance(value, RayWorkers),
     ),
     "on_error": one_of("raise", "replace", or_callable=True),
     "max_worker_restarts": integer(0),
-    "snapshot_every_n_steps": optional(integer(1)),
 }
 
 
@@ -47,38 +103,31 @@ class Options:
     """
 
     memory_format: torch.memory_format | None = None
-    prefetch_memory: int | float | str = "auto"
+    max_prefetch_memory: int | float | str = "auto"
     seed_albumentations: bool = True
-    rng: str = "worker"
-    worker_type: str = "process"
-    ray_options: Mapping[str, Any] | None = None
+    seeding: str = "worker"
+    worker_type: str | RayWorkers = "process"
     device: str | int | torch.device | None = None
     batch_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     device_transform: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     on_error: str | Callable[..., Any] = "raise"
     max_errors: int | float = 0.01
     max_worker_restarts: int = 0
-    snapshot_every_n_steps: int | None = 1
 
     def __post_init__(self) -> None:
+        if self.on_error == "skip":  # the word of `fastload cache build`
+            raise ValueError(
+                'on_error="skip" would change the sizes of batches: write on_error="replace", which reads a '
+                "different sample instead, or pass a function"
+            )
         for name, check in _CHECKS.items():
             try:
                 check(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
-        if self.ray_options is not None and self.worker_type != "ray":
-            raise ValueError(f'ray_options is for worker_type="ray", but worker_type is {self.worker_type!r}')
-        ours = sorted(_OUR_RAY_OPTIONS.intersection(self.ray_options or ()))
-        if ours:
-            raise ValueError(
-                f"ray_options cannot have {', '.join(ours)}, because fastload chooses how actors are named, "
-                "restarted and called; max_worker_restarts allows restarts"
-            )
         check_max_errors(self.max_errors)
-        if self.prefetch_memory != "auto":
-            budget.parse_memory(
-                self.prefetch_memory, name="prefetch_memory"
-            )  # raises here and not in the first epoch
+        if self.max_prefetch_memory != "auto":
+            budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
         if self.device is not None:
             check_device(self.device)
         for name in ("batch_transform", "device_transform"):
@@ -105,15 +154,15 @@ class Options:
         """
         dataset = loader.dataset
         is_stream = isinstance(dataset, (IterableDataset, MapDataPipe))
-        if self.rng == "sample":
+        if self.seeding == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
         if self.worker_type != "process" and loader.multiprocessing_context is not None:
             raise ValueError(
-                f'multiprocessing_context is for worker processes, but worker_type is "{self.worker_type}": '
+                f"multiprocessing_context is for worker processes, but worker_type is {self.worker_type!r}: "
                 "omit one"
             )
-        if self.worker_type == "ray" and is_auto:
+        if is_auto and ray_workers(self.worker_type) is not None:
             raise ValueError(
                 'num_workers="auto" counts the CPUs of this machine, but worker_type="ray" starts workers on '
                 "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
@@ -131,13 +180,6 @@ class Options:
                     f"dataset is a {type(dataset).__name__}"
                 )
 
-
-_OUR_RAY_OPTIONS = frozenset(
-    {
-        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
-        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
-    }
-)
 
 OPTION_NAMES = tuple(field.name for field in dataclasses.fields(Options))
 

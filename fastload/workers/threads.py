@@ -4,7 +4,7 @@ Threads are for code that releases the GIL, and for Python without a GIL: nothin
 passed as objects. Rules:
 
 1. Each thread has its own buffers and queues, its own copies of the pipelines that the dataset and collate_fn
-   keep, and with rng="sample" of their generators; it shares the rest of these.
+   keep, and with seeding="sample" of their generators; it shares the rest of these.
 2. The generators of random, numpy and torch belong to the process: nothing here seeds them.
 3. Threads cannot be killed. close() asks them to stop, and waits a limited time for their current batches.
 """
@@ -26,7 +26,7 @@ import torch
 
 from fastload.batch.nbytes import nbytes_of
 from fastload.errors import LoaderClosedError
-from fastload.memory.lease import Buffers
+from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search, held_generators
 from fastload.system.wakeup import Wakeup
@@ -78,7 +78,7 @@ class ThreadPool:
             _Worker(
                 number,
                 dataclasses.replace(job, dataset=dataset, collate_fn=collate_fn),
-                Buffers(limit_bytes, max_buffers),
+                BufferPool(limit_bytes, max_buffers),
                 finish,
                 note_work,
             )
@@ -163,11 +163,11 @@ class _Worker:
         self,
         worker_id: int,
         job: Job,
-        buffers: Buffers,
+        buffers: BufferPool,
         finish: Callable[[Any], Any] | None,
         note_work: Callable[[Work], None],
     ) -> None:
-        self._core = BatchMaker(worker_id, job, buffers.arena, finish, is_thread=True)
+        self._core = BatchMaker(worker_id, job, buffers, finish, is_thread=True)
         self._buffers = buffers
         self._note_work = note_work
         self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
@@ -206,7 +206,7 @@ class _Worker:
     def _answer(self, task: Task) -> None:
         self._buffers.begin()
         answer = self._core.answer(task.index, task.key, self._coming(task))
-        self._buffers.arena.end()
+        self._buffers.end()
         if answer.kind is Kind.BATCH and not answer.nbytes:
             answer.nbytes = nbytes_of(answer.payload)
         self._note_work(answer.work)
@@ -224,7 +224,7 @@ class _Worker:
 # --- copies of what is random ----------------------------------------------------------------------------
 #
 # A pipeline keeps values of the current call in its attributes, so two threads must not call it at once. With
-# `rng="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
+# `seeding="sample"` two threads must not draw from the same generator either. But a copy of the whole dataset
 # would copy its images. So each thread gets deep copies of both and shallow copies of the few objects that
 # hold them, and shares all other objects. Pipelines elsewhere are shared: threads call them one at a time
 # (see `rng.entry_points`).

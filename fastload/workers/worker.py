@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import LOST
 from fastload.batch.packing import Packed, pack
-from fastload.memory.lease import Arena, Memory
-from fastload.memory.segment import Segment, allocated
+from fastload.memory.lease import BumpAllocator, Memory
+from fastload.memory.segment import Segment, create_slot_segment
 from fastload.system.limits import too_many_files
 from fastload.system.linux import open_process
 from fastload.system.remote_error import RemoteError
@@ -115,7 +115,7 @@ class _Worker:
         self._channel = channel
         self._messages: deque[tuple[int, Begin | Fetch]] = deque()  # that have arrived, with their numbers
         self._slots: dict[int, Memory] = {}
-        self._arena = Arena(self._make_memory)
+        self._arena = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
         self._core = BatchMaker(worker_id, job, self._arena, self._pack)
 
@@ -173,7 +173,7 @@ class _Worker:
             self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
-        self._arena.begin(None)
+        self._arena.begin()
 
     def _take_memory(self, message: Fetch) -> None:
         for number in [number for number in self._slots if number >= message.num_slots]:
@@ -185,7 +185,7 @@ class _Worker:
         self._arena.begin(memory)
 
     def _make_memory(self, nbytes: int) -> Memory:
-        segment, mapping = allocated(nbytes)
+        segment, mapping = create_slot_segment(nbytes)
         if self._new_segment is not None:
             self._new_segment.close()
         self._new_segment = segment

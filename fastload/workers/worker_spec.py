@@ -30,7 +30,7 @@ from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system.notes import add_note
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ class Job(FetchSettings):
         base_seed: The seed drawn when the iterator was made.
         num_workers: The number of workers of the loader.
         seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
-        seeds_samples: Whether each sample is seeded (``rng="sample"``).
+        seeds_samples: Whether each sample is seeded (``seeding="sample"``).
     """
 
     dataset: Any
@@ -77,10 +77,10 @@ class Job(FetchSettings):
             num_workers=loader.num_workers,
             seed_albumentations=loader.seed_albumentations,
             channels_last=loader.memory_format is torch.channels_last,
-            seeds_samples=loader.rng == "sample",
+            seeds_samples=loader.seeding == "sample",
             on_error=loader.on_error,
             replacements=_replacements(loader),
-            batch_transform=None if loader.batch_transform is None else chained(loader.batch_transform),
+            batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
         )
 
     def load(self) -> Job:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import pytest
 import torch.utils.data
 from hypothesis import given
@@ -17,8 +19,7 @@ import fastload
 from fastload.bench.contenders import CACHES, Contender, contenders_of
 from fastload.bench.measure import spread_indices
 from fastload.bench.run import default_workers, in_turn
-from fastload.system import cpu_times
-from fastload.system.cpu_times import CpuTimes, busy_share, others_share
+from fastload.system.cpus import CpuTimes, busy_share, others_share
 from tests.bench.made_up import PLAIN, row
 
 if TYPE_CHECKING:
@@ -67,14 +68,14 @@ def test_the_clocks_are_those_of_our_cpus_without_idle_time(monkeypatch: pytest.
     names = "user nice system idle iowait irq softirq steal guest guest_nice"
     times = collections.namedtuple("times", names)  # type: ignore[misc]
     readings = [times(1.0, 0.2, 0.3, 9.9, 9.9, 0.04, 0.05, 0.41, 0.7, 0.7), times(*[9.0] * 10)]
-    monkeypatch.setattr(cpu_times.psutil, "cpu_times", lambda percpu: readings)
-    monkeypatch.setattr(cpu_times.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(psutil, "cpu_times", lambda percpu: readings)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     assert CpuTimes.now().busy_s == pytest.approx(2.0)
 
     def fail(percpu: bool) -> None:
         raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
 
-    monkeypatch.setattr(cpu_times.psutil, "cpu_times", fail)  # without /proc, the share is unknown
+    monkeypatch.setattr(psutil, "cpu_times", fail)  # without /proc, the share is unknown
     reading = CpuTimes.now()
     assert (reading.busy_s, others_share(reading, reading)) == (None, None)
 

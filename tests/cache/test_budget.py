@@ -13,8 +13,14 @@ import pytest
 
 from fastload.cache.build import processes
 from fastload.system import budget as budget_module
-from fastload.system import cpus, launchers
-from fastload.system.budget import available_bytes, cgroup_limit_bytes, parse_memory, parse_prefetch_memory
+from fastload.system import cpus, ranks
+from fastload.system.budget import (
+    available_bytes,
+    cgroup_limit_bytes,
+    check_memory,
+    parse_memory,
+    parse_prefetch_memory,
+)
 from fastload.system.cgroups import oom_kills
 from tests.kit.faults import limited
 
@@ -106,6 +112,11 @@ BUDGETS: Any = {
     "7 KB": 7000,
     "100B": 100,
     "2TiB": 2 << 40,
+    "16G": 16 * GB,
+    "512m": 512_000_000,
+    "1K": 1000,
+    "2T": 2000 * GB,
+    "3Gi": 3 << 30,
 }
 
 
@@ -122,8 +133,27 @@ def test_nonsense_is_refused(max_memory: Any) -> None:
     """What is no budget raises, showing it under the name of its argument, and the ways to say one."""
     with pytest.raises(ValueError, match=r'^max_memory=.*"40GB"'):
         parse_memory(max_memory, available=GB)
-    with pytest.raises(ValueError, match=r'^prefetch_memory=.*"40GB"'):
-        parse_memory(max_memory, name="prefetch_memory", available=GB)
+    with pytest.raises(ValueError, match=r'^max_prefetch_memory=.*"40GB"'):
+        parse_memory(max_memory, name="max_prefetch_memory", available=GB)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "advice"),
+    [
+        (1, r'^max_memory=1 is 1 byte: write max_memory="1GB" for gigabytes, max_memory=1\.0 for a share'),
+        (
+            64,
+            r'^max_memory=64 is 64 bytes: .*"64GB" for gigabytes, max_memory=0\.5 .*"64B" if you mean bytes$',
+        ),
+        (999_999, "is 999999 bytes"),
+    ],
+)
+def test_an_int_below_a_megabyte_is_refused(wrong: int, advice: str) -> None:
+    """It is a slip for gigabytes or a share, and the error shows how to write each of them."""
+    with pytest.raises(ValueError, match=advice):
+        check_memory(wrong, name="max_memory")
+    for right in (1_000_000, f"{wrong}B", "auto", 0.5, 1.0):
+        check_memory(right, name="max_memory")
 
 
 def test_the_automatic_limit_of_batches_is_a_quarter_of_the_free_memory(monkeypatch: Any) -> None:
@@ -178,7 +208,7 @@ def test_workers_follow_cpus_quotas_and_ranks(
     variables: Any, usable: int, launcher: Any, quota: Any, expected: int, monkeypatch: Any
 ) -> None:
     """The quota, rounded up, and CPUs that are not a rank's alone are shared; the user's number is taken."""
-    for name in launchers.RANKS_OF_HOST:
+    for name in ranks.RANKS_OF_HOST:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

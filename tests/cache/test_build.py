@@ -41,7 +41,7 @@ from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
-from fastload.files import attempts
+from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -101,6 +101,12 @@ def test_bad_arguments(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_the_loaders_word_for_a_bad_sample_is_answered_with_that_of_builds(path: Path) -> None:
+    """A build has no other sample to put in its place."""
+    with pytest.raises(ValueError, match='write on_error="skip", which leaves them out'):
+        build_lmdb(Images(4), path, on_error="replace")
+
+
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
     """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     for shape in (Images(20, shape=(3, 3, 3)), BareImages(20)):
@@ -139,7 +145,7 @@ def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["cache.partial"]
     with pytest.raises(FileNotFoundError, match="unfinished build"):
         LMDBCache(path)
-    assert build_lmdb(Images(10), path, num_workers=0).plan.num_shards == 4
+    assert build_lmdb(Images(10), path, num_workers=0).description.num_shards == 4
 
 
 @pytest.mark.parametrize(("num_workers", "shards"), [(0, 2), (2, 1)])
@@ -412,7 +418,7 @@ class Builder:
 def builder_in(folder: Path, way: str) -> Iterator[Builder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(mirror.DIRECTORY_VARIABLE, str(folder / "host"))
-        patch.setattr(attempts, "_sleep", lambda _: None)
+        patch.setattr(retry, "_sleep", lambda _: None)
         register()
         FaultyFileSystem.reset()
         yield Builder(way, folder, patch)
@@ -471,7 +477,7 @@ def test_a_second_build_opens_the_cache(version: Any, builder: Builder) -> None:
     """It writes nothing, and reads sample 0 at most, none where the fingerprints are the same."""
     builder(BrokenImages(version=version))
     before, again = builder.content(), BrokenImages(version=version)
-    assert builder(again, shards=None).plan.num_shards == 3
+    assert builder(again, shards=None).description.num_shards == 3
     assert builder.content() == before
     if builder.way == "here":
         assert sum(again.reads) == (version is None)

@@ -39,10 +39,10 @@ def as_it_is(sample: Any) -> Any:
 @pytest.mark.parametrize("kind", [Everything, MixedImages, Images])
 def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """In shuffled epochs of two workers; one whose worker does not get the lock, again in the next epoch."""
-    real, calls, refusals = locks.try_lock, itertools.count(), tmp_path / "refusals"
+    real, calls, refusals = locks.flock_fd, itertools.count(), tmp_path / "refusals"
     refusals.touch()
 
-    def try_lock(fd: int, *, wait_s: float) -> bool:
+    def flock_fd(fd: int, *, wait_s: float) -> bool:
         has_lock = next(calls) % 3 != 0 and real(fd, wait_s=wait_s)
         if not has_lock:
             with open(refusals, "ab", buffering=0) as file:  # of both workers
@@ -51,7 +51,7 @@ def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any)
 
     dataset = kind(200, log=tmp_path / "log")
     ds = CachedDataset(dataset)
-    monkeypatch.setattr(locks, "try_lock", try_lock)
+    monkeypatch.setattr(locks, "flock_fd", flock_fd)
     loader = DataLoader(ds, batch_size=8, shuffle=True, num_workers=2, collate_fn=len)
     first = 0
     for epoch in range(2):
@@ -66,7 +66,7 @@ def test_each_sample_is_decoded_once(kind: Any, tmp_path: Any, monkeypatch: Any)
     assert (first > 0) == (kind is MixedImages)  # rows of one size need no lock
 
 
-@pytest.mark.parametrize("max_memory", ["auto", 1])
+@pytest.mark.parametrize("max_memory", ["auto", "1B"])
 def test_caller_may_write(max_memory: Any) -> None:
     """Samples are private and writable, on a hit and on a miss; view() gives read-only arrays."""
     dataset = Everything(4)
@@ -217,8 +217,10 @@ def test_attributes_of_the_dataset_inside() -> None:
 
 
 def test_a_cache_over_a_cached_dataset_is_not_shared_as_the_one_inside() -> None:
-    """A second cache holds samples after prepare, of which the fingerprint of the source says nothing."""
-    inner = CachedDataset(Labelled(20), prepare=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner")
+    """A second cache holds samples after pre_transform, which the source's fingerprint does not cover."""
+    inner = CachedDataset(
+        Labelled(20), pre_transform=lambda sample: (sample[0] + 1, sample[1]), cache_key="inner"
+    )
     outer = CachedDataset(inner, max_memory="1MB")
     plain = CachedDataset(Labelled(20), max_memory="1MB")
     assert fingerprint_of(inner) is None
@@ -254,11 +256,11 @@ def test_copies_and_pickles_share_the_cache() -> None:
         assert ds.cache.get(number) is not None
 
 
-@pytest.mark.parametrize("prepare", [None, as_it_is])
-def test_a_dataset_from_a_file(prepare: Any, tmp_path: Any, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("pre_transform", [None, as_it_is])
+def test_a_dataset_from_a_file(pre_transform: Any, tmp_path: Any, monkeypatch: Any) -> None:
     """By the argument of `cache`, with its prefix, or by a name; it has the names of its source's classes."""
     monkeypatch.chdir(tmp_path)
-    CachedDataset(Labelled(4), prepare=prepare, cache="lmdb:cache", num_workers=0).cache.close()
+    CachedDataset.build(Labelled(4), "cache", pre_transform=pre_transform, num_workers=0).close()
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4

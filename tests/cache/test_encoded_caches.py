@@ -49,14 +49,14 @@ def opened(name: str, dataset: Any, transform: Any, tmp_path: Path, **options: A
             build_lmdb(encoded_source(dataset), path, codec="source", num_workers=0).close()
         return CachedDataset.from_cache(path, transform, ram=name != "lmdb", **options)
     cache = {"none": None, "both": BOTH, "part of both": BOTH}.get(name, name)
-    max_memory = SMALL_BUDGET if name == "part of both" else 1 << 24
+    max_memory = f"{SMALL_BUDGET}B" if name == "part of both" else 1 << 24
     return CachedDataset(dataset, transform, cache=cache, max_memory=max_memory, **options)
 
 
 def batches_of(dataset: Any, *, loader_class: Any = fastload.DataLoader, **options: Any) -> list[Any]:
     """Two shuffled epochs."""
     if loader_class is fastload.DataLoader:
-        options["rng"] = "sample"
+        options["seeding"] = "sample"
     generator = torch.Generator().manual_seed(3)
     loader = loader_class(dataset, batch_size=5, shuffle=True, generator=generator, **options)
     return [[part.clone() for part in batch] for _ in range(2) for batch in loader]
@@ -169,7 +169,7 @@ def test_a_part_is_kept_decoded(photos: Path) -> None:
     folder = ImageFolder(photos)
     encoded = CachedDataset(folder, cache="ram-encoded", max_memory=1 << 24).fill(0, progress=False)
     file_bytes = sum(path.stat().st_size for path in photos.glob("*/*"))
-    ds = CachedDataset(folder, cache=BOTH, max_memory=SMALL_BUDGET)
+    ds = CachedDataset(folder, cache=BOTH, max_memory=f"{SMALL_BUDGET}B")
     info = ds.fill(0, progress=False)
     kinds = [type(ds._view(index)[0]) for index in range(NUM_IMAGES)]
     assert info.num_cached == encoded.num_cached == NUM_IMAGES
@@ -214,7 +214,7 @@ def test_refusals(photos: Path, tmp_path: Path) -> None:
     """What cannot be cached undecoded is refused with advice; `decode` is also checked if it is set later."""
     folder = ImageFolder(photos)
     for dataset, options, said in (
-        (folder, {"prepare": A.Compose([A.Resize(9, 9)])}, "omit prepare="),
+        (folder, {"pre_transform": A.Compose([A.Resize(9, 9)])}, "omit pre_transform="),
         (ImageFolder(photos, size=20), {}, "omit size="),
         (Files(photos, is_decoded=True), {}, r"return fastload\.EncodedImage"),
         (folder, {"decode": "quick"}, 'decode should be "exact" or "fast"'),
@@ -256,7 +256,7 @@ def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Pat
         with pytest.raises(ImageReadError, match=r"damaged/a/5\.jpg"):
             ds[5]
     assert ds[4][0].shape == (SIDE, SIDE, 3)
-    options: dict[str, Any] = {"on_error": "replace", "max_errors": 4, "rng": "sample"}
+    options: dict[str, Any] = {"on_error": "replace", "max_errors": 4, "seeding": "sample"}
     with fastload.DataLoader(ds, batch_size=4, num_workers=num_workers, **options) as loader:
         assert [len(images) for images, _ in loader] == [4, 4]
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import fastload
-from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from tests.kit.batches import assert_same_samples
 from tests.kit.datasets import Made
 
@@ -23,8 +23,13 @@ def cached(request: Any, tmp_path: Any) -> Any:
     """Makes a CachedDataset of each kind, in which all samples are stored."""
 
     def make(dataset: Any, **options: Any) -> fastload.CachedDataset:
-        cache = "ram" if request.param == "ram" else f"lmdb:{tmp_path}/file.lmdb"
-        made = fastload.CachedDataset(dataset, cache=cache, num_workers=0, progress=False, **options)
+        cache: Any = "ram"
+        if request.param == "lmdb":
+            own = {name: options[name] for name in ("pre_transform", "cache_key") if name in options}
+            cache = fastload.CachedDataset.build(
+                dataset, tmp_path / "x", num_workers=0, progress=False, **own
+            )
+        made = fastload.CachedDataset(dataset, cache=cache, **options)
         assert made.fill(num_workers=0, progress=False).num_cached == len(dataset)
         return made
 
@@ -38,7 +43,7 @@ def picture(index: int) -> Image.Image:
 
 
 def to_arrays(sample: Any) -> Any:
-    """The `prepare` of the documentation, for pairs and for rows."""
+    """The `pre_transform` of the documentation, for pairs and for rows."""
     image, label = sample.values() if isinstance(sample, dict) else sample
     return np.asarray(image.convert("RGB")), label
 
@@ -74,13 +79,13 @@ def test_annotations_are_cached_as_they_are(make: Any, cached: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "Hugging Face"])
 def test_pil_images_are_converted_by_prepare(library: str, request: Any, cached: Any) -> None:
-    """With `prepare`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
+    """With `pre_transform`, samples are HWC uint8 arrays and the int labels; without, an error names it."""
     pairs = Made(lambda index: (picture(index), index), NUM_SAMPLES)
     source = request.getfixturevalue("rows") if library == "Hugging Face" else pairs
-    dataset = cached(source, prepare=to_arrays)
+    dataset = cached(source, pre_transform=to_arrays)
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
-    with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*prepare=function'):
+    with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*pre_transform=function'):
         fastload.CachedDataset(source)
 
 
@@ -110,20 +115,22 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
     assert_same_samples(cached(formatted)[3], formatted[3])
-    with pytest.raises(RandomDatasetError, match=r'\$\["pixels"\] differs'):
+    with pytest.raises(NondeterministicDatasetError, match=r'\$\["pixels"\] differs'):
         fastload.CachedDataset(rows.with_transform(lambda batch: {"pixels": [np.random.rand(2)]}))
 
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:
-    """A cache of rows has no `__getitems__`, so that rng="sample" works."""
+    """A cache of rows has no `__getitems__`, so that seeding="sample" works."""
 
     def draw(sample: Any) -> torch.Tensor:
         return torch.tensor([*sample[0].shape, np.random.randint(1 << 30)])
 
-    dataset = fastload.CachedDataset(rows, prepare=to_arrays, transform=draw)
+    dataset = fastload.CachedDataset(rows, pre_transform=to_arrays, transform=draw)
     found = []
     for num_workers in (0, 1):
         generator = torch.Generator().manual_seed(1)
-        loader = fastload.DataLoader(dataset, 2, num_workers=num_workers, rng="sample", generator=generator)
+        loader = fastload.DataLoader(
+            dataset, 2, num_workers=num_workers, seeding="sample", generator=generator
+        )
         found.append(torch.cat(list(loader)))
     assert torch.equal(*found)

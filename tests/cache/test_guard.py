@@ -20,7 +20,7 @@ from torch.utils.data import Subset
 import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint, digest_of, fingerprint_of
-from fastload.errors import RandomDatasetError, UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
@@ -64,7 +64,7 @@ FLIPPED = Augmented(A.Compose([A.HorizontalFlip(p=0.1)], seed=0))
 )
 def test_what_cannot_be_cached_is_refused_at_construction(dataset: Any, said: str) -> None:
     """Random samples, also by a pipeline inside or in reused memory, and other types; the leaf is named."""
-    with pytest.raises(RandomDatasetError, match=said):
+    with pytest.raises(NondeterministicDatasetError, match=said):
         CachedDataset(dataset)
     with pytest.raises(UnsupportedSampleError, match=r'\$\["image"\]'):
         CachedDataset(Made(lambda index: {"image": {1, 2}}))
@@ -83,7 +83,7 @@ def test_random_state_is_put_back() -> None:
     before = states()
     first, second = (CachedDataset(dataset, cache_key="flipped") for _ in range(2))
     assert first.cache.origin == second.cache.origin
-    with pytest.raises(RandomDatasetError):
+    with pytest.raises(NondeterministicDatasetError):
         CachedDataset(RandomImages("random"))
     assert states() == before
 
@@ -155,7 +155,7 @@ def test_other_datasets_are_no_warning(needs_lmdb: None, tmp_path: Any, caplog: 
     with caplog.at_level(logging.WARNING, "fastload"):
         for dataset in (Images(50), RaggedImages(50), *map(labelled, mapped), Made(in_a_buffer, 50)):
             CachedDataset(dataset, cache="ram")
-        CachedDataset(labelled(PIXELS), cache=f"lmdb:{tmp_path / 'x'}", num_workers=0, progress=False)
+        CachedDataset.build(labelled(PIXELS), tmp_path / "x", num_workers=0, progress=False)
     assert "in memory already" not in caplog.text
 
 
@@ -193,9 +193,9 @@ PREPARED = A.Resize(8, 8), A.Compose([A.Resize(8, 8)]), A.Resize(8, 9), Halve(2)
         [(KNOWN, {}), (KnownImages(9), {}), (KnownImages(8, version="2"), {})],
         [(Images(8), {"key": "photos"}), (Images(8), {"key": "pictures"})],
         [(Subset(KNOWN, part), {}) for part in ([1, 2], [2, 1])] + [(Subset(Subset(KNOWN, [1]), [0]), {})],
-        [(KNOWN, {"prepare": part}) for part in PREPARED],
+        [(KNOWN, {"pre_transform": part}) for part in PREPARED],
     ],
-    ids=["dataset", "key", "subset", "prepare"],
+    ids=["dataset", "key", "subset", "pre_transform"],
 )
 def test_what_makes_the_samples_makes_the_name(parts: list[tuple[Any, dict[str, Any]]]) -> None:
     """Content, class and length; a key instead; the indices of a subset, in order; a deterministic part."""
@@ -210,7 +210,11 @@ def test_equal_parts_have_one_name() -> None:
     assert fingerprint_of(Subset(KNOWN, [1, 2])).name == fingerprint_of(Subset(KNOWN, np.array([1, 2]))).name
     assert one.name == other.name
     assert one.differences(other) == ['num_samples is "8" here and "9" there']
-    assert fingerprint_of(KNOWN, prepare=halve, key="halves").parts["prepare"].endswith("test_guard.halve")
+    assert (
+        fingerprint_of(KNOWN, pre_transform=halve, key="halves")
+        .parts["pre_transform"]
+        .endswith("test_guard.halve")
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,8 +224,8 @@ def test_equal_parts_have_one_name() -> None:
         (Subset(Images(8), [0, 1]), {}),
         (KnownImages(8, version=None), {}),
         (Subset(KnownImages(8, version=None), [1, 2]), {}),
-        (KNOWN, {"prepare": halve}),
-        (KNOWN, {"prepare": A.Lambda(image=flip)}),
+        (KNOWN, {"pre_transform": halve}),
+        (KNOWN, {"pre_transform": A.Lambda(image=flip)}),
     ],
 )
 def test_nobody_vouches_for_datasets_and_functions_that_say_nothing(dataset: Any, options: Any) -> None:
@@ -260,7 +264,7 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
     monkeypatch.setattr(ImageFolder, "_local_digest", lambda folder: asked.append(1) or digest(folder))
     caches: Any = None, "ram", "ram-encoded", ["ram", "ram-encoded"], path, ["ram", path]
     for times, cache in enumerate(caches):
-        dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22, progress=False)
+        dataset = CachedDataset(ImageFolder(photos), cache=cache, max_memory=1 << 22)
         assert dataset[0][1] == 0
         assert len(asked) == times
 
@@ -271,8 +275,12 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
         (KnownImages(8), {"cache_key": "explained-v1"}, "cache_key: explained-v1"),
         (KnownImages(8, version=None), {}, "the fingerprint() of KnownImages is None"),
         (Images(8), {}, "because Images has neither"),
-        (Images(8), {"prepare": halve}, "because Images with prepare=halve has neither"),
-        (KnownImages(8), {"prepare": halve}, "because KnownImages with prepare=halve has neither"),
+        (Images(8), {"pre_transform": halve}, "because Images with pre_transform=halve has neither"),
+        (
+            KnownImages(8),
+            {"pre_transform": halve},
+            "because KnownImages with pre_transform=halve has neither",
+        ),
     ],
 )
 def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(dataset: Any, options: Any, said: str) -> None:

@@ -28,7 +28,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.layout import TABLE_AT, Layout, Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheError, SegmentError
+from fastload.errors import CacheError, SharedMemoryError
 from tests.cache.zoo import Images, Made, MixedImages, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import limited, mapped_bytes
@@ -112,7 +112,7 @@ def test_limits_make_a_cache_smaller_or_private(
     assert 3 < info.num_cached <= 200
     assert (info.num_cached == 200) == is_whole
     if is_shared:
-        assert os.fstat(ds.cache.fd).st_size <= allowed
+        assert os.fstat(ds.cache._fd).st_size <= allowed
         assert is_whole or info.max_bytes < allowed
     else:
         assert said[0].split()[0] in ds.cache.explain()
@@ -126,7 +126,7 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     """In a worker with another limit nothing is cached, and one line of its own says so; no error."""
     dataset = RaggedImages(20)
     ds = CachedDataset(dataset, max_memory="10GB")
-    assert os.fstat(ds.cache.fd).st_size > 200 * MB
+    assert os.fstat(ds.cache._fd).st_size > 200 * MB
     with limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB), caplog.at_level(logging.WARNING, "fastload"):
         other = pickle.loads(pickle.dumps(ds))
         assert_right(other, dataset)
@@ -176,7 +176,7 @@ def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any)
 def test_a_refused_write_of_the_description_leaves_nothing(monkeypatch: Any) -> None:
     """A segment that cannot be written to is closed, and the error says what was tried."""
     monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(SegmentError, match="cannot write to a new shared segment"):
+    with pytest.raises(SharedMemoryError, match="cannot write to a new shared segment"):
         SharedMemoryCache(4, [1], max_memory=MB)
 
 

@@ -86,8 +86,12 @@ def test_attributes(tmp_path: Path) -> None:
     options: dict[str, Any] = {"num_workers": 0, "codec": "jpeg", "quality": 80, "shards": 2}
     cache = build_lmdb(dataset, path, fingerprint=known, **options)
 
-    assert (cache.plan.codec, cache.plan.quality, cache.plan.num_shards) == ("jpeg", 80, 2)
-    assert (cache.plan.parts, cache.plan.classes) == ({"source": "photos"}, ["cat", "dog"])
+    assert (cache.description.codec, cache.description.quality, cache.description.num_shards) == (
+        "jpeg",
+        80,
+        2,
+    )
+    assert (cache.description.parts, cache.description.classes) == ({"source": "photos"}, ["cat", "dog"])
     assert cache.nbytes == sum(file.stat().st_size for file in path.iterdir())
     assert cache.stored_indices is None
     assert (3 in cache, 20 in cache, -1 in cache, "x" in cache) == (True, False, False, False)

@@ -104,7 +104,9 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
         on_disk = ["ram", f"lmdb:{path}"] if name.startswith("ram over") else f"lmdb:{path}"
         in_memory: Any = {"none": None, "ram": "ram", "ram-encoded": "ram-encoded"}
         cache = {**in_memory, "ram over ram-encoded": ["ram", "ram-encoded"]}.get(name, on_disk)
-        dataset = CachedDataset(source, cache=cache, max_memory=1 << 24, num_workers=0, progress=False)
+        if cache is on_disk and not path.exists():
+            CachedDataset.build(source, path, num_workers=0, progress=False).close()
+        dataset = CachedDataset(source, cache=cache, max_memory=1 << 24)
         reads.take()
         reads.announced.clear()
         return name, dataset, reads, samples
@@ -112,8 +114,8 @@ def opened(request: Any, photos: Any, remote: str, tmp_path: Any, monkeypatch: A
     return open_case
 
 
-def loader_of(dataset: CachedDataset, rng: Any = "worker") -> Any:
-    return fastload.DataLoader(dataset, BATCH, collate_fn=list, rng=rng)
+def loader_of(dataset: CachedDataset, seeding: Any = "worker") -> Any:
+    return fastload.DataLoader(dataset, BATCH, collate_fn=list, seeding=seeding)
 
 
 def assert_right(batches: Any, samples: list[Any]) -> None:
@@ -204,7 +206,7 @@ REFUSED: dict[str, Any] = {
 def test_same_as_default_collate(name: str, tmp_path: Any) -> None:
     """For every kind of leaf and nest: types, dtypes, shapes and values; what it refuses is left to it."""
     dataset, expected = Made((SAMPLES | REFUSED)[name]), None
-    on_disk = CachedDataset(dataset, cache=f"lmdb:{tmp_path}/x", num_workers=0, progress=False)
+    on_disk = CachedDataset(dataset, cache=f"lmdb:{tmp_path}/x")
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         expected = default_collate([dataset.sample(i) for i in (3, 0, 19, 7, 7)])
     assert name == "np.bool" or (expected is None) == (name in REFUSED)
@@ -237,7 +239,8 @@ def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
     ds.transform = lambda sample: sample
     assert ds.gather([0, 1], np.empty) is None
     for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
-        on_disk = CachedDataset(Made(make), cache=f"lmdb:{tmp_path}/{number}", num_workers=0)
+        file = CachedDataset.build(Made(make), tmp_path / str(number), num_workers=0)
+        on_disk = CachedDataset(Made(make), cache=file)
         assert on_disk.gather([0, 5, 1], np.empty) is None
 
 
@@ -254,7 +257,7 @@ def large(index: int) -> Any:
 @pytest.mark.parametrize("cached", [True, False])
 def test_torch_is_not_given_read_only_arrays(make: Any, *, cached: bool) -> None:
     """It would warn that they are not writable, which the user cannot change; hits and misses alike."""
-    ds = warmed(Made(make)) if cached else CachedDataset(Made(make), max_memory=1)
+    ds = warmed(Made(make)) if cached else CachedDataset(Made(make), max_memory="1B")
     torch.set_warn_always(True)
     try:
         found = read_epoch(fastload.DataLoader(ds, 5))

@@ -204,8 +204,8 @@ def test_the_cache_is_that_of_a_local_build(
     known = fingerprint_of(dataset)
     twin = build_lmdb(dataset, tmp_path / "twin", shards=shards, num_workers=0, fingerprint=known, **options)
     assert files_at(tmp_path / "cache") == files_at(tmp_path / "twin")
-    assert (cache.plan.num_shards, cache.verify()) == (min(shards, len(dataset)), [])
-    assert twin.plan.parts == cache.plan.parts
+    assert (cache.description.num_shards, cache.verify()) == (min(shards, len(dataset)), [])
+    assert twin.description.parts == cache.description.parts
     assert {"cache", "twin", "cache.errors.jsonl", "twin.errors.jsonl"} >= set(os.listdir(tmp_path))
 
 
@@ -215,8 +215,8 @@ def test_shards_are_built_by_tasks(executors: Callable[..., OneByOne], tmp_path:
     cache = build_on(executor, images(), tmp_path / "cache", num_cpus=2, progress=False)
     assert executor.ran == list(range(8))
     assert not executor.is_ended.is_set()
-    assert cache.plan.num_shards == 8
-    assert build_on(executors(), images(), tmp_path / "other", num_cpus=0).plan.num_shards == 1
+    assert cache.description.num_shards == 8
+    assert build_on(executors(), images(), tmp_path / "other", num_cpus=0).description.num_shards == 1
     again = executors()
     assert "match the dataset" in build_on(again, images(), tmp_path / "cache", num_cpus=3).explain()
     assert again.ran == []
@@ -240,7 +240,7 @@ def test_a_task_leaves_its_process_in_the_directory_it_found(tmp_path: Path) -> 
 
 def test_random_samples_are_refused_before_a_plan_is_made(executors: Any, tmp_path: Path) -> None:
     """Tasks would read other samples than the driver."""
-    with pytest.raises(errors.RandomDatasetError):
+    with pytest.raises(errors.NondeterministicDatasetError):
         build_on(executors(), functools.partial(RandomImages, "numpy"), tmp_path / "cache", num_cpus=2)
     assert os.listdir(tmp_path) == []
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from fastload.nested.tree import first_difference
-from fastload.system.locks import try_lock
+from fastload.system.locks import flock_fd
 from tests.cache.zoo import Images, MixedImages, RaggedImages
 from tests.kit.jobs import Job
 
@@ -103,7 +103,7 @@ class RamMachine(RuleBasedStateMachine):
     def locked(self) -> Any:
         """Somebody else holds the lock, which nobody else held before."""
         fd = self.handles[0]._arena.segment.reopen()
-        assert try_lock(fd)
+        assert flock_fd(fd)
         yield
         fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -169,7 +169,7 @@ class RamMachine(RuleBasedStateMachine):
         if through == "pickle":
             self.handles.append(pickle.loads(pickle.dumps(first)))
         else:
-            self.handles.append(SharedMemoryCache.attach(Segment.attach(os.dup(first.fd))))
+            self.handles.append(SharedMemoryCache.attach(Segment.attach(os.dup(first._fd))))
         assert self.handles[-1].layout == first.layout
 
     @rule(number=st.integers(1, 9))

@@ -29,12 +29,11 @@ from fastload.cache.lmdb.gather import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.images.decode import decode as image_of
 from fastload.images.encoded import EncodedImage
-from fastload.images.restart_markers import cut_jpeg
-from fastload.nested.dtypes import TENSOR_STORAGE
-from fastload.nested.leaves import Leaf
+from fastload.images.restart_markers import crop_jpeg
+from fastload.nested.leaf import TENSOR_STORAGE, Leaf
 from fastload.nested.spec import Spec, flatten
 from fastload.nested.tensors import TENSOR_DTYPES
-from fastload.nested.tree import HiddenMemoryError, detached, leaves, outline
+from fastload.nested.tree import OpaqueLeafError, copy_views, leaves, structure_of
 from tests.cache.zoo import Everything, Pair, Triple
 from tests.kit.batches import assert_same_samples
 
@@ -175,7 +174,7 @@ def test_unsupported_samples_are_named(sample: Any, path: str, advice: str) -> N
         encode(sample)
     assert str(caught.value).startswith((f"{path}:", "the sample is nested"))
     assert advice in str(caught.value)
-    assert str(caught.value).endswith("CachedDataset(prepare=function)")
+    assert str(caught.value).endswith("CachedDataset(pre_transform=function)")
 
 
 @pytest.mark.parametrize(
@@ -206,6 +205,17 @@ def test_what_no_array_has_is_damage() -> None:
     text = memoryview(encode((np.arange(100), "text")))
     with pytest.raises(CacheCorruptError, match=r"a record claims .* bytes, but only .* are there"):
         stack_records([text, text[:-1]], np.empty)
+
+
+def test_specs_are_equal_by_value() -> None:
+    """Also when the first of two equal ones is no longer among those that are kept."""
+    spec, _ = flatten((np.zeros(1), 7))
+    for length in range(2, 1100):
+        flatten((np.zeros(length), 7))
+    again, _ = flatten((np.zeros(1), 7))
+    assert again is not spec
+    assert (again == spec, len({again, spec})) == (True, 1)
+    assert again != flatten((np.zeros(2), 7))[0]
 
 
 def test_a_namedtuple_that_was_defined_again_is_the_new_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +272,7 @@ def test_jpegs_have_restart_markers() -> None:
     file = encode_image("jpeg", image, 95)
     np.testing.assert_array_equal(image_of(file, "x"), image_of(plain.getvalue(), "x"))
     assert len(file) < 1.015 * len(plain.getvalue())
-    cut = cut_jpeg(file, (0, 0, 64, 64))
+    cut = crop_jpeg(file, (0, 0, 64, 64))
     assert cut is not None
     assert len(cut.content) < len(file) / 5
 
@@ -337,7 +347,7 @@ def ways(array: Any) -> list[Any]:
 @given(nests(st.sampled_from([leaf for array in MEMORY for leaf in ways(array)])))
 def test_no_leaf_of_any_nest_stays_in_cached_memory(nest: Any) -> None:
     """What lies there is copied, with its axes in the same order; what lies elsewhere is kept."""
-    for new, old in zip(leaves(detached(nest, MEMORY)), leaves(nest), strict=True):
+    for new, old in zip(leaves(copy_views(nest, MEMORY)), leaves(nest), strict=True):
         is_inside = any(np.shares_memory(old, array) for array in MEMORY)
         assert (new is old) == (not is_inside)
         if is_inside:
@@ -352,15 +362,15 @@ def test_other_objects_are_not_seen_through() -> None:
     """An object that may refer to memory of its own kind is told apart from plain values."""
     objects = [object(), np.array([None], object), np.zeros(1, [("a", "u1")])[0], memoryview(b"x")]
     for leaf in [*objects, bytearray(b"x"), {1, 2}]:
-        with pytest.raises(HiddenMemoryError):
-            detached({"a": [1, leaf]}, MEMORY)
+        with pytest.raises(OpaqueLeafError):
+            copy_views({"a": [1, leaf]}, MEMORY)
 
 
 # --- outlines --------------------------------------------------------------------------------------------
 
 
-def test_outline() -> None:
-    """An outline names containers, keys, types, shapes and dtypes, in a few lines however large a sample."""
+def test_structure_of() -> None:
+    """The text names containers, keys, types, shapes and dtypes, in a few lines for any sample."""
     image, nest = np.zeros((4, 6, 3), np.uint8), {"img": np.zeros(3), "more": [torch.zeros(2, 3), "x"]}
     for sample, expected in (
         ((image, 7), "a tuple of (array (4, 6, 3) uint8, int)"),
@@ -371,8 +381,8 @@ def test_outline() -> None:
         (list(range(100)), "a list of [int, int, int, int, int, int, int, int, …]"),
         ({(1, 2): 3}, "a dict of {tuple: int}"),
     ):
-        assert outline(sample) == expected
+        assert structure_of(sample) == expected
     large: Any = None
     for _ in range(9):
         large = {f"{key}" * 99: large for key in range(20)}
-    assert len(outline(large)) < 8 * 8 * 8 * 60
+    assert len(structure_of(large)) < 8 * 8 * 8 * 60

@@ -28,7 +28,7 @@ from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import Manifest, manifest_text, parse_manifest
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files import attempts
+from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, exit_codes, refusing
 from tests.cache.zoo import Images
 from tests.kit.batches import assert_same_samples
@@ -48,7 +48,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory of this test's own for builds and copies, and an empty faulty store; no pauses."""
     monkeypatch.setenv(mirror.DIRECTORY_VARIABLE, str(tmp_path / "host"))
     monkeypatch.delenv(mirror.BYTES_VARIABLE, raising=False)
-    monkeypatch.setattr(attempts, "_sleep", lambda _: None)
+    monkeypatch.setattr(retry, "_sleep", lambda _: None)
     register()
     FaultyFileSystem.reset()
     return tmp_path / "host"

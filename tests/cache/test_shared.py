@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
@@ -19,7 +20,7 @@ from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
@@ -164,11 +165,11 @@ def test_memory_in_use_is_counted_in_pages_until_the_cache_is_closed() -> None:
     assert not cache.put(1, np.ones(MB, np.uint8))
     assert MB < nbytes < MB + 64 * 1024
     assert nbytes % 4096 == 0
-    assert (cache.nbytes, cache.num_cached, cache.fd) == (0, 0, -1)
+    assert (cache.nbytes, cache.num_cached, cache._fd) == (0, 0, -1)
     assert cache.missing().tolist() == []
 
 
-@pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "try_lock")])
+@pytest.mark.parametrize(("where", "name"), [(os, "pwrite"), (Segment, "reopen"), (locks, "flock_fd")])
 def test_what_the_system_refuses_is_left_out(where: Any, name: str, monkeypatch: Any, caplog: Any) -> None:
     """No space is claimed without the lock; what is stored stays; without memory the cache grows no more."""
     say_once.cache_clear()
@@ -199,12 +200,30 @@ def test_a_half_seen_entry_is_empty() -> None:
 def test_fork_does_not_break_the_lock(monkeypatch: Any) -> None:
     """The lock is given back explicitly: a descriptor that a fork copied meanwhile does not hold it."""
     copies: list[int] = []
-    real = locks.try_lock
-    monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: copies.append(os.dup(fd)) or real(fd, **wait))
+    real = locks.flock_fd
+    monkeypatch.setattr(locks, "flock_fd", lambda fd, **wait: copies.append(os.dup(fd)) or real(fd, **wait))
     cache = filled(RaggedImages(3))
     for fd in copies:
         os.close(fd)
     assert cache.num_cached == 3
+
+
+def test_a_released_lock_file_is_free_although_a_forked_child_has_its_descriptor(tmp_path: Any) -> None:
+    """A process that waits for it gets it at once, not when the child ends."""
+    name = str(tmp_path / "lock")
+    with locks.lock_file(name) as has_lock:
+        waiting = os.open(name, os.O_RDWR)
+        inherited = list(map(os.dup, [int(fd) for fd in os.listdir("/proc/self/fd") if _is_open(fd, name)]))
+    is_free = locks.flock_fd(waiting)
+    for fd in (waiting, *inherited):
+        os.close(fd)
+    assert (has_lock, len(inherited), is_free) == (True, 2, True)
+
+
+def _is_open(fd: str, name: str) -> bool:
+    with contextlib.suppress(OSError):  # the descriptor of the listing itself
+        return os.readlink(f"/proc/self/fd/{fd}") == name
+    return False
 
 
 @pytest.mark.parametrize("most", [1, 1000])
@@ -274,5 +293,7 @@ def test_the_pickle_of_a_closed_cache_says_what_is_gone() -> None:
     cache = filled(Images(3))
     text = pickle.dumps(cache)
     cache.close()
-    with pytest.raises(SegmentError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"):
+    with pytest.raises(
+        SharedMemoryError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"
+    ):
         pickle.loads(text)

@@ -32,7 +32,7 @@ from fastload.cache.ram import registry, sharing
 from fastload.cache.ram.layout import DESCRIPTION_AT, Layout
 from fastload.cache.ram.registry import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, pickled_for_other_machines
 from fastload.system.logs import say_once
 from tests.cache.build_zoo import exit_codes
@@ -250,8 +250,10 @@ def test_other_samples_under_a_name_are_an_error(start: Any) -> None:
     said = rf'process {maker}, .* num_samples is "31" here and "30" there'
     with pytest.raises(CacheMismatchError, match=said):
         CachedDataset(Images(31), cache_key="photos")
-    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there.*different key"):
-        CachedDataset(Images(30), cache_key="photos", prepare=A.Resize(8, 8))
+    with pytest.raises(
+        CacheMismatchError, match=r"pre_transform is .* here and nothing there.*different key"
+    ):
+        CachedDataset(Images(30), cache_key="photos", pre_transform=A.Resize(8, 8))
     with pytest.raises(CacheMismatchError, match=r"sample 0 .* differs at \$\[0\].*covers too little"):
         CachedDataset(KnownImages(30))
 
@@ -311,9 +313,9 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other.answer()
     one.cache.close()
     (live,) = sharing.live_caches()
-    nbytes, mode = two.cache.nbytes, os.fstat(two.cache.fd).st_mode
+    nbytes, mode = two.cache.nbytes, os.fstat(two.cache._fd).st_mode
     with pytest.raises(PermissionError):
-        os.ftruncate(two.cache.fd, 0)
+        os.ftruncate(two.cache._fd, 0)
     two.cache.close()
     assert set(live.owners) == {os.getpid(), other.pid}
     assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
@@ -373,12 +375,12 @@ def test_an_owner_that_cannot_be_reached(registry_folder: Any, monkeypatch: Any,
     assert second.cache.origin.created_s != first.cache.origin.created_s
     assert f"it cannot be shared: process {os.getpid()} runs in a different PID namespace" in caplog.text
     slot = Segment.create(1, name="fastload-slot")
-    with contextlib.closing(slot), pytest.raises(SegmentError, match="is now /memfd:fastload-slot"):
+    with contextlib.closing(slot), pytest.raises(SharedMemoryError, match="is now /memfd:fastload-slot"):
         dataclasses.replace(mine, fd=slot.fd).attach()
-    with pytest.raises(SegmentError, match="No such file or directory"):
+    with pytest.raises(SharedMemoryError, match="No such file or directory"):
         dataclasses.replace(mine, fd=9999).attach()
     monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
-    with pytest.raises(SegmentError, match=rf"process {os.getpid()} .*Permission denied"):
+    with pytest.raises(SharedMemoryError, match=rf"process {os.getpid()} .*Permission denied"):
         mine.attach()
 
 
@@ -498,7 +500,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
 def test_a_machine_without_shared_memory_keeps_samples_in_each_worker(monkeypatch: Any) -> None:
     """No sample is lost."""
     text = from_elsewhere(CachedDataset(Images(8)))
-    monkeypatch.setattr(Layout, "create_segment", mock.Mock(side_effect=SegmentError("denied")))
+    monkeypatch.setattr(Layout, "create_segment", mock.Mock(side_effect=SharedMemoryError("denied")))
     there = pickle.loads(text)
     assert there.cache_info().layout == "private"
     assert_same_samples(there[3], Images(8)[3])

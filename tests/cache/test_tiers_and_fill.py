@@ -63,8 +63,8 @@ def test_fill_with_workers_reads_each_sample_once(kind: Any, is_shared: bool, tm
 
 def test_fill_comes_back_for_what_lost_a_race(monkeypatch: Any) -> None:
     """Samples whose worker did not get the lock at once are stored in another round."""
-    calls, real = itertools.count(), locks.try_lock
-    monkeypatch.setattr(locks, "try_lock", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
+    calls, real = itertools.count(), locks.flock_fd
+    monkeypatch.setattr(locks, "flock_fd", lambda fd, **wait: next(calls) % 3 == 0 and real(fd, **wait))
     ds = CachedDataset(RaggedImages(100), max_memory=1 << 20)
     assert ds.fill(0, progress=False).num_cached == 100
 
@@ -84,8 +84,10 @@ def test_a_budget_that_is_too_small_is_one_warning(
     handler.setLevel(logging.WARNING)
     monkeypatch.setattr(logging.getLogger("fastload"), "handlers", [handler])
     with contextlib.closing(handler):
-        tiers = ["ram", f"lmdb:{tmp_path / 'x'}"] if cache == "lmdb" else "ram"
-        ds = CachedDataset(kind(480), cache=tiers, max_memory=80_000, num_workers=0, progress=False)
+        if cache == "lmdb":
+            ds = tiered(kind(480), tmp_path / "x", max_memory="80kB")
+        else:
+            ds = CachedDataset(kind(480), max_memory="80kB")
         for _ in range(2):
             assert sum(fastload.DataLoader(ds, 16, num_workers=num_workers, collate_fn=len)) == 480
     (line,) = [text for text in (tmp_path / "log").read_text().splitlines() if "max_memory=80.0 kB" in text]
@@ -125,7 +127,7 @@ def test_fill_of_a_full_cache_is_nothing(is_file: bool, tmp_path: Any, monkeypat
 def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
     """It does not read all that is left to the source to find out, and a second one reads nothing."""
     dataset = kind(2000)
-    ds = CachedDataset(dataset, max_memory=100_000)
+    ds = CachedDataset(dataset, max_memory="100kB")
     ds.fill(0, progress=False)
     before = sum(dataset.reads)
     with caplog.at_level(logging.INFO, "fastload"):
@@ -138,18 +140,20 @@ def test_fill_stops_at_the_budget(kind: Any, caplog: Any) -> None:
 
 
 def tiered(dataset: Images, path: Any, **options: Any) -> CachedDataset:
-    return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], num_workers=0, progress=False, **options)
+    if not os.path.exists(path):
+        CachedDataset.build(dataset, path, num_workers=0, progress=False).close()
+    return CachedDataset(dataset, cache=["ram", f"lmdb:{path}"], **options)
 
 
 def test_what_ram_lacks_is_read_from_the_file(tmp_path: Any) -> None:
     """The source is read for the file alone; samples move to RAM as they are asked for, if they fit."""
     dataset = RaggedImages(40)
-    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory=20_000)
+    ds = tiered(dataset, tmp_path / "x.lmdb", max_memory="20kB")
     for _ in range(2):
         for index in range(40):
             assert_same_samples(ds._view(index), dataset.sample(index))
     assert 3 < ds.cache_info().num_cached < 40
-    assert sum(dataset.reads) == 42
+    assert sum(dataset.reads) == 42 + 5  # to build the file, and to compare a few samples when it is opened
 
 
 def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
@@ -200,13 +204,13 @@ def test_the_error_of_a_skipped_sample_names_it_and_the_way_out(tmp_path: Any, *
 def test_the_same_parts_are_opened_without_reading(tmp_path: Any) -> None:
     """A file of the same fingerprint is opened without reading the source; another one is refused."""
     cache, dataset = f"lmdb:{tmp_path / 'x'}", KnownImages(40)
-    CachedDataset(KnownImages(40), cache=cache, num_workers=0, progress=False)
+    CachedDataset.build(KnownImages(40), tmp_path / "x", num_workers=0, progress=False)
     assert "its fingerprint matches" in CachedDataset(dataset, cache=cache).cache.explain()
     assert sum(dataset.reads) == 0
     with pytest.raises(CacheMismatchError, match='fingerprint is "2" here and "1" there'):
         CachedDataset(KnownImages(40, version="2"), cache=cache)
-    with pytest.raises(CacheMismatchError, match=r"prepare is .* here and nothing there"):
-        CachedDataset(KnownImages(40), cache=cache, prepare=A.Resize(8, 8))
+    with pytest.raises(CacheMismatchError, match=r"pre_transform is .* here and nothing there"):
+        CachedDataset(KnownImages(40), cache=cache, pre_transform=A.Resize(8, 8))
 
 
 @pytest.mark.parametrize("columns", [80, 160])

@@ -151,13 +151,13 @@ IMG = "is a dict of {'img': array (32, 24, 3) uint8, "
         (lambda i, n: i, A.RandomCrop(100, 100), "exceeds image", ""),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("role", ["transform", "prepare"])
+@pytest.mark.parametrize("role", ["transform", "pre_transform"])
 def test_what_fails_says_what_was_given(role: str, make: Any, function: Any, said: str, note: str) -> None:
     """As it was, not what the function left of it, and what to return instead."""
     with pytest.raises(Exception, match=said) as caught:
         CachedDataset(shaped(make), **{role: function})[1]
     found = "\n".join(getattr(caught.value, "__notes__", []))
-    assert note.replace("sample 1", "sample 0" if role == "prepare" else "sample 1") in found
+    assert note.replace("sample 1", "sample 0" if role == "pre_transform" else "sample 1") in found
     assert ("transpose them" in found) == ("transpose them" in note)
 
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_user_passes_through(error: type[Exception]) -> None:
     assert fails.call_count == 1
 
 
-@pytest.mark.parametrize("role", ["transform", "prepare"])
+@pytest.mark.parametrize("role", ["transform", "pre_transform"])
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -191,7 +191,7 @@ def test_an_error_of_the_user_passes_through(error: type[Exception]) -> None:
     ],
 )
 def test_what_cannot_be_called_is_refused_at_once(role: str, value: Any, text: str) -> None:
-    """transform= and prepare= are checked before the dataset is read, and the error says what to give."""
+    """Both are checked before the dataset is read, and the error says what to give."""
     dataset = Images(4)
     with pytest.raises(TypeError, match=text.replace("{}", role)):
         CachedDataset(dataset, **{role: value})

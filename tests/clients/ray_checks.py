@@ -204,7 +204,7 @@ def check_batches_are_those_of_processes() -> None:
     """Bit for bit and type for type, with all random numbers; on a device; with replaced samples."""
     for dataset, options in (
         (Mixed(), {}),
-        (Mixed(), {"rng": "sample"}),
+        (Mixed(), {"seeding": "sample"}),
         (Made(lambda i: (torch.full((1 + i % 5,), i), "x" * i), 24), {"collate_fn": as_list}),
         (Numbered(), {"batch_size": None, "num_workers": 3}),
         (Numbered(), {"pin_memory": True, "drop_last": True, "batch_size": 7}),
@@ -214,8 +214,8 @@ def check_batches_are_those_of_processes() -> None:
         (Stream(), {}),
     ):
         assert_same_batches(batches(dataset, "process", **options), batches(dataset, **options))
-    alone = batches(Numbered(), "process", rng="sample", num_workers=0)
-    assert_same_batches(alone, batches(Numbered(), rng="sample", num_workers=1))
+    alone = batches(Numbered(), "process", seeding="sample", num_workers=0)
+    assert_same_batches(alone, batches(Numbered(), seeding="sample", num_workers=1))
 
 
 def check_worker_init_fn_runs_in_the_actor() -> None:
@@ -283,7 +283,7 @@ def check_persistent_workers_stay() -> None:
 
 
 def check_a_state_resumes_with_other_workers() -> None:
-    """From processes to Ray and back, with a different number; map-style with rng="sample", and streams."""
+    """To Ray and back, with a different number of workers; map-style with seeding="sample", and streams."""
     for dataset, before, after in (
         (Mixed(), ("process", 2), ("ray", 3)),
         (Mixed(), ("ray", 3), ("process", 1)),
@@ -293,7 +293,7 @@ def check_a_state_resumes_with_other_workers() -> None:
     ):
         options: Any = {"batch_size": 2}
         if isinstance(dataset, Mixed):
-            options |= {"rng": "sample", "shuffle": True}
+            options |= {"seeding": "sample", "shuffle": True}
         torch.manual_seed(5)
         with loader_of(dataset, worker_type=before[0], num_workers=before[1], **options) as loader:
             iterator = iter(loader)
@@ -401,27 +401,27 @@ def seen_by(make: Any, **options: Any) -> set[Any]:
 
 
 def check_actors_run_where_they_shall() -> None:
-    """Over both nodes; away from the consumer's on demand; in the placement group that ray_options gives."""
+    """Over both nodes; away from the consumer's on demand; in the placement group that RayWorkers names."""
 
     def node(_: int = 0) -> Any:
         return ray.get_runtime_context().get_node_id()
 
     assert len(seen_by(node, num_workers=4)) == 2
-    away = seen_by(node, ray_options={"exclude_driver_node": True})
+    away = seen_by(node, kind=fastload.RayWorkers(exclude_driver_node=True))
     assert len(away) == 1
     assert node() not in away
 
     group = ray.util.placement_group([{"CPU": 1}, {"CPU": 1}], strategy="PACK")
     ray.get(group.ready())
-    options = {"placement_group": group}
-    found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), ray_options=options)
+    workers = fastload.RayWorkers(placement_group=group)
+    found = seen_by(lambda _: ray.util.get_current_placement_group().id.hex(), kind=workers)
     assert found == {group.id.hex()}
     ray.util.remove_placement_group(group)
 
 
 def check_a_cluster_without_free_cpus_is_named() -> None:
     """A log line says what the cluster has; the loader waits, or its timeout ends it."""
-    seen, options = log_lines(), {"num_workers": 1, "timeout": 7, "ray_options": {"num_cpus": 64}}
+    seen, options = log_lines(), {"num_workers": 1, "timeout": 7, "kind": fastload.RayWorkers(num_cpus=64)}
     assert "timed out" in raised(RuntimeError, lambda: batches(Numbered(), **options))
     assert any("waits for the Ray cluster" in line and "CPUs: 8" in line for line in seen), seen
     nothing_is_left()

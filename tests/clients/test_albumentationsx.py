@@ -55,7 +55,7 @@ class TestWithSeed(contract.Batches):
 
 
 def test_what_is_drawn_in_workers(tmp_path: Path) -> None:
-    """Each worker and each epoch draws its own; a sample's pixels depend on no worker with `rng="sample"`."""
+    """Each worker and epoch draws its own; a sample's pixels depend on no worker with `seeding="sample"`."""
     script = f"""{PHOTOS.replace("SEED", "seed=None")}
 import fastload
 
@@ -81,7 +81,7 @@ for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), c
     found = set()
     for way in ways:
         generator = torch.Generator().manual_seed(3)
-        loader = fastload.DataLoader(dataset, 4, shuffle=True, rng="sample", generator=generator, **way)
+        loader = fastload.DataLoader(dataset, 4, shuffle=True, seeding="sample", generator=generator, **way)
         found.add(tuple(digest(batch) for epoch in range(2) for batch in loader))
     record("drawn", len(found))
 """
@@ -92,7 +92,7 @@ for dataset in (Photos(), fastload.CachedDataset(Plain(), transform=Augment(), c
 
 # The tests of tests/rng, written for albumentations 2.0.8, whose claims are other ones for AlbumentationsX.
 OTHER_CLAIMS = {
-    'with rng="worker" it seeds itself, and fastload sets none of its generators': """
+    'with seeding="worker" it seeds itself, and fastload sets none of its generators': """
         test_claims.py::test_pipelines_draw_the_same_without_workers_as_with_one
         test_seeding.py::test_no_worker_draws_what_one_worker_draws
         test_seeding.py::test_streams_are_those_of_earlier_releases

@@ -52,7 +52,7 @@ def plain(sample):
     return sample[0].as_subclass(torch.Tensor), sample[1]
 
 
-check(images, [plain(sample) for sample in images], prepare=plain, cache_key="tensors")
+check(images, [plain(sample) for sample in images], pre_transform=plain, cache_key="tensors")
 """
 MONAI = """
 from monai.data import Dataset, MetaTensor
@@ -65,7 +65,7 @@ scans = Dataset(files, Compose([LoadImaged(keys), EnsureChannelFirstd(keys), Sca
 assert isinstance(scans[0]["image"], MetaTensor)
 refused(scans, "MetaTensor")
 without_meta = EnsureTyped(keys, track_meta=False)
-check(scans, [without_meta(sample) for sample in scans], prepare=without_meta, cache_key="scans")
+check(scans, [without_meta(sample) for sample in scans], pre_transform=without_meta, cache_key="scans")
 """
 GRAPHS = """
 from torch_geometric.data import Batch, Data
@@ -74,14 +74,14 @@ graphs = [
     Data(x=torch.rand(2 + n % 3, 4), edge_index=torch.randint(0, 2, (2, 3 + n)), y=torch.tensor([n]))
     for n in range(12)
 ]
-refused(graphs, "Data", "prepare")
+refused(graphs, "Data", "pre_transform")
 
 
 def to_dict(graph):
     return graph.to_dict()
 
 
-dataset = fastload.CachedDataset(graphs, prepare=to_dict, transform=Data.from_dict, cache="ram")
+dataset = fastload.CachedDataset(graphs, pre_transform=to_dict, transform=Data.from_dict, cache="ram")
 loader = fastload.DataLoader(dataset, batch_size=4, num_workers=2, collate_fn=Batch.from_data_list)
 for _ in range(2):
     got = [digest(batch.to_dict()) for batch in loader]
@@ -100,7 +100,7 @@ CLIENTS = {
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_samples_that_are_not_arrays(client: str, tmp_path: Path) -> None:
-    """Are refused with advice, and cached with the `prepare` that it names."""
+    """Are refused with advice, and cached with the `pre_transform` that it names."""
     script, expected = CLIENTS[client]
 
     assert run(COMMON + script, tmp_path, "torch").check().named() == [expected]

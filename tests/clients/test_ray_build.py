@@ -81,7 +81,7 @@ assert 0 < len(finished) < 6, finished
 inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
 (FOLDER / "hold-second").unlink()
 cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
-assert cache.plan.num_shards == 6
+assert cache.description.num_shards == 6
 assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
 """,
     "a disk is full": """
@@ -140,7 +140,7 @@ def on_one_node(body: str) -> str:
 
 def local_twin(folder: Path, **options: Any) -> Path:
     """The cache that one process builds with the id and the time of the cache in the folder."""
-    plan = LMDBCache(folder / "cache").plan
+    plan = LMDBCache(folder / "cache").description
     partial = folder / "twin.partial"
     partial.mkdir()
     (partial / "plan.json").write_text(json.dumps({"version": 2, "plan": asdict(plan)}))

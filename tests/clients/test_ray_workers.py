@@ -30,8 +30,8 @@ class Blocks(Held):
 if __name__ == "__main__":
     cluster, node = two_nodes(1, 2)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
-    options = {"num_workers": 2, "batch_size": 2, "worker_type": "ray"}
-    options["ray_options"] = {"exclude_driver_node": True}
+    workers = fastload.RayWorkers(exclude_driver_node=True)
+    options = {"num_workers": 2, "batch_size": 2, "worker_type": workers}
     for name, restarts in (("raised", 0), ("replaced", 4)):
         place = FOLDER / name
         place.mkdir()
@@ -102,8 +102,8 @@ class Named(torch.utils.data.Dataset):
 
 
 def loader_at(address):
-    options = {"address": address, "num_cpus": 0}
-    return fastload.DataLoader(Named(), batch_size=4, num_workers=2, worker_type="ray", ray_options=options)
+    workers = fastload.RayWorkers(address=address, num_cpus=0)
+    return fastload.DataLoader(Named(), batch_size=4, num_workers=2, worker_type=workers)
 
 
 if __name__ == "__main__":

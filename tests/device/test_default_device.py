@@ -76,7 +76,7 @@ def test_transforms_name_the_device(transform: Any, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_workers": 1, "worker_type": "thread"}, {"rng": "sample"}], ids=str
+    "options", [{}, {"num_workers": 1, "worker_type": "thread"}, {"seeding": "sample"}], ids=str
 )
 def test_loaders_name_the_device(options: dict[str, Any]) -> None:
     """Torch's own parts (samplers, default_collate) do as they do in torch's loader."""

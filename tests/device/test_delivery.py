@@ -336,7 +336,7 @@ def test_a_batch_that_is_tried_again_has_the_same_draws(monkeypatch: pytest.Monk
     def run(transform: Any) -> list[Any]:
         backend = FakeBackend()
         monkeypatch.setattr(on_device, "choose_backend", lambda device, _: backend)
-        loader = DataLoader(IMAGES, 4, rng="sample", device="cuda", device_transform=transform)
+        loader = DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=transform)
         found, iterator = [], iter(loader)
         while len(found) < 6:
             with contextlib.suppress(torch.OutOfMemoryError):

@@ -189,7 +189,7 @@ def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPat
         moved.append(self.device.type)
         return [part.clone() for part in batch]
 
-    monkeypatch.setattr(cuda_module, "why_no_streamless_device", lambda device: None)
+    monkeypatch.setattr(cuda_module, "why_no_synchronous_device", lambda device: None)
     monkeypatch.setattr(SynchronousDevice, "move", move)
     logs.say_once.cache_clear()
     iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, device="xpu", device_transform=plus_one))

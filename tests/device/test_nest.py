@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastload.nested.device_tree import map_movable, move_leaf
+from fastload.nested.device_tree import map_device_leaves, move_leaf
 
 
 class Point(NamedTuple):
@@ -78,24 +78,24 @@ CONTAINERS = {
 def test_leaves_are_replaced_and_types_kept(make: Any) -> None:
     """Each container comes back as a new one of its type with new leaves, and the old one is unchanged."""
     value = make(ONE)
-    mapped = map_movable(value, doubled)
+    mapped = map_device_leaves(value, doubled)
     assert type(mapped) is type(value)
     assert mapped == make(TWO) != value == make(ONE)
-    assert map_movable(value, lambda leaf: leaf) is value  # as what does not change
+    assert map_device_leaves(value, lambda leaf: leaf) is value  # as what does not change
     without = make("no tensor")
-    assert map_movable(without, doubled) is without
+    assert map_device_leaves(without, doubled) is without
 
 
 def test_what_containers_carry_is_kept() -> None:
     """A default factory, attributes, what __post_init__ did, torch.max's tuple; or a dict, as in torch."""
     tagged, found = Tagged([ONE]), torch.max(torch.tensor([[1, 5]]), dim=1)
     tagged.tag = "t"
-    assert map_movable(CONTAINERS["defaultdict"](ONE), doubled).default_factory is list
-    assert map_movable(tagged, doubled).tag == "t"
-    assert map_movable(Frozen(ONE), doubled).seen == ["init"]
-    assert type(map_movable(found, doubled)) is type(found)
-    assert list(map_movable(found, doubled)) == [torch.tensor([10]), TWO]
-    plain = map_movable(KeyedByArguments(ONE, 1), doubled)
+    assert map_device_leaves(CONTAINERS["defaultdict"](ONE), doubled).default_factory is list
+    assert map_device_leaves(tagged, doubled).tag == "t"
+    assert map_device_leaves(Frozen(ONE), doubled).seen == ["init"]
+    assert type(map_device_leaves(found, doubled)) is type(found)
+    assert list(map_device_leaves(found, doubled)) == [torch.tensor([10]), TWO]
+    plain = map_device_leaves(KeyedByArguments(ONE, 1), doubled)
     assert type(plain) is dict
     assert plain == {"first": TWO, "second": 1}
 
@@ -109,15 +109,15 @@ def test_objects_with_torchs_to_are_leaves() -> None:
     """Ones that take a device alone are moved by it alone; a ``to`` of other meaning is left alone."""
     there = torch.device("meta")
     packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3)])
-    moved = map_movable([packed, Graph(), Boxes()], lambda leaf: move_leaf(leaf, there))
+    moved = map_device_leaves([packed, Graph(), Boxes()], lambda leaf: move_leaf(leaf, there))
     assert moved[0].data.device == there
     assert moved[1:] == [(there, True), there]
     values = [Quantity(), np.zeros(2), Graph, "text", {1, 2}]
-    assert map_movable(values, doubled) is values
+    assert map_device_leaves(values, doubled) is values
 
 
 def test_more_kinds_of_leaves_can_be_named() -> None:
     """``is_leaf`` is asked about containers before their content, and what it takes is not walked."""
     value = {"names": ["a", "b"], "pair": (ONE, ["c", ONE])}
-    mapped = map_movable(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
+    mapped = map_device_leaves(value, lambda leaf: len(leaf), lambda part: part == ["a", "b"])
     assert mapped == {"names": 2, "pair": (1, ["c", 1])}

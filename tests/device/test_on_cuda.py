@@ -149,9 +149,9 @@ def test_one_kernel_crops_where_triton_is(place: Any) -> None:
 )
 def test_transforms_run_under_a_default_device(place: Any, transform: Any) -> None:
     """torch.set_default_device("cuda") changes nothing: what is made for the host is made there."""
-    expected = list(DataLoader(IMAGES, 4, rng="sample", device="cuda", device_transform=transform))
+    expected = list(DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=transform))
     with torch.device("cuda"):
-        found = list(DataLoader(IMAGES, 4, rng="sample", device="cuda", device_transform=transform))
+        found = list(DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=transform))
     assert all(torch.equal(one[0], two[0]) for one, two in zip(found, expected, strict=True))
 
 
@@ -159,8 +159,10 @@ def test_gathered_batches_are_those_of_the_ordinary_way(place: Any) -> None:
     """A dataset on the device gives the same batches, bit for bit."""
     augment = [RandomCrop(8, 2), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
     gather = Gather.from_dataset(IMAGES)
-    ordinary = DataLoader(IMAGES, 4, rng="sample", device="cuda", device_transform=augment)
-    gathering = DataLoader(gather.rows, 4, rng="sample", device="cuda", device_transform=[gather, *augment])
+    ordinary = DataLoader(IMAGES, 4, seeding="sample", device="cuda", device_transform=augment)
+    gathering = DataLoader(
+        gather.rows, 4, seeding="sample", device="cuda", device_transform=[gather, *augment]
+    )
     for one, two in zip(ordinary, gathering, strict=True):
         assert all(torch.equal(left, right) for left, right in zip(one, two, strict=True))
     assert gather.columns[0].is_cuda

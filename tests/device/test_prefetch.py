@@ -621,7 +621,7 @@ def test_registered_shared_memory_is_pinned_until_it_is_unregistered(place: Plac
 def augmented(**options: Any) -> DataLoader:
     """A loader of cropped, flipped and normalised images."""
     transforms = [RandomResizedCrop(9), RandomHorizontalFlip(), Normalize([0.5] * 3, [0.25] * 3)]
-    return DataLoader(IMAGES, 4, rng="sample", device_transform=transforms, **options)
+    return DataLoader(IMAGES, 4, seeding="sample", device_transform=transforms, **options)
 
 
 @on_cuda

@@ -290,17 +290,17 @@ def test_a_pool_closes_on_a_lost_device(fake: FakeBackend, caplog: Any, monkeypa
 
 @pytest.mark.slow
 @settings(max_examples=10, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", 4096, 300_000]))
-def test_no_slot_comes_back_early(choices: random.Random, depth: int, prefetch_memory: Any) -> None:
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.sampled_from(["auto", "4096B", "300kB"]))
+def test_no_slot_comes_back_early(choices: random.Random, depth: int, max_prefetch_memory: Any) -> None:
     """Whoever holds, drops or aliases batches reads what workers wrote; slots come back late."""
     fake = FakeBackend()
     consumer = Consumer(fake, choices.randrange)
-    with DataLoader(IMAGES, 4, prefetch_memory=prefetch_memory, **PERSISTENT) as loader:
+    with DataLoader(IMAGES, 4, max_prefetch_memory=max_prefetch_memory, **PERSISTENT) as loader:
         for _ in range(3):
             consumer.run(on(fake, loader, depth), content)
         consumer.held.clear()
     # With 4096 bytes there is room for no second slot.
-    assert (fake.num_read_in_place > 0) == (prefetch_memory != 4096)
+    assert (fake.num_read_in_place > 0) == (max_prefetch_memory != "4096B")
     fake.check()
 
 

@@ -24,7 +24,7 @@ from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import BatchKey
 from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, crop_and_flip, resample
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 from tests.device.conftest import CUDA
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -433,7 +433,7 @@ def flipped(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_a_flip_of_other_images_is_a_step_of_its_own(flip: Any, flipped: list[Any]) -> None:
     """With another key or layout, the crop flips nothing."""
     images = some_images(2, 6, 5, 3), some_images(2, 6, 5, 3)
-    chained([RandomResizedCrop((6, 5), key=0, layout="HWC"), flip])(images)
+    compose([RandomResizedCrop((6, 5), key=0, layout="HWC"), flip])(images)
     assert [box.any() for box in flipped] == [False]
 
 

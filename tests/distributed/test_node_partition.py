@@ -252,7 +252,7 @@ def test_the_cache_of_each_node_holds_its_part(options: Any, tmp_path: Path, mon
     caches, samplers, loaders = [], [], []
     for node in range(2):
         key = f"node {node} of {os.getpid()}"
-        caches.append(CachedDataset(images, cache_key=key, max_memory=40 * IMAGE_BYTES))
+        caches.append(CachedDataset(images, cache_key=key, max_memory=f"{40 * IMAGE_BYTES}B"))
         samplers.append(NodePartitionSampler(caches[node], 2, node, num_nodes=2))
         loaders.append(DataLoader(caches[node], 8, sampler=samplers[node], **options))
     for epoch in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import fastload
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.workers import pool
 from fastload.workers.channel import Channel
 from tests.faults import zoo
@@ -108,7 +108,7 @@ def test_memory_that_cannot_be_mapped_closes_the_iterator(monkeypatch: pytest.Mo
 
     def map_or_refuse(self: Any, *, writable: bool) -> Any:
         if os.getpid() == parent and next(refused):
-            raise SegmentError("cannot map a shared segment of 4,096 bytes: out of address space")
+            raise SharedMemoryError("cannot map a shared segment of 4,096 bytes: out of address space")
         return original(self, writable=writable)
 
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": zoo.KeepsBatches(), "timeout": 60}

@@ -90,9 +90,9 @@ def test_replacements_are_the_same_after_a_resume() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_random_streams_of_all_other_samples_stay(num_workers: int) -> None:
-    """With rng="sample" a replacement draws from a stream of its own."""
+    """With seeding="sample" a replacement draws from a stream of its own."""
     kept = [index for index in range(20) if index not in zoo.BAD]
-    options: dict[str, Any] = {"rng": "sample", "num_workers": num_workers, "batch_size": None}
+    options: dict[str, Any] = {"seeding": "sample", "num_workers": num_workers, "batch_size": None}
     whole, alone = (list(make_loader(DRAWS, **options, **more)) for more in ({}, {"sampler": kept}))
 
     assert [whole[index] for index in kept] == alone
@@ -203,7 +203,8 @@ RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        *(({"on_error": value}, "on_error should be") for value in ("skip", 5)),
+        *(({"on_error": value}, "on_error should be") for value in ("many", 5)),
+        ({"on_error": "skip"}, r'on_error="skip" .* write on_error="replace", which reads'),
         *(({"max_errors": value}, "max_errors should be") for value in (-1, 1.5, True, "many")),
         *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
         ({"dataset": STREAM}, "needs a map-style dataset"),

@@ -24,7 +24,7 @@ from PIL import Image
 import fastload
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
-from fastload.files import attempts
+from fastload.files import file_systems, retry
 from fastload.workers import pool
 from fastload.workers import process as starting
 from tests.faults import table_zoo as zoo
@@ -363,8 +363,8 @@ def test_a_store_that_stalls_costs_a_worker_nothing(
     tmp_path: Path, thread_of_fsspec: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each attempt has a connection of its own. tests/files/test_servers.py has other faults of stores."""
-    monkeypatch.setenv(attempts.READ_VARIABLE, "0.3")
-    monkeypatch.setattr(attempts, "_sleep", lambda _: None)
+    monkeypatch.setenv(file_systems.READ_VARIABLE, "0.3")
+    monkeypatch.setattr(retry, "_sleep", lambda _: None)
     (tmp_path / "images").mkdir()
     for number in range(zoo.SIZE):
         Image.new("RGB", (5, 5), (number,) * 3).save(tmp_path / "images" / f"{number:02}.png")

@@ -155,9 +155,9 @@ ROWS = {
     **{
         f"{call} in a worker": Row(f"read_two_epochs(lambda: {call})", OF_WORKER_1, error)
         for call, error in {
-            "refuse('ftruncate', errno.ENOSPC)": ("SegmentError", "No space left on device"),
-            "refuse('madvise', errno.ENOMEM)": ("SegmentError", "of memory: [Errno 12] Cannot allocate"),
-            "limit('RLIMIT_FSIZE', 0)": ("SegmentError", "RLIMIT_FSIZE is 0"),
+            "refuse('ftruncate', errno.ENOSPC)": ("SharedMemoryError", "No space left on device"),
+            "refuse('madvise', errno.ENOMEM)": ("SharedMemoryError", "of memory: [Errno 12] Cannot allocate"),
+            "limit('RLIMIT_FSIZE', 0)": ("SharedMemoryError", "RLIMIT_FSIZE is 0"),
             "refuse('pwrite64', errno.ENOSPC), padding=5000": ("RuntimeError", "not be sent: OSError(28"),
         }.items()
     },

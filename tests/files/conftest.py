@@ -9,7 +9,7 @@ import fsspec.asyn
 import pytest
 from PIL import Image
 
-from fastload.files import attempts
+from fastload.files import retry
 from tests.kit import servers
 from tests.kit.remote import FaultyFileSystem, register
 
@@ -53,7 +53,7 @@ def faulty() -> Iterator[type[FaultyFileSystem]]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which are not made."""
     found: list[float] = []
-    monkeypatch.setattr(attempts, "_sleep", found.append)
+    monkeypatch.setattr(retry, "_sleep", found.append)
     return found
 
 

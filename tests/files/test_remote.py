@@ -25,10 +25,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import fastload
-from fastload.files import attempts
+from fastload.files import retry
+from fastload.files.file_systems import is_url
 from fastload.files.listing import SAVED_NAME, UNKNOWN_BYTES, RemoteFile, arrange, from_bytes, to_bytes
 from fastload.files.read_ahead import ReadAhead
-from fastload.files.remote import RemoteFolder, is_url
+from fastload.files.remote import RemoteFolder
 from tests.kit.remote import TIMEOUT_S, FaultyFileSystem, cut, meet, raising, register, until_set
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def test_a_fault_passes_or_is_an_error_with_its_url(
             folder.read("dog/3.jpg", 5)
         assert info.value.path == f"{URL}/dog/3.jpg"
         assert info.value.path in str(info.value)
-        assert attempts.may_pass(info.value) == bool(num_pauses)
+        assert retry.is_transient(info.value) == bool(num_pauses)
     if said == DENIED:
         with pytest.raises(fastload.errors.RemoteFolderError, match=said):
             folder.load("dog/3.jpg", 0)
@@ -97,9 +98,9 @@ def test_a_store_that_does_not_answer_for_long_is_a_warning(
 ) -> None:
     """Clients have retries of their own, so six attempts may take a minute; two reads give one warning."""
     clock = itertools.count(0.0, each_s)
-    monkeypatch.setattr(attempts, "_now_s", lambda: next(clock))
-    monkeypatch.setattr(attempts, "_warned", {"at_s": float("-inf")})
-    monkeypatch.setattr(attempts, "_WARN_EVERY_S", 1000.0)
+    monkeypatch.setattr(retry, "_now_s", lambda: next(clock))
+    monkeypatch.setattr(retry, "_warned", {"at_s": float("-inf")})
+    monkeypatch.setattr(retry, "_WARN_EVERY_S", 1000.0)
     faulty.faults[".jpg"] = [raising(ConnectionError("no route"))] * 2
     caplog.set_level("INFO", "fastload")
     assert folder.read("cat/1.jpg", 3) == b"one"
@@ -159,7 +160,7 @@ def test_copies_and_forked_processes_make_their_own_file_system(folder: RemoteFo
     """File systems of fsspec must not be used after a fork, and connections do not travel."""
     folder.read("cat/1.jpg", 3)
     copy = pickle.loads(pickle.dumps(folder))
-    assert copy._opened is None
+    assert copy._connection is None
     assert copy.read("cat/1.jpg", 3) == b"one"
     parents, _ = folder.file_system()
     pid = os.fork()
@@ -171,7 +172,7 @@ def test_copies_and_forked_processes_make_their_own_file_system(folder: RemoteFo
 
 def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[FaultyFileSystem]) -> None:
     """The first read is finished before others begin; those are made at the same time."""
-    opened, together, num_alone = folder._open(), meet(7, alone=0), 0
+    opened, together, num_alone = folder._connect(), meet(7, alone=0), 0
     lock, come = threading.Lock(), threading.Semaphore(0)
     opened._connecting = MagicMock(  # it tells when a thread has come to it
         __enter__=lambda _: (come.release(), lock.acquire()), __exit__=lambda *_: lock.release()
@@ -187,7 +188,7 @@ def test_threads_share_one_file_system(folder: RemoteFolder, faulty: type[Faulty
 
     faulty.gate = staticmethod(gate)
     with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._open().fs)), range(8)))
+        found = list(threads.map(lambda _: (folder.read("cat/1.jpg", 3), id(folder._connect().fs)), range(8)))
     assert found == [(b"one", id(opened.fs))] * 8
     assert num_alone == 1
 

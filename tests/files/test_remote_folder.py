@@ -93,7 +93,7 @@ def test_any_tree_has_torchvisions_order(tree: set[str], tmp_path_factory: Any, 
     assert found == expected
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"rng": "sample"}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"seeding": "sample"}])
 def test_a_loader_gives_the_batches_of_the_local_folder(options: Any, local: Path, url: str) -> None:
     """Shuffled; its own bulk read is no reason to refuse random numbers by sample."""
     for wrapped in (lambda folder: folder, lambda folder: Subset(folder, range(SIZE))):
@@ -155,7 +155,7 @@ DATASETS: dict[str, Callable[[Any], Any]] = {
     "concat": lambda folder: ConcatDataset([Subset(folder, range(7)), Subset(folder, range(7, SIZE))]),
     "forwarding": Forwarding,
     "cached": fastload.CachedDataset,
-    "prepared": lambda folder: fastload.CachedDataset(folder, prepare=prepared, cache_key="prepared"),
+    "prepared": lambda folder: fastload.CachedDataset(folder, pre_transform=prepared, cache_key="prepared"),
     "none": lambda folder: fastload.CachedDataset(folder, cache=None),
     "encoded": lambda folder: fastload.CachedDataset(folder, cache="ram-encoded"),
 }
@@ -197,8 +197,11 @@ def test_filling_a_cache_reads_the_files_of_many_tasks_at_the_same_time(
     together = meet(SIZE - 3, alone=0)
     if not num_workers:
         faulty.gate = staticmethod(lambda path: path.endswith(TRIED_FIRST) or together())
-    place = "ram" if cache == "ram" else f"lmdb:{tmp_path / 'cache'}"
-    dataset = fastload.CachedDataset(fastload.ImageFolder(url), cache=place, num_workers=num_workers)
+    folder = fastload.ImageFolder(url)
+    place: Any = "ram"
+    if cache == "lmdb":
+        place = fastload.CachedDataset.build(folder, tmp_path / "cache", num_workers=num_workers)
+    dataset = fastload.CachedDataset(folder, cache=place)
     if (cache, num_workers) == ("lmdb", 0):
         assert faulty.reads.total() == SIZE + 2 + 1  # two are tried twice; the list of files is looked for
     assert dataset.fill(num_workers=num_workers, progress=False).num_cached == SIZE

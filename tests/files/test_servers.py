@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fastload
 from fastload.cache.lmdb.manifest import remote_files
 from fastload.cli.main import app
-from fastload.files import attempts
+from fastload.files import file_systems, retry
 from fastload.files.remote import RemoteFolder
 from tests.files.conftest import png, write_images
 from tests.kit import servers
@@ -266,7 +266,7 @@ CONTENT = bytes(range(256)) * 16
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]) -> Iterator[Stalling]:
     """A server whose clients wait for 1 s."""
-    monkeypatch.setenv(attempts.READ_VARIABLE, "1")
+    monkeypatch.setenv(file_systems.READ_VARIABLE, "1")
     (tmp_path / "a.bin").write_bytes(CONTENT)
     with Stalling(tmp_path) as found:
         yield found
@@ -282,7 +282,7 @@ def faulty(
         yield server, lambda: RemoteFolder(server.url)
     else:
         # The server behind it is slow where the machine is busy, and must not be taken for one that stalls.
-        monkeypatch.setenv(attempts.READ_VARIABLE, "2")
+        monkeypatch.setenv(file_systems.READ_VARIABLE, "2")
         fs = fsspec.filesystem("s3", endpoint_url=endpoint, skip_instance_cache=True)
         fs.pipe("photos/stalls/a.bin", CONTENT)
         with Stalling(endpoint) as server:
@@ -305,22 +305,22 @@ def test_a_store_that_always_stalls_is_a_warning_and_an_error(
     server: Stalling, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The warning names the URL, and the variable that limits the wait, which then is to its end."""
-    monkeypatch.setenv(attempts.READ_VARIABLE, "0.2")
-    monkeypatch.setattr(attempts, "_SLOW_S", 0.0)
-    monkeypatch.setitem(attempts._warned, "at_s", float("-inf"))
+    monkeypatch.setenv(file_systems.READ_VARIABLE, "0.2")
+    monkeypatch.setattr(retry, "_SLOW_S", 0.0)
+    monkeypatch.setitem(retry._warned, "at_s", float("-inf"))
     server.faults = ["never answers"] * 40
     caplog.set_level("INFO", "fastload")
     with pytest.raises(fastload.errors.ImageReadError, match=r"/a\.bin.*tried \d times in"):
         RemoteFolder(server.url).read("a.bin", len(CONTENT))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith(f"{server.url}/a.bin: no complete answer")
-    assert attempts.READ_VARIABLE in warning
+    assert file_systems.READ_VARIABLE in warning
     assert "Timeout" in caplog.messages[1]
 
 
 def test_a_limit_that_is_no_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """It names the variable."""
-    for variable in (attempts.READ_VARIABLE, attempts.CONNECT_VARIABLE):
+    for variable in (file_systems.READ_VARIABLE, file_systems.CONNECT_VARIABLE):
         for value in ("soon", "-1", "0", "inf", "nan"):
             monkeypatch.setenv(variable, value)
             with pytest.raises(ValueError, match=f"{variable}='{value}' should be a number of seconds above"):
@@ -334,7 +334,7 @@ def test_a_forked_reader_that_ends_leaves_the_connections_of_its_parent(server: 
     assert folder.read("a.bin", len(CONTENT)) == CONTENT
     pid = os.fork()
     if pid == 0:
-        folder._opened = None  # what a worker's exit does: the last reference goes
+        folder._connection = None  # what a worker's exit does: the last reference goes
         os._exit(0 if folder.read("a.bin", len(CONTENT)) == CONTENT else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert folder.read("a.bin", len(CONTENT)) == CONTENT

@@ -8,6 +8,7 @@ import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -131,10 +132,24 @@ def test_samples_are_those_of_read_image(tmp_path: Path) -> None:
     assert image.dtype == np.uint8
     assert image.flags.c_contiguous
     assert (label, type(label)) == (1, int)
-    assert ImageFolder(tmp_path, 8)[0][0].shape == (8, 12, 3)
-    assert ImageFolder(tmp_path, (5, 7))[0][0].shape == (5, 7, 3)
+    assert ImageFolder(tmp_path, size=8)[0][0].shape == (8, 12, 3)
+    assert ImageFolder(tmp_path, size=(5, 7))[0][0].shape == (5, 7, 3)
     with pytest.raises(ValueError, match=r"^size must be at least 1 pixel, got 0$"):
-        ImageFolder(tmp_path, 0)
+        ImageFolder(tmp_path, size=0)
+
+
+@pytest.mark.parametrize("flip", [A.HorizontalFlip(p=1), np.fliplr])
+def test_a_transform_gets_the_image(flip: Any, tmp_path: Path) -> None:
+    """As in torchvision, also an albumentations pipeline; such a folder has no fingerprint and no files."""
+    folder = ImageFolder(make(tmp_path, "a/1.png"), flip)
+    image, label = folder[0]
+    assert np.array_equal(image, PIXELS[:, ::-1])
+    assert label == 0
+    assert folder.fingerprint() is None
+    with pytest.raises(ValueError, match=r"pass the transform to fastload\.CachedDataset"):
+        folder.encoded(0)
+    with pytest.raises(TypeError, match="transform should be a function of an image, but got 8; size= is"):
+        ImageFolder(tmp_path, 8)  # type: ignore[arg-type]
 
 
 def test_an_unreadable_file_is_an_error_at_its_index(tmp_path: Path) -> None:
@@ -178,7 +193,7 @@ def test_views_behave_like_lists(tmp_path: Path) -> None:
 def test_a_pickle_is_small_and_the_same_dataset(tmp_path: Path) -> None:
     """It holds a path's bytes and eight more for each sample, the root only once."""
     make(tmp_path, "a/1.png", "b/1.png", "b/2.png")
-    for folder in (ImageFolder(tmp_path), ImageFolder(tmp_path, 8)):
+    for folder in (ImageFolder(tmp_path), ImageFolder(tmp_path, size=8)):
         copy = pickle.loads(pickle.dumps(folder))
         assert copy.samples == folder.samples
         assert copy.fingerprint() == folder.fingerprint()
@@ -195,7 +210,7 @@ def test_a_fingerprint_is_that_of_the_files(tmp_path: Path) -> None:
     first = ImageFolder(root).fingerprint()
     assert ImageFolder(str(root)).fingerprint() == first
     root = root.rename(tmp_path / "moved")
-    seen = [ImageFolder(root, size).fingerprint() for size in (None, 8, 9, (8, 8), (8, 9))]
+    seen = [ImageFolder(root, size=size).fingerprint() for size in (None, 8, 9, (8, 8), (8, 9))]
     assert seen[0] == first
     image = root / "a" / "1.png"
     for change in (

@@ -18,9 +18,9 @@ from fastload.errors import ImageReadError
 from fastload.images import jpeg, regions, restart_markers
 from fastload.images.decode import decode
 from fastload.images.encoded import EncodedImage
-from fastload.images.orientation import turned
+from fastload.images.geometry import apply_orientation
 from fastload.images.regions import decode_region
-from fastload.images.restart_markers import cut_jpeg
+from fastload.images.restart_markers import crop_jpeg
 from tests.images.test_encoded import exif_of
 
 SAMPLINGS = [0x111111, 0x211111, 0x221111, 0x411111, 0x121111]
@@ -77,7 +77,7 @@ def test_regions_are_parts(decoder: str, content: bytes, orientation: int, data:
         mock.patch.object(regions, "_codec", return_value=codec),
     ):
         image = EncodedImage(turned_file(content, orientation))
-        whole = turned(decode(content, "x"), orientation)
+        whole = apply_orientation(decode(content, "x"), orientation)
         for _ in range(4):
             box = x_min, y_min, x_max, y_max = draw_box(data, *whole.shape[:2])
             np.testing.assert_array_equal(image.decode(box), whole[y_min:y_max, x_min:x_max])
@@ -91,7 +91,7 @@ def test_columns_at_the_edge(codec: Any, sampling: int, width: int) -> None:
     content = marked_file(40, width, 1, sampling)
     whole = decode(content, "x")
     for x_min in range(width - 6, width):
-        assert cut_jpeg(content, (x_min, 3, width, 30)) is not None
+        assert crop_jpeg(content, (x_min, 3, width, 30)) is not None
         assert_is_part(content, (x_min, 3, width, 30), whole)
 
 
@@ -100,7 +100,7 @@ def test_columns_at_the_edge(codec: Any, sampling: int, width: int) -> None:
 def test_a_cut_is_a_part_of_the_file(sampling: int, interval: int, share: float) -> None:
     """The intervals in a region are kept: single ones, or whole rows if rows do not begin with markers."""
     content = marked_file(512, 512, interval, sampling)
-    cut = cut_jpeg(content, (200, 200, 300, 300))
+    cut = crop_jpeg(content, (200, 200, 300, 300))
     assert cut is not None
     assert len(cut.content) < share * len(content)
     assert_is_part(content, (200, 200, 300, 300), decode(content, "x"))
@@ -119,7 +119,7 @@ def test_reduced_regions(content: bytes, orientation: int, scale: int, data: Any
     assume(min(least) > 0)
     with mock.patch.object(regions, "_codec", return_value=None):
         found = image.decode_reduced(box, least)
-        with mock.patch.object(restart_markers, "cut_jpeg", return_value=None):
+        with mock.patch.object(restart_markers, "crop_jpeg", return_value=None):
             expected = EncodedImage(content).decode_reduced(box, least)
     assert found.box == expected.box
     np.testing.assert_array_equal(found.pixels, expected.pixels)
@@ -157,7 +157,7 @@ def test_a_damaged_file_never_has_other_pixels(decoder: str, content: bytes, dat
         whole = np.zeros((0, 0, 3), np.uint8)
     height, width = decode(content, "x").shape[:2] if whole.size == 0 else whole.shape[:2]
     box = draw_box(data, height, width)
-    if cut_jpeg(bytes(damaged), box) is None:
+    if crop_jpeg(bytes(damaged), box) is None:
         return
     codec = regions._codec() if decoder == "nvImageCodec" else None
     with mock.patch.object(regions, "_codec", return_value=codec):
@@ -193,10 +193,10 @@ UNCUT = {
 @pytest.mark.parametrize("name", UNCUT)
 def test_other_files_are_not_cut(name: str) -> None:
     """Ones whose markers are not those of their header, and other kinds; nor where all of it is needed."""
-    assert cut_jpeg(MARKED, (0, 0, 8, 8)) is not None
+    assert crop_jpeg(MARKED, (0, 0, 8, 8)) is not None
     assert UNCUT[name] != MARKED
-    assert cut_jpeg(UNCUT[name], (0, 0, 8, 8)) is None
-    assert cut_jpeg(MARKED, (0, 0, 64, 64)) is None
+    assert crop_jpeg(UNCUT[name], (0, 0, 8, 8)) is None
+    assert crop_jpeg(MARKED, (0, 0, 64, 64)) is None
 
 
 @pytest.mark.parametrize("name", UNCUT)

@@ -78,20 +78,20 @@ def test_every_name_of_torch_s_class_builds_ours(way: str, num_workers: int) -> 
 def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> None:
     """Those of the last patch_torch() are added; unpatch_torch() forgets them. The loaders are counted."""
     before = state.num_replaced
-    fastload.patch_torch(rng="sample")
+    fastload.patch_torch(seeding="sample")
     fastload.patch_torch(max_errors=3)
     loader: Any = tud.DataLoader(IMAGES)
-    other: Any = tud.DataLoader(IMAGES, rng="worker")  # type: ignore[call-arg]
-    assert (loader.rng, loader.max_errors) == ("sample", 3)
-    assert (other.rng, other.max_errors) == ("worker", 3)
-    assert fastload.DataLoader(IMAGES).rng == "worker"
+    other: Any = tud.DataLoader(IMAGES, seeding="worker")  # type: ignore[call-arg]
+    assert (loader.seeding, loader.max_errors) == ("sample", 3)
+    assert (other.seeding, other.max_errors) == ("worker", 3)
+    assert fastload.DataLoader(IMAGES).seeding == "worker"
     with pytest.raises(ValueError, match="sample") as caught:  # the error says where the argument comes from
         tud.DataLoader(datasets.Stream())
-    assert "`fastload run` added these arguments: rng='sample'" in caught.value.__notes__[0]
+    assert "`fastload run` added these arguments: seeding='sample'" in caught.value.__notes__[0]
     fastload.unpatch_torch()
     assert type(tud.DataLoader(IMAGES)) is ImportedBefore
     fastload.patch_torch()
-    assert tud.DataLoader(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+    assert tud.DataLoader(IMAGES).seeding == "worker"  # type: ignore[attr-defined]
     assert state.num_replaced - before == 3
 
 
@@ -99,7 +99,7 @@ def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> N
     ("defaults", "error", "said"),
     [
         *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
-        ({"rng": "samples"}, ValueError, 'rng should be "worker" or "sample"'),
+        ({"seeding": "samples"}, ValueError, 'seeding should be "worker" or "sample"'),
         ({"cache": "disk"}, ValueError, 'cache should be "ram" or None'),
     ],
 )
@@ -113,7 +113,7 @@ def test_other_names_and_values_are_refused_at_once(defaults: dict[str, Any], er
 def test_a_subclass_defined_before_stays_torch_s() -> None:
     """Its constructor and its batches are what they were."""
     before = [labels.tolist() for _, labels in DefinedBefore(IMAGES, 5, extra="x")]
-    fastload.patch_torch(rng="sample")
+    fastload.patch_torch(seeding="sample")
     loader = DefinedBefore(IMAGES, 5, extra="x")
     assert not isinstance(loader, fastload.DataLoader)
     assert [labels.tolist() for _, labels in loader] == before
@@ -122,7 +122,7 @@ def test_a_subclass_defined_before_stays_torch_s() -> None:
 
 def test_a_subclass_defined_after_is_ours() -> None:
     """With a constructor and an iterator of its own; it stays ours after unpatch_torch()."""
-    fastload.patch_torch(rng="sample")
+    fastload.patch_torch(seeding="sample")
 
     class Late(tud.DataLoader[Any]):
         def __init__(self, dataset: Any, *args: Any, extra: str = "", **options: Any) -> None:
@@ -136,9 +136,9 @@ def test_a_subclass_defined_after_is_ours() -> None:
     fastload.unpatch_torch()
     assert isinstance(loader, fastload.DataLoader)
     assert issubclass(Late, tud.DataLoader)
-    assert loader.rng == "sample"
+    assert loader.seeding == "sample"
     assert [(extra, len(labels)) for extra, (_, labels) in loader] == [("x", 5), ("x", 5), ("x", 2)]
-    assert Late(IMAGES).rng == "worker"  # type: ignore[attr-defined]
+    assert Late(IMAGES).seeding == "worker"  # type: ignore[attr-defined]
 
 
 def test_subclasses_that_are_generic_abstract_or_ours() -> None:
@@ -179,11 +179,11 @@ def test_signatures_are_kept() -> None:
 
 @pytest.mark.parametrize("prepare", [prepared_as_accelerate_does, prepared_as_ray_does])
 def test_arguments_of_ours_are_kept_where_frameworks_build_a_loader(prepare: Any) -> None:
-    """Lost without patch_torch(), with a warning (rng, device) or without one (on_error)."""
-    options: dict[str, Any] = {"rng": "sample", "device": "cpu", "device_transform": _doubled}
+    """Lost without patch_torch(), with a warning (seeding, device) or without one (on_error)."""
+    options: dict[str, Any] = {"seeding": "sample", "device": "cpu", "device_transform": _doubled}
     options |= {"on_error": "replace", "memory_format": torch.channels_last}
     loader = fastload.DataLoader(IMAGES, 4, **options)
-    fastload.patch_torch(rng="worker", max_worker_restarts=1)
+    fastload.patch_torch(seeding="worker", max_worker_restarts=1)
     prepared: Any = prepare(loader)
     batches, texts = warned(prepared)
     assert isinstance(prepared, fastload.DataLoader)
@@ -192,38 +192,38 @@ def test_arguments_of_ours_are_kept_where_frameworks_build_a_loader(prepare: Any
     for ours, expected in zip(batches, loader, strict=True):
         assert torch.equal(ours[0], expected[0])
     other: Any = tud.DataLoader(list(range(4)), collate_fn=loader.collate_fn)  # by the program itself
-    assert other.rng == "worker"
+    assert other.seeding == "worker"
 
 
 def test_other_ways_to_build_a_loader_keep_them() -> None:
     """A part of a stream for each rank, as Accelerate; public attributes, as ignite; a new sampler."""
     stream, part = datasets.Stream(), datasets.Stream()
     part.dataset = stream  # type: ignore[attr-defined]
-    ours = fastload.DataLoader(stream, 4, prefetch_memory="1GB")
-    fastload.patch_torch(rng="sample")
+    ours = fastload.DataLoader(stream, 4, max_prefetch_memory="1GB")
+    fastload.patch_torch(seeding="sample")
     loader = tud.DataLoader(IMAGES, 4)
     left_out = ("batch_size", "sampler", "drop_last")
     public = {name: value for name, value in vars(loader).items() if name[0] != "_" and name not in left_out}
     rebuilt: Any = type(loader)(**public)
-    assert rebuilt.rng == "sample"
+    assert rebuilt.seeding == "sample"
     assert len(list(rebuilt)) == 3
-    assert type(loader)(IMAGES, sampler=[1]).rng == "sample"  # type: ignore[attr-defined]  # as Lightning
+    assert type(loader)(IMAGES, sampler=[1]).seeding == "sample"  # type: ignore[attr-defined]  # as Lightning
     fastload.unpatch_torch()
     fastload.patch_torch()
     prepared: Any = tud.DataLoader(part, collate_fn=ours.collate_fn)
-    assert prepared.prefetch_memory == "1GB"
+    assert prepared.max_prefetch_memory == "1GB"
 
 
 def test_loaders_are_pickled_and_copied() -> None:
     """A copy works while patched and after unpatch_torch(), as in a process that patched nothing."""
-    fastload.patch_torch(rng="sample")
+    fastload.patch_torch(seeding="sample")
     loader = tud.DataLoader(IMAGES, 4)
     stored = pickle.dumps(loader)
     twins: list[Any] = [pickle.loads(stored), copy.copy(loader), copy.deepcopy(loader)]
     fastload.unpatch_torch()
     for twin in (*twins, pickle.loads(stored), loader):
         assert isinstance(twin, fastload.DataLoader)
-        assert twin.rng == "sample"
+        assert twin.seeding == "sample"
         assert [len(labels) for _, labels in twin] == [4, 4, 4]
 
 
@@ -254,8 +254,10 @@ def test_a_method_that_another_library_wrapped_is_left(monkeypatch: pytest.Monke
 
 def test_caches_on_disk_are_built_as_before(tmp_path: Any) -> None:
     """The use of torch's loader inside fastload does not change."""
-    fastload.patch_torch(rng="sample")
-    options = {"cache": f"lmdb:{tmp_path / 'cache'}", "cache_key": "built", "progress": False}
-    built = fastload.CachedDataset([(torch.arange(3), n) for n in range(4)], num_workers=1, **options)
-    assert built[3][1] == 3
-    built.cache.close()
+    fastload.patch_torch(seeding="sample")
+    samples = [(torch.arange(3), n) for n in range(4)]
+    built = fastload.CachedDataset.build(
+        samples, tmp_path / "cache", cache_key="built", num_workers=1, progress=False
+    )
+    assert fastload.CachedDataset(samples, cache=built, cache_key="built")[3][1] == 3
+    built.close()

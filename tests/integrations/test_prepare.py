@@ -181,8 +181,14 @@ ACCELERATE = types.SimpleNamespace(
 )
 IMAGES = datasets.Made(datasets.image, 24)
 OWN: dict[str, Any] = (
-    {"memory_format": torch.channels_last, "prefetch_memory": "1GB", "seed_albumentations": False}
-    | {"rng": "sample", "device": "cpu", "device_transform": tuple, "on_error": "replace", "max_errors": 3}
+    {"memory_format": torch.channels_last, "max_prefetch_memory": "1GB", "seed_albumentations": False}
+    | {
+        "seeding": "sample",
+        "device": "cpu",
+        "device_transform": tuple,
+        "on_error": "replace",
+        "max_errors": 3,
+    }
     | {"max_worker_restarts": 1}
 )
 TORCH: dict[str, Any] = {
@@ -289,7 +295,7 @@ def test_accelerate_keeps_all_arguments(hf: Any) -> None:
 )
 def test_the_position_is_kept(hf: Any, num_batches: int, num_workers: int, seedable: bool) -> None:
     """The rest of the second epoch and the third one are those of a run that went on."""
-    options: Any = {"rng": "sample", "num_workers": num_workers}
+    options: Any = {"seeding": "sample", "num_workers": num_workers}
     prepared = hf.prepare(Accelerator(1, seedable=seedable), shuffled(**options))
     epochs = [plain(prepared)]
     second = []
@@ -307,8 +313,8 @@ def test_the_position_is_kept(hf: Any, num_batches: int, num_workers: int, seeda
 
 
 def test_set_epoch_reaches_the_loader(hf: Any) -> None:
-    """With rng="sample", the draws of an epoch follow from its number, also one that was set before."""
-    options: Any = {"rng": "sample"}
+    """With seeding="sample", the draws of an epoch follow from its number, also one that was set before."""
+    options: Any = {"seeding": "sample"}
     loader = DataLoader(datasets.Made(draw, 6), 3, **options)
     first, second = (plain(hf.prepare(Accelerator(), loader)) for _ in range(2))
     prepared = hf.prepare(Accelerator(), loader)
@@ -321,13 +327,13 @@ def test_set_epoch_reaches_the_loader(hf: Any) -> None:
 
 def test_a_prepared_loader_can_be_pickled_and_skipped_in(hf: Any) -> None:
     """It is prepared only once; a loader of its later batches has all arguments, too."""
-    prepared = hf.prepare(Accelerator(), shuffled(rng="sample"))
+    prepared = hf.prepare(Accelerator(), shuffled(seeding="sample"))
     assert plain(pickle.loads(pickle.dumps(prepared))) == plain(prepared)
     assert hf.prepare(Accelerator(), prepared) is prepared
     prepared = hf.prepare(Accelerator(), DataLoader(range(24), 3, **OWN))
     skipping = hf.skip_first_batches(prepared, 1)
     assert list(skipping.batch_sampler) == list(prepared.batch_sampler)[1:]
-    assert skipping.base_dataloader.rng == "sample"
+    assert skipping.base_dataloader.seeding == "sample"
     assert skipping.base_dataloader.device_transform is tuple
 
 

@@ -144,13 +144,13 @@ def counting_loader(path: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "rng"), [(0, "sample"), (1, "worker"), (1, "sample")])
-def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int, rng: str) -> None:
+@pytest.mark.parametrize(("num_workers", "seeding"), [(0, "sample"), (1, "worker"), (1, "sample")])
+def test_samples_of_torchvision_s_folder_are_the_same(root: Path, num_workers: int, seeding: str) -> None:
     """Also of subsets, which share its cache: what a random transform sees and draws, in every epoch."""
     folder = ImageFolder(str(root), Examine(), target_transform=str)
     parts = [folder, *tud.random_split(folder, [4, 2]), tud.Subset(tud.Subset(folder, [5, 1, 3]), [2, 0])]
-    if rng == "sample":
-        fastload.patch_torch(rng="sample")
+    if seeding == "sample":
+        fastload.patch_torch(seeding="sample")
     expected = [epoch(part, num_workers=num_workers) for part in parts]
     fastload.patch_torch(cache="ram")
     for _ in range(2):

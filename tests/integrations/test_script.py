@@ -312,7 +312,7 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
     """Also those that are options of ours; --quiet prints no line of ours, and no file is written."""
     (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
     before = {path.name for path in tmp_path.iterdir()}
-    own = ["--rng", "x", "--json", "a.json", "-m", "--help", "--replay", "3", "--", "-q"]
+    own = ["--seeding", "x", "--json", "a.json", "-m", "--help", "--replay", "3", "--", "-q"]
     done = run(*words, *own)
     assert (done.returncode, done.stdout) == (0, f"{own}\n")
     assert done.stderr == ("" if "-q" in words else "No DataLoader was used.\n") or "profile" in words
@@ -339,18 +339,18 @@ def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, mo
 
 
 def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path, run: Run) -> None:
-    """`--rng sample` is the default of every loader, whatever patch_torch() in the script says."""
+    """`--seeding sample` is the default of every loader, whatever patch_torch() in the script says."""
     (tmp_path / "show.py").write_text(
         "import subprocess, sys\n"
         "from torch.utils.data import DataLoader\n"
         "import fastload\n"
         "fastload.patch_torch(max_errors=2)\n"
         "loader = DataLoader([0])\n"
-        "print(loader.rng, loader.max_errors, flush=True)\n"
-        "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).rng)'\n"
+        "print(loader.seeding, loader.max_errors, flush=True)\n"
+        "code = 'from torch.utils.data import DataLoader; print(DataLoader([0]).seeding)'\n"
         "subprocess.run([sys.executable, '-c', code])\n"
     )
-    done = run("run", "--rng", "sample", "show.py")
+    done = run("run", "--seeding", "sample", "show.py")
     assert done.stdout == "sample 2\nsample\n"
     assert done.stderr.count("1 loader of torch was replaced in process") == 2
 
@@ -502,5 +502,5 @@ def test_workers_find_the_script_s_classes(run: Run, tmp_path: Path, words: list
         return
     (loader,) = json.loads((tmp_path / "a.json").read_text())["loaders"]
     assert loader["num_batches"] == 4
-    assert loader["worker_utilisation"] is not None
+    assert loader["worker_utilization"] is not None
     assert "default_collate" in [stage["name"] for stage in loader["stages"]]

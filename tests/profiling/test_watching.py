@@ -189,7 +189,7 @@ def test_batches_are_the_same(kind: str, dataset: Any, settings: Any, num_batche
     assert len(timeline.watched.steps) == 2 * num_batches
     assert {made.num_samples for own in timeline.batches.values() for made in own} <= {1, 2, zoo.BATCH}
     assert stage in {"", *(word for one in report.stages for word in (one.stage, one.name))}
-    assert (report.worker_utilisation is None) == ("num_workers" not in settings)
+    assert (report.worker_utilization is None) == ("num_workers" not in settings)
     assert (report.settings["num_samples"] is None) == (dataset is STREAM)
     assert ("batch_size=None" in str(profile.report())) == (settings["batch_size"] is None)
     assert dataset is not WORDS or report.settings["nbytes"] == 0

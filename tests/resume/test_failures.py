@@ -14,7 +14,7 @@ import torch
 
 from fastload import DataLoader
 from fastload.epochs import on_device
-from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SegmentError
+from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SharedMemoryError
 from fastload.workers import pool
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
@@ -131,8 +131,8 @@ def test_an_epoch_that_is_under_way_outlives_a_state_that_does_not_fit() -> None
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_without_a_state_the_epoch_is_not_counted(num_workers: int) -> None:
-    """The epoch's number, from which rng="sample" draws, is that of the epochs that did begin."""
-    options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "rng": "sample"}
+    """The epoch's number, from which seeding="sample" draws, is that of the epochs that did begin."""
+    options: dict[str, Any] = {"batch_size": None, "num_workers": num_workers, "seeding": "sample"}
     plain, loader = (
         DataLoader(Dice(8), sampler=Faulty(8, seeded()), generator=seeded(4), **options) for _ in range(2)
     )
@@ -293,7 +293,7 @@ def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatc
 
     def map_or_refuse(self: Any, *, writable: bool) -> Any:
         if os.getpid() == parent and next(refusals, False):
-            raise SegmentError("out of address space")
+            raise SharedMemoryError("out of address space")
         return original(self, writable=writable)
 
     monkeypatch.setattr(pool.Segment, "map", map_or_refuse)

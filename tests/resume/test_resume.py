@@ -158,10 +158,15 @@ def test_another_number_of_workers_at_the_beginning() -> None:
 # --- torch's own iterators -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_torch_s_own_iterators_say_that_they_cannot(rng: Any) -> None:
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_torch_s_own_iterators_say_that_they_cannot(seeding: Any) -> None:
     """What goes through torch's iterator is counted; it can be resumed at its end, and not in its middle."""
-    options: dict[str, Any] = {"num_workers": 1, "in_order": False, "persistent_workers": True, "rng": rng}
+    options: dict[str, Any] = {
+        "num_workers": 1,
+        "in_order": False,
+        "persistent_workers": True,
+        "seeding": seeding,
+    }
     with DataLoader(Numbers(12), 4, **options) as loader, DataLoader(Numbers(12), 4, **options) as resumed:
         for number in range(2):
             iterator = iter(loader)
@@ -228,11 +233,7 @@ def test_a_stream_that_is_read_again_is_warned_of(num_workers: int, caplog: pyte
     assert told == [False, False, False, True]
 
 
-def test_snapshots_every_n_steps() -> None:
-    """Torchdata's argument is accepted and checked, and the state is exact after every batch."""
-    loader = make("Stream", snapshot_every_n_steps=10)
-    assert loader.snapshot_every_n_steps == 10
+def test_a_state_is_exact_after_every_batch() -> None:
+    """No argument is needed for it, as torchdata's loader has one."""
+    loader = make("Stream")
     assert [loader.state_dict()["_num_yielded"] for _ in loader] == list(range(1, 15))
-    for steps in (0, 1.5, True):
-        with pytest.raises(ValueError, match=r"snapshot_every_n_steps should be an int of at least 1, or "):
-            make("Stream", snapshot_every_n_steps=steps)

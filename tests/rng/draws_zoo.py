@@ -26,7 +26,7 @@ POSITIONS = np.arange(1 << 16, dtype=np.int32).reshape(256, 256, 1).astype(np.fl
 
 
 def every_kind() -> list[Any]:
-    """A generator of every kind that rng="sample" seeds."""
+    """A generator of every kind that seeding="sample" seeds."""
     bits = (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
     others = np.random.RandomState(1), random.Random(1), torch.Generator().manual_seed(1)
     return [*(np.random.Generator(kind(1)) for kind in bits), *others]

@@ -110,15 +110,15 @@ class CornerOf:
 class InnerLoader(Corners):
     """Reads a loader over a dataset that draws from the same pipeline, in its middle, and not to its end."""
 
-    def __init__(self, rng: Any = "worker") -> None:
+    def __init__(self, seeding: Any = "worker") -> None:
         super().__init__()
-        self.rng = rng
+        self.seeding = seeding
 
     def __getitem__(self, index: int) -> Any:
         inner = Corners(3)
         inner.transform = self.transform
         first = corner(self.transform)
-        found = itertools.islice(fastload.DataLoader(inner, None, rng=self.rng), 2)
+        found = itertools.islice(fastload.DataLoader(inner, None, seeding=self.seeding), 2)
         return [first, *map(int, found), corner(self.transform)]
 
 

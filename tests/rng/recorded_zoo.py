@@ -74,8 +74,8 @@ WAYS: dict[str, Any] = {
 }
 
 
-def digest(kind: str, way: str, rng: Any) -> str:
+def digest(kind: str, way: str, seeding: Any) -> str:
     """Eight digits that decide what two epochs bring."""
     dataset, options = KINDS[kind]()
-    epochs = run(dataset, 2, rng=rng, shuffle=kind != "stream", **options, **WAYS[way])
+    epochs = run(dataset, 2, seeding=seeding, shuffle=kind != "stream", **options, **WAYS[way])
     return hashlib.blake2b(repr(plain(epochs)).encode(), digest_size=4).hexdigest()

@@ -138,7 +138,7 @@ def drawn(epochs: int = 1, dataset: Any = PIXELS, before: Any = lambda: None, **
 
 def test_with_rng_sample_the_copies_of_a_sample_differ() -> None:
     """A sampler that gives an index six times gets six draws, the same in one batch and in several."""
-    (epoch,), (again,) = (drawn(rng="sample", sampler=[1, 2] * 6, batch_size=size) for size in (4, 12))
+    (epoch,), (again,) = (drawn(seeding="sample", sampler=[1, 2] * 6, batch_size=size) for size in (4, 12))
 
     assert len({draw for _, draw in epoch}) == 12
     assert epoch == again
@@ -155,13 +155,13 @@ def test_with_rng_worker_two_runs_with_one_seed_are_equal(options: dict[str, Any
     assert first != drawn(2, generator=seeded(6))
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_batches_that_are_copied_ahead_draw_the_same(rng: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_batches_that_are_copied_ahead_draw_the_same(seeding: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device with copies ahead, each batch has the draws that it has on the CPU."""
     fake = FakeBackend()
     monkeypatch.setattr("fastload.epochs.on_device.choose_backend", lambda *_: fake)
 
-    assert drawn(rng=rng, device="cuda", before=fake.drain) == drawn(rng=rng)
+    assert drawn(seeding=seeding, device="cuda", before=fake.drain) == drawn(seeding=seeding)
     fake.check()
 
 
@@ -171,10 +171,10 @@ def unreadable(index: int) -> torch.Tensor:
     return PIXELS[index]
 
 
-@pytest.mark.parametrize(("rng", "num_workers"), [("worker", 0), ("sample", 1)])
-def test_a_batch_that_fails_shifts_no_draws(num_workers: int, rng: Any) -> None:
+@pytest.mark.parametrize(("seeding", "num_workers"), [("worker", 0), ("sample", 1)])
+def test_a_batch_that_fails_shifts_no_draws(num_workers: int, seeding: Any) -> None:
     """A loop that goes on after an error gets the later batches with their own draws."""
-    dataset, options = Made(unreadable, NUM_SAMPLES), {"rng": rng, "shuffle": False}
+    dataset, options = Made(unreadable, NUM_SAMPLES), {"seeding": seeding, "shuffle": False}
     (expected,) = drawn(**options)
 
     assert drawn(dataset=dataset, num_workers=num_workers, **options) == [expected[:4] + expected[12:]]
@@ -183,7 +183,7 @@ def test_a_batch_that_fails_shifts_no_draws(num_workers: int, rng: Any) -> None:
 def test_single_batches_of_the_dataset_draw_for_each_image() -> None:
     """With batch_size=None an index is a whole batch: draws follow from it and from the position."""
     batches = [PIXELS[:8], PIXELS[8:16], PIXELS[16:]]
-    options: dict[str, Any] = {"batch_size": None, "rng": "sample"}
+    options: dict[str, Any] = {"batch_size": None, "seeding": "sample"}
     (first,) = drawn(dataset=batches, **options)
     (other_order,) = drawn(dataset=batches, sampler=[2, 0, 1], **options)
 

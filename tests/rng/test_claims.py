@@ -58,7 +58,7 @@ def test_pipelines_draw_the_same_without_workers_as_with_one() -> None:
     assert alone == run(Corners(), 2, num_workers=1, shuffle=True)
 
 
-# --- rng="sample" ----------------------------------------------------------------------------------------
+# --- seeding="sample" ------------------------------------------------------------------------------------
 
 
 def looks_and_draws(worker_id: int) -> None:
@@ -104,7 +104,7 @@ def check_ways(make: Any, *ways: dict[str, Any], **more: Any) -> None:
     found = []
     for way in ({}, *ways):
         dataset, options = make()
-        epochs = run(dataset, 2, rng="sample", **{**more, **options, **way})
+        epochs = run(dataset, 2, seeding="sample", **{**more, **options, **way})
         found.append([sorted(epoch, key=repr) for epoch in epochs])
     assert all(epochs == found[0] for epochs in found)
 
@@ -120,14 +120,14 @@ def test_the_same_pixels_for_any_number_of_workers(kind: str) -> None:
     check_ways(SAMPLES[kind], FORKED, AS_THEY_COME)
     if kind != "after worker_init_fn":
         return
-    (expected,) = run(Dice(), rng="sample")
+    (expected,) = run(Dice(), seeding="sample")
     batches = [iter(range(start, start + 4)) for start in range(0, 24, 4)]  # can be read only once
     for way in (
         {"num_workers": 1, "multiprocessing_context": "forkserver", "shuffle": True},
         {"num_workers": 8, "prefetch_factor": 1, "batch_size": 5},
         {"batch_size": 1, "batch_sampler": batches},
     ):
-        (epoch,) = run(Dice(), rng="sample", **way)
+        (epoch,) = run(Dice(), seeding="sample", **way)
         assert sorted(itertools.chain(*epoch)) == sorted(itertools.chain(*expected))
 
 
@@ -145,7 +145,7 @@ def test_a_collate_fn_draws_the_same(kind: str) -> None:
     check_ways(COLLATED[kind], *ways, collate_fn=Drawing())
 
     dataset, options = COLLATED[kind]()
-    drawn = run(dataset, 2, rng="sample", collate_fn=Drawing(), **options)
+    drawn = run(dataset, 2, seeding="sample", collate_fn=Drawing(), **options)
     numbers = [number for epoch in drawn for batch in epoch for number in batch[1]]
     assert len(numbers) == len(set(numbers))
     assert len({tuple(batch[2]) for epoch in drawn for batch in epoch}) == sum(map(len, drawn))
@@ -160,7 +160,7 @@ def test_crops_and_flips_on_the_device_draw_the_same() -> None:
     options: dict[str, Any] = {"device": "cpu", "device_transform": augment}
 
     def by_label(**more: Any) -> list[dict[int, Any]]:
-        epochs = run(dataset, 2, rng="sample", **options, **more)
+        epochs = run(dataset, 2, seeding="sample", **options, **more)
         batches = [[zip(labels, images, strict=True) for images, labels in epoch] for epoch in epochs]
         return [dict(itertools.chain.from_iterable(epoch)) for epoch in batches]
 
@@ -176,9 +176,13 @@ def test_crops_and_flips_on_the_device_draw_the_same() -> None:
         for whole, part in zip(ranks, by_label(sampler=sampler), strict=True):
             whole |= part
     assert ranks == expected
-    for rng, before, after, num_batches in (("worker", 2, 1, 2), ("worker", 0, 0, 1), ("sample", 0, 1, 1)):
+    for seeding, before, after, num_batches in (
+        ("worker", 2, 1, 2),
+        ("worker", 0, 0, 1),
+        ("sample", 0, 1, 1),
+    ):
         first, second = (
-            DataLoader(dataset, 4, generator=seeded(seed), rng=rng, num_workers=workers, **options)
+            DataLoader(dataset, 4, generator=seeded(seed), seeding=seeding, num_workers=workers, **options)
             for seed, workers in ((5, before), (6, after))
         )
         iterator = iter(first)
@@ -192,7 +196,7 @@ def test_duplicates_differ() -> None:
     sampler = list(WeightedRandomSampler([1.0] * 6, 60))
     found = []
     for way in ({}, {"num_workers": 2}, {"batch_size": 1}):
-        (epoch,) = run(Dice(6), rng="sample", sampler=sampler, **way)
+        (epoch,) = run(Dice(6), seeding="sample", sampler=sampler, **way)
         found.append([tuple(row) for batch in epoch for row in batch])
 
     assert found[0] == found[1] == found[2]
@@ -202,12 +206,12 @@ def test_duplicates_differ() -> None:
 def test_epochs_differ() -> None:
     """No two samples, generators, epochs or seeds share a number; set_epoch(1) gives the second epoch."""
     dataset, again = (Dice(own=[*zoo.every_kind(), *zoo.every_kind()]) for _ in range(2))
-    epochs = run(dataset, 2, rng="sample")
-    loader = DataLoader(again, 4, rng="sample", generator=seeded())
+    epochs = run(dataset, 2, seeding="sample")
+    loader = DataLoader(again, 4, seeding="sample", generator=seeded())
     loader.set_epoch(1)
     assert [plain(batch) for batch in loader] == epochs[1]
 
-    epochs += run(dataset, 2, rng="sample", generator=seeded(6))
+    epochs += run(dataset, 2, seeding="sample", generator=seeded(6))
     num_wide = len(dataset.wide())
     rows = [row for epoch in epochs for batch in epoch for row in batch]
     numbers = [number for row in rows for number in row[1 : 1 + num_wide]]
@@ -215,7 +219,7 @@ def test_epochs_differ() -> None:
 
 
 def cached(own: Any = None) -> CachedDataset:
-    return CachedDataset(Pictures(own=own), prepare=zoo.resize(), transform=Jitter(own))
+    return CachedDataset(Pictures(own=own), pre_transform=zoo.resize(), transform=Jitter(own))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,9 @@ def cached(own: Any = None) -> CachedDataset:
 def test_a_cache_changes_nothing(make: Any) -> None:
     """An epoch that fills the cache and one that reads it are the same but for the epoch's number."""
     dataset, around = make()
-    first, second = (run(around or dataset, rng="sample", batch_size=None, shuffle=True) for _ in range(2))
+    first, second = (
+        run(around or dataset, seeding="sample", batch_size=None, shuffle=True) for _ in range(2)
+    )
 
     assert first == second
     assert dataset.cache_info().num_cached == 24
@@ -240,7 +246,7 @@ def test_a_cache_changes_nothing(make: Any) -> None:
 
 def test_the_training_loop_changes_nothing() -> None:
     """Draws between batches shift no batch, and loading shifts no draw."""
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "rng": "sample"}
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seeding": "sample"}
     dataset = Dice()
     loader = DataLoader(dataset, generator=fastload.seed_everything(1), **options)
     disturbed, drawn = [], []
@@ -262,10 +268,10 @@ RESUMED = {"in order": (0, 1), "shuffle, generator": (2, 0), "with replacement":
 RESUMED |= {"weighted": (0, 1), "distributed": (1, 2)}
 
 
-def make(kind: str, num_workers: int, rng: Any) -> DataLoader:
+def make(kind: str, num_workers: int, seeding: Any) -> DataLoader:
     torch.manual_seed(11)  # as a training script does when it starts
     options = {"num_workers": num_workers, "collate_fn": Drawing(own=[]), **SAMPLERS[kind]()}
-    return DataLoader(Dice(LENGTH, own=[np.random.default_rng(1)]), 10, rng=rng, **options)
+    return DataLoader(Dice(LENGTH, own=[np.random.default_rng(1)]), 10, seeding=seeding, **options)
 
 
 def epochs_of(loader: DataLoader, first: int, states: list[Any] | None = None) -> list[list[Any]]:
@@ -287,12 +293,12 @@ def epochs_of(loader: DataLoader, first: int, states: list[Any] | None = None) -
     return found
 
 
-def check_resumes(kind: str, rng: str, before: int, after: int, what: Any, every: int = 1) -> None:
+def check_resumes(kind: str, seeding: str, before: int, after: int, what: Any, every: int = 1) -> None:
     """From a state before each batch, a process that is seeded otherwise brings the rest of all epochs."""
     states: list[Any] = []
-    whole = epochs_of(make(kind, before, rng), 0, states)
+    whole = epochs_of(make(kind, before, seeding), 0, states)
     for epoch, num_batches, state in states[every // 2 :: every]:
-        loader = make(kind, after, rng)
+        loader = make(kind, after, seeding)
         torch.manual_seed(99)
         loader.load_state_dict(state)
         expected = [whole[epoch][num_batches:], *whole[epoch + 1 :]]

@@ -45,10 +45,10 @@ def test_workers_draw_different_numbers(place: str) -> None:
 
 @pytest.mark.parametrize("place", zoo.PLACES)
 def test_a_sample_draws_the_same_in_any_worker(place: str) -> None:
-    """With rng="sample": without workers, in one, in two, in threads and through torch's own iterator."""
-    expected = sorted(flat(run(zoo.PLACES[place](), rng="sample")), key=str)
+    """With seeding="sample": without workers, in one, in two, in threads and through torch's own iterator."""
+    expected = sorted(flat(run(zoo.PLACES[place](), seeding="sample")), key=str)
     for way in ({"num_workers": 1}, WORKERS, THREADS, AS_THEY_COME):
-        assert sorted(flat(run(zoo.PLACES[place](), rng="sample", **way)), key=str) == expected
+        assert sorted(flat(run(zoo.PLACES[place](), seeding="sample", **way)), key=str) == expected
 
 
 @pytest.mark.parametrize("place", ["module", "new for each sample", "two", "either", "shared"])
@@ -87,7 +87,8 @@ class Late(torch.utils.data.Dataset):
         return float(A.Compose([A.RandomCrop(8, 8)])(image=pixels)["image"][0, 0, 0])
 
 
-for options in (dict(num_workers=2, rng="sample"), dict(num_workers=1, rng="sample"), dict(rng="sample")):
+for num_workers in (2, 1, 0):
+    options = dict(num_workers=num_workers, seeding="sample")
     assert "albumentations" not in sys.modules
     print([float(batch) for batch in DataLoader(Late(), 1, generator=torch.Generator(), **options)])
 """
@@ -205,8 +206,8 @@ def test_another_thread_is_outside() -> None:
 
 
 def test_seed_albumentations_false_seeds_nothing() -> None:
-    """Nor with rng="sample": pipelines draw from their own generators."""
-    for way in ({}, {"rng": "sample"}):
+    """Nor with seeding="sample": pipelines draw from their own generators."""
+    for way in ({}, {"seeding": "sample"}):
         (found,) = run(Corners(seed=5), seed_albumentations=False, **way)
         twin = crop(5)
         assert flat([found]) == [corner(twin) for _ in range(12)]
@@ -215,8 +216,8 @@ def test_seed_albumentations_false_seeds_nothing() -> None:
 def test_nothing_has_to_be_restored() -> None:
     """An iterator that is dropped in the middle of an epoch leaves every pipeline as it was."""
     before = stand_of([zoo.TRAIN, zoo.Config.train])
-    for rng in ("worker", "sample"):
-        next(iter(DataLoader(Made(zoo.of_two, 12), 4, rng=rng)))  # type: ignore[arg-type]
+    for seeding in ("worker", "sample"):
+        next(iter(DataLoader(Made(zoo.of_two, 12), 4, seeding=seeding)))  # type: ignore[arg-type]
     assert stand_of([zoo.TRAIN, zoo.Config.train]) == before
 
 

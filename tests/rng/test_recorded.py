@@ -32,7 +32,7 @@ RECORDED = {
 @pytest.mark.parametrize("name", RECORDED)
 def test_one_pipeline_draws_what_it_drew(name: str) -> None:
     """Of every shape, wherever samples are read."""
-    kind, rng = name.rsplit(", ", 1)
+    kind, seeding = name.rsplit(", ", 1)
     ways = list(WAYS)[: len(RECORDED[name].split())]
 
-    assert " ".join(digest(kind, way, rng) for way in ways) == RECORDED[name]
+    assert " ".join(digest(kind, way, seeding) for way in ways) == RECORDED[name]

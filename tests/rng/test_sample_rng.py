@@ -1,4 +1,4 @@
-"""rng="sample": what sets random numbers, and whose generators they are; more in test_claims.py."""
+"""seeding="sample": what sets random numbers, and whose generators they are; more in test_claims.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 
 def read(dataset: Any, **options: Any) -> list[Any]:
     """The batches of an epoch, as lists."""
-    return run(dataset, **{"rng": "sample", **options})[0]  # type: ignore[no-any-return]
+    return run(dataset, **{"seeding": "sample", **options})[0]  # type: ignore[no-any-return]
 
 
 # --- what sets the numbers -------------------------------------------------------------------------------
@@ -116,7 +116,9 @@ def test_the_users_generators_are_as_they_were(error: Any) -> None:
     for generator in (*dataset.own, *drawing.own):
         zoo.draw(generator)  # which leaves numbers behind
     before = stand()
-    iterator = iter(DataLoader(dataset, 4, rng="sample", collate_fn=drawing, generator=seeded(), **options))
+    iterator = iter(
+        DataLoader(dataset, 4, seeding="sample", collate_fn=drawing, generator=seeded(), **options)
+    )
     if isinstance(error, type):
         with pytest.raises(error):
             next(iterator)
@@ -139,10 +141,10 @@ def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> No
 
 
 REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
-    (Stream(), {}, ValueError, r'^rng="sample" derives random streams .*, but a Stream has none'),
+    (Stream(), {}, ValueError, r'^seeding="sample" derives random streams .*, but a Stream has none'),
     (Bulk(int), {}, ValueError, r"Bulk\.__getitems__"),
     (Subset(Bulk(int), [1]), {}, ValueError, r"Bulk\.__getitems__"),
-    (Dice(), {"rng": "batch"}, ValueError, '^rng should be "worker" or "sample", but got \'batch\'$'),
+    (Dice(), {"seeding": "batch"}, ValueError, '^seeding should be "worker" or "sample", but got \'batch\'$'),
     *(
         (Made(str), {"batch_size": None, "sampler": [index]}, TypeError, rf"and tuples.* a {kind}\b")
         for index, kind in [(1.5, "float"), (None, "NoneType"), (("a", b"a"), "bytes")]
@@ -195,7 +197,7 @@ def warned(caplog: Any, dataset: Any, **options: Any) -> list[str]:
     """What two epochs of two loaders log."""
     say_once.cache_clear()
     for _ in range(2):
-        run(dataset, 2, rng="sample", **options)
+        run(dataset, 2, seeding="sample", **options)
     return [record.getMessage() for record in caplog.records if record.name == "fastload"]
 
 

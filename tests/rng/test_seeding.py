@@ -1,4 +1,4 @@
-"""rng="worker": torch's own seeds for the libraries, random streams for albumentations' pipelines."""
+"""seeding="worker": torch's own seeds for the libraries, random streams for albumentations' pipelines."""
 
 from __future__ import annotations
 
@@ -294,11 +294,11 @@ def test_objects_of_monai_differ_between_workers() -> None:
 # --- in threads ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_each_thread_has_its_own_pipeline(rng: Any) -> None:
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_each_thread_has_its_own_pipeline(seeding: Any) -> None:
     """No two threads call the same pipeline, and none calls the user's; other objects stay shared."""
     batch = CropsBatch()
-    run(Corners(), batch_size=1, collate_fn=batch, rng=rng, **THREADS)
+    run(Corners(), batch_size=1, collate_fn=batch, seeding=seeding, **THREADS)
     callers: dict[int, set[int]] = {}
     for info, pipeline in batch.calls:
         callers.setdefault(id(pipeline), set()).add(info.id)
@@ -331,7 +331,7 @@ BETWEEN: dict[str, Any] = {
     "threads": lambda: (Corners(), Corners(), THREADS),
     "datapipe": lambda: (Corners(), IterableWrapper(range(8)), {}),
     "inner loader by sample": lambda: (zoo.InnerLoader("sample"), None, {}),
-    "inner loader, by sample": lambda: (zoo.InnerLoader(), None, {"rng": "sample"}),
+    "inner loader, by sample": lambda: (zoo.InnerLoader(), None, {"seeding": "sample"}),
 }
 
 
@@ -364,15 +364,15 @@ def test_two_iterators_at_once() -> None:
 def draws_around(num_inner: int, index: int) -> Any:
     """The sample's generator before and after a loader whose samples have their own."""
     before = int(fastload.sample_rng().integers(1 << 40))
-    list(DataLoader(Corners(num_inner), None, rng="sample"))
+    list(DataLoader(Corners(num_inner), None, seeding="sample"))
     return before, int(fastload.sample_rng().integers(1 << 40))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_s_streams_outlive_an_inner_loader(num_workers: int) -> None:
-    """With rng="sample" a dataset draws on from its sample's streams after it has iterated such a loader."""
+    """With seeding="sample" a dataset draws on from its sample's streams after such a loader."""
     alone, inside = (
-        run(datasets.Made(functools.partial(draws_around, num)), num_workers=num_workers, rng="sample")
+        run(datasets.Made(functools.partial(draws_around, num)), num_workers=num_workers, seeding="sample")
         for num in (0, 2)
     )
 
@@ -473,15 +473,17 @@ def test_pipelines_that_seed_themselves() -> None:
 
     A worker thread is no worker to them, so fastload seeds them there.
     """
-    for rng in ("worker", "sample"):
+    for seeding in ("worker", "sample"):
         pipeline = BaseCompose()
         before = dict(vars(pipeline))
         dataset: Any = datasets.Made(functools.partial(of_itself, pipeline), 8)
-        alone, in_workers, in_threads = (run(dataset, rng=rng, **way) for way in ({}, PROCESSES, THREADS))
+        alone, in_workers, in_threads = (
+            run(dataset, seeding=seeding, **way) for way in ({}, PROCESSES, THREADS)
+        )
         is_own = {is_own for batch in (*alone[0], *in_workers[0]) for is_own in batch[0]}
-        assert is_own == {rng == "worker"}
+        assert is_own == {seeding == "worker"}
         assert not any(is_own for batch in in_threads[0] for is_own in batch[0])
-        assert rng == "worker" or alone == in_workers == in_threads
+        assert seeding == "worker" or alone == in_workers == in_threads
         assert vars(pipeline) == before
 
 
@@ -515,12 +517,12 @@ def test_what_a_worker_init_fn_seeds_is_the_user_s(way: Any) -> None:
     assert found[1] == expected[1]
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_what_the_dataset_seeds_for_a_sample_is_the_user_s(rng: Any) -> None:
-    """With workers and without; rng="sample" takes back over with the next sample."""
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_what_the_dataset_seeds_for_a_sample_is_the_user_s(seeding: Any) -> None:
+    """With workers and without; seeding="sample" takes back over with the next sample."""
     expected = [corner(crop(index)) for index in range(12)]
     for way in ({}, PROCESSES):
-        (found,) = run(SeedsEach(), rng=rng, **way)
+        (found,) = run(SeedsEach(), seeding=seeding, **way)
         assert list(itertools.chain(*found)) == expected
 
 

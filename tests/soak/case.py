@@ -68,9 +68,9 @@ class Case:
     method: str = _one_of("fork", {"fork": 60, "thread": 22, "forkserver": 25, "spawn": 3})
     prefetch_factor: int = _one_of(2, {1: 2, 2: 4, 3: 1, 5: 1})
     is_persistent: bool = _rarely(40)
-    prefetch_memory: int | str = _one_of("auto", {"auto": 4, 1: 2, "64KB": 2, "1MB": 1})
+    max_prefetch_memory: str = _one_of("auto", {"auto": 4, "1B": 2, "64KB": 2, "1MB": 1})
     channels_last: bool = _rarely(25)
-    rng: str = _one_of("worker", {"worker": 2, "sample": 1})
+    seeding: str = _one_of("worker", {"worker": 2, "sample": 1})
     collate: str = _one_of("default", {"default": 6, "list": 2, "arrays": 1, "keeps": 2})
     in_order: bool = _one_of(True, {True: 93, False: 7})
     is_pinned: bool = _rarely(15)
@@ -154,7 +154,7 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
     # This sampler draws in mid-epoch; and two loaders would both draw from the default generator.
     (lambda c: (c.mode, c.order) == ("interleaves", "with replacement"), {"order": "shuffle by a generator"}),
     (lambda c: (c.mode, c.order) == ("threads", "shuffle"), {"order": "shuffle by a generator"}),
-    # rng="sample" cannot set the generators for two threads; and a pipeline is not safe in them.
+    # seeding="sample" cannot set the generators for two threads; and a pipeline is not safe in them.
     (lambda c: (c.mode, c.kind) == ("threads", "draws"), {"kind": "nest", "transform": "none"}),
     (lambda c: (c.mode, c.kind) == ("threads", "plain colour"), {"transform": "none"}),
     # Samples.
@@ -162,12 +162,12 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
     (lambda c: not c.is_cached, {"is_filled": False, "max_memory": "auto"}),
     # A pipeline takes keywords, which a cache gives it.
     (lambda c: not c.is_cached and c.kind == "plain colour", {"transform": "none"}),
-    (lambda c: c.is_stream, {"order": "in order", "rng": "worker"}),
+    (lambda c: c.is_stream, {"order": "in order", "seeding": "worker"}),
     (lambda c: c.is_stream and c.method == "thread", {"method": "fork"}),
     (lambda c: c.is_stream and c.kind == "draws", {"kind": "nest", "transform": "none"}),
-    (lambda c: c.kind == "draws", {"rng": "sample"}),
+    (lambda c: c.kind == "draws", {"seeding": "sample"}),
     (lambda c: c.kind == "draws" and c.source == "bulk", {"source": "plain"}),
-    (lambda c: c.source == "bulk", {"rng": "worker"}),
+    (lambda c: c.source == "bulk", {"seeding": "worker"}),
     # torch's random samplers refuse an empty dataset.
     (lambda c: not c.num_samples, {"order": "in order", "max_memory": "auto"}),
     (lambda c: KINDS[c.kind].is_big, lambda c: {"num_samples": min(c.num_samples, 13)}),

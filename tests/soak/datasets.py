@@ -135,7 +135,7 @@ def as_tensor(sample: Any) -> Any:
 
 
 class Draws:
-    """Adds random numbers to a sample, drawn from the generators that `rng="sample"` sets."""
+    """Adds random numbers to a sample, drawn from the generators that `seeding="sample"` sets."""
 
     def __init__(self, *, with_globals: bool) -> None:
         self.with_globals = with_globals  # of random, numpy and torch; worker threads share these

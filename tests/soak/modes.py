@@ -67,7 +67,7 @@ def reads(subject: Subject, rng: random.Random) -> None:
     """
     loader, case = subject.loader(), subject.case
     held = Held(rng)
-    # rng="sample" sets the generators for samples that a loader reads.
+    # seeding="sample" sets the generators for samples that a loader reads.
     num_samples = 0 if case.is_stream or case.kind == "draws" else rng.choice([0, 0, 2])
     # Worker and consumer share a batch that the collate function keeps.
     spoils = 0.0 if case.collate == "keeps" else rng.choice([0.0, 0.0, 0.5])
@@ -165,7 +165,7 @@ def other_workers(case: Case, rng: random.Random) -> dict[str, Any]:
         "method": rng.choice(methods),
         "prefetch_factor": rng.choice([1, 2, 4]),
         "is_persistent": case.is_persistent and num_workers > 0,
-        "prefetch_memory": rng.choice(["auto", 1, "64KB"]),
+        "max_prefetch_memory": rng.choice(["auto", "1B", "64KB"]),
     }
     other = settled(dataclasses.replace(case, **changes))
     return {name: getattr(other, name) for name in (*changes, "timeout_s", "in_order")}

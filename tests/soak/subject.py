@@ -33,7 +33,7 @@ class Subject:
         self.dataset = self._make_dataset()
         self._num_reads = 0
         self._loaders: list[fastload.DataLoader] = []
-        # The random numbers of rng="sample", by epoch, index and occurrence of the index in the epoch.
+        # The random numbers of seeding="sample", by epoch, index and occurrence of the index in the epoch.
         self.noise: dict[tuple[int, int, int], np.ndarray[Any, Any]] = {}
 
     def _make_dataset(self) -> Any:
@@ -54,8 +54,8 @@ class Subject:
         max_memory: Any = case.max_memory
         if max_memory == "half":
             sizes = [leaf.nbytes for leaf in tree_leaves(samples[0]) if hasattr(leaf, "nbytes")]
-            max_memory = max(1, (sum(sizes) + 64) * len(samples) // 2)
-        options: dict[str, Any] = {"max_memory": max_memory, "progress": False, "num_workers": 0}
+            max_memory = f"{max(1, (sum(sizes) + 64) * len(samples) // 2)}B"
+        options: dict[str, Any] = {"max_memory": max_memory}
         if case.source in ("ram", "keyed ram", "subset of ram"):
             key = {"cache_key": f"soak-{case.seed}"} if case.source == "keyed ram" else {}
             return fastload.CachedDataset(samples, transform, **key, **options)
@@ -86,8 +86,8 @@ class Subject:
             persistent_workers=case.is_persistent,
             in_order=case.in_order,
             memory_format=torch.channels_last if case.channels_last else None,
-            prefetch_memory=case.prefetch_memory,
-            rng=case.rng,  # type: ignore[arg-type]
+            max_prefetch_memory=case.max_prefetch_memory,
+            seeding=case.seeding,  # type: ignore[arg-type]
             worker_type="thread" if is_thread else "process",
             **order.sampling(case, generator),
         )

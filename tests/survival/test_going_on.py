@@ -114,7 +114,7 @@ def test_close_in_another_thread_ends_a_wait(
 def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
     monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
-    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_memory": 4096}
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "max_prefetch_memory": "4096B"}
     with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         for _ in range(3):
             assert_numbered(next(iter(loader)), 0, 4)

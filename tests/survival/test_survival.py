@@ -51,12 +51,12 @@ def _aliases(batch: Any) -> list[Any]:
     ("make", "options"),
     [
         (datasets.growing, {}),
-        (datasets.growing, {"num_workers": 1, "prefetch_memory": "200KB"}),
+        (datasets.growing, {"num_workers": 1, "max_prefetch_memory": "200KB"}),
         (datasets.growing, {"num_workers": 2, "worker_type": "thread"}),
-        (zoo.nest, {"num_workers": 2, "prefetch_memory": 1}),
-        pytest.param(zoo.nest, {"prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow),
-        (zoo.large, {"num_workers": 1, "prefetch_memory": "64KB"}),  # smaller than a sample
-        (numbered, {"num_workers": 3, "prefetch_memory": 1, "prefetch_factor": 9}),
+        (zoo.nest, {"num_workers": 2, "max_prefetch_memory": "1B"}),
+        pytest.param(zoo.nest, {"max_prefetch_memory": "20KB"} | STARTED, marks=pytest.mark.slow),
+        (zoo.large, {"num_workers": 1, "max_prefetch_memory": "64KB"}),  # smaller than a sample
+        (numbered, {"num_workers": 3, "max_prefetch_memory": "1B", "prefetch_factor": 9}),
     ],
 )
 @pytest.mark.parametrize("drops", [0.0, 0.4])
@@ -86,8 +86,8 @@ def test_iterators_interleaved_at_random_do_not_disturb_each_other(num_workers: 
     """Two over one loader, and one over another, which is left before its end; all batches are held."""
     rng = random.Random(1)
     one, other = (
-        fastload.DataLoader(NUMBERED, size, num_workers=num_workers, prefetch_memory=memory)
-        for size, memory in ((2, 1), (5, "auto"))
+        fastload.DataLoader(NUMBERED, size, num_workers=num_workers, max_prefetch_memory=memory)
+        for size, memory in ((2, "1B"), (5, "auto"))
     )
     iterators = [(2, iter(one)), (2, iter(one)), (5, iter(other))]
     held: list[tuple[int, int, Any]] = []

@@ -67,15 +67,15 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_it_draws_what_a_device_transform_draws(rng: str, workers: dict[str, Any]) -> None:
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_it_draws_what_a_device_transform_draws(seeding: str, workers: dict[str, Any]) -> None:
     """A list of fastload's own transforms gives the same pixels in any kind of workers and on the device."""
-    # With in_order=False, draws with rng="sample" depend on the batch's number on both ways.
+    # With in_order=False, draws with seeding="sample" depend on the batch's number on both ways.
     alike = workers if "in_order" in workers else {}
-    expected = epoch_of(2, rng=rng, shuffle=True, device="cpu", device_transform=AUGMENT, **alike)
-    assert alike or equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT), expected)
-    assert equal(epoch_of(2, rng=rng, shuffle=True, batch_transform=AUGMENT, **workers), expected)
-    assert not equal(epoch_of(2, rng=rng, shuffle=True), expected)
+    expected = epoch_of(2, seeding=seeding, shuffle=True, device="cpu", device_transform=AUGMENT, **alike)
+    assert alike or equal(epoch_of(2, seeding=seeding, shuffle=True, batch_transform=AUGMENT), expected)
+    assert equal(epoch_of(2, seeding=seeding, shuffle=True, batch_transform=AUGMENT, **workers), expected)
+    assert not equal(epoch_of(2, seeding=seeding, shuffle=True), expected)
 
 
 @pytest.mark.parametrize("cache", [None, "ram"])
@@ -108,20 +108,25 @@ def test_it_gets_what_the_caller_would() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["processes", "threads"], indirect=True)
 def test_other_draws_depend_on_the_samples_alone(workers: dict[str, Any]) -> None:
-    """With rng="sample", a function that draws from the global generators gives the same in any worker."""
+    """With seeding="sample", a function that draws from global generators gives the same in any worker."""
     is_thread = "worker_type" in workers
-    expected = epoch_of(rng="sample", batch_transform=noisy, num_workers=0)
+    expected = epoch_of(seeding="sample", batch_transform=noisy, num_workers=0)
     assert len({float(images.sum()) for images, _ in expected}) == len(expected)
     if not is_thread:  # they share the global generators
-        assert equal(epoch_of(rng="sample", batch_transform=noisy, **workers), expected)
-        assert equal(epoch_of(rng="sample", batch_transform=noisy, num_workers=1), expected)
+        assert equal(epoch_of(seeding="sample", batch_transform=noisy, **workers), expected)
+        assert equal(epoch_of(seeding="sample", batch_transform=noisy, num_workers=1), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rng", ["worker", "sample"])
-def test_a_resumed_epoch_draws_the_same(rng: str) -> None:
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
+def test_a_resumed_epoch_draws_the_same(seeding: str) -> None:
     """The rest of an epoch has the pixels that it would have had."""
-    options: dict[str, Any] = {"shuffle": True, "rng": rng, "batch_transform": AUGMENT, "num_workers": 2}
+    options: dict[str, Any] = {
+        "shuffle": True,
+        "seeding": seeding,
+        "batch_transform": AUGMENT,
+        "num_workers": 2,
+    }
     loader = DataLoader(IMAGES, 4, **options, generator=torch.Generator().manual_seed(0))
     batches = iter(loader)
     for _ in range(2):

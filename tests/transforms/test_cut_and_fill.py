@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastload import transforms
-from fastload.memory.lease import Buffers, WritingInto
+from fastload.memory.lease import BufferPool, allocating_in
 from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import BatchKey
 from fastload.transforms import crop_and_flip, erase
-from fastload.transforms.chain import chained
+from fastload.transforms.compose import compose
 
 IMAGES = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
 DTYPES = [torch.uint8, torch.int16, torch.bool, torch.float16, torch.float32, torch.bfloat16]
@@ -140,18 +140,18 @@ def test_each_channel_has_its_own_fill() -> None:
 
 
 def test_results_lie_in_the_memory_of_the_batch() -> None:
-    """Within `WritingInto`, the result of the last transform is written to the arena, and only that one."""
+    """Within `allocating_in`, the result of the last transform is written to the arena, and only that one."""
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
     normalize = transforms.Normalize((0.5,) * 3, (0.5,) * 3)
     for transform in (transforms.RandomCrop(8, 2), transforms.RandomHorizontalFlip(), normalize):
-        buffers = Buffers(1 << 20)
+        buffers = BufferPool(1 << 20)
         buffers.begin()
-        with WritingInto(buffers.arena):
-            result = chained([transforms.Cutout(2), transform])(images)
-        memory = buffers.arena.memory
+        with allocating_in(buffers):
+            result = compose([transforms.Cutout(2), transform])(images)
+        memory = buffers.memory
         assert memory is not None
         assert memory.address <= result.data_ptr() < memory.address + memory.nbytes
-        assert buffers.arena.used_bytes == result.nbytes
+        assert buffers.used_bytes == result.nbytes
 
 
 @pytest.mark.parametrize(

@@ -43,16 +43,16 @@ def equal(one: Any, two: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("rng", ["worker", "sample"])
+@pytest.mark.parametrize("seeding", ["worker", "sample"])
 @pytest.mark.parametrize(
     "options", [{}, {"drop_last": True}, {"num_workers": 1}], ids=["plain", "drop_last", "workers"]
 )
-def test_batches_are_those_of_the_ordinary_way(rng: str, options: dict[str, Any]) -> None:
+def test_batches_are_those_of_the_ordinary_way(seeding: str, options: dict[str, Any]) -> None:
     """The same order, draws and values, bit for bit, over two epochs."""
     gather = Gather.from_dataset(IMAGES)
     with (
-        loader(IMAGES, AUGMENT, rng=rng, **options) as ordinary,
-        loader(gather.rows, [gather, *AUGMENT], rng=rng, **options) as gathering,
+        loader(IMAGES, AUGMENT, seeding=seeding, **options) as ordinary,
+        loader(gather.rows, [gather, *AUGMENT], seeding=seeding, **options) as gathering,
     ):
         for epoch in range(2):
             ordinary.set_epoch(epoch), gathering.set_epoch(epoch)
@@ -70,9 +70,9 @@ def test_dicts_keep_their_structure() -> None:
 def test_an_epoch_is_resumed_in_the_middle() -> None:
     """The state of the one loader continues the other."""
     gather = Gather.from_dataset(IMAGES)
-    first = iter(ordinary := loader(IMAGES, AUGMENT, rng="sample"))
+    first = iter(ordinary := loader(IMAGES, AUGMENT, seeding="sample"))
     next(first), next(first)
-    gathering = loader(gather.rows, [gather, *AUGMENT], rng="sample")
+    gathering = loader(gather.rows, [gather, *AUGMENT], seeding="sample")
     gathering.load_state_dict(ordinary.state_dict())
     assert all(equal(one, two) for one, two in zip(first, gathering, strict=True))
 

@@ -98,7 +98,7 @@ def user_collate(samples: Any) -> Any:
 
 WAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batches": (Rows, {}, "batch"),
-    "rng sample": (Rows, {"rng": "sample"}, "batch"),
+    "seeding sample": (Rows, {"seeding": "sample"}, "batch"),
     "no batch": (lambda: Rows(is_gathered=False), {}, "batch sample"),
     "lent": (Lends, {}, "batch lent"),
     "own samples": (OwnGetItem, {}, "own"),
@@ -118,7 +118,7 @@ def test_a_source_is_asked_where_its_batches_are_those_of_its_samples(name: str)
         dataset = make()
         part: Any = tud.Subset(dataset, range(20, 2, -1)) if is_subset else dataset
         arguments = {"batch_size": 5, **options}
-        torchs = {name: value for name, value in arguments.items() if name != "rng"}
+        torchs = {name: value for name, value in arguments.items() if name != "seeding"}
         expected = list(tud.DataLoader(part, **torchs))
         dataset.calls.clear()
         batches = list(fastload.DataLoader(part, **arguments))

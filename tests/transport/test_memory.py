@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from fastload import DataLoader
 from fastload.epochs import without_workers
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory import lease as memory_module
 from fastload.memory import segment as segment_module
 from fastload.memory.lease import (
     MAX_BUFFERS,
     SLACK_BYTES,
-    Arena,
-    Buffers,
+    BufferPool,
+    BumpAllocator,
     Memory,
-    WritingInto,
-    current_arena,
+    allocating_in,
+    current_allocator,
     private_memory,
     shared_memory,
 )
@@ -35,15 +35,15 @@ from tests.kit import datasets
 
 
 def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
-    """Blocks of `WritingInto` are nested: each puts back what it found, also after an error."""
-    arena = Buffers(1 << 20).arena
-    with WritingInto(arena):
-        with contextlib.suppress(ZeroDivisionError), WritingInto(None):
-            within = current_arena()
+    """Blocks of `allocating_in` are nested: each puts back what it found, also after an error."""
+    arena = BufferPool(1 << 20)
+    with allocating_in(arena):
+        with contextlib.suppress(ZeroDivisionError), allocating_in(None):
+            within = current_allocator()
             raise ZeroDivisionError
-        behind = current_arena()
+        behind = current_allocator()
 
-    assert (within, behind, current_arena()) == (None, arena, None)
+    assert (within, behind, current_allocator()) == (None, arena, None)
 
 
 ALIASES: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_every_kind_of_alias_keeps_the_lease(name: str) -> None:
     assert (held, memory.is_leased) == (True, False)
 
 
-def test_shared_memory_leased_at_a_fork_is_spent() -> None:
+def test_shared_memory_leased_at_a_fork_is_shared_with_the_child() -> None:
     """The child writes to the same memory, the parent never again; private memory is each one's own."""
     shared, private, idle = shared_memory(4096), private_memory(64), shared_memory(4096)
     views = [np.frombuffer(memory.lease(), np.uint8) for memory in (shared, private)]
@@ -85,7 +85,7 @@ def test_shared_memory_leased_at_a_fork_is_spent() -> None:
     idle.lease()  # which that child has not seen
 
     assert seen == [4096, 0]
-    assert [memory.is_spent for memory in (shared, private, idle)] == [True, False, False]
+    assert [memory.is_fork_shared for memory in (shared, private, idle)] == [True, False, False]
     assert not shared.is_leased
 
 
@@ -103,21 +103,21 @@ def test_private_memory_that_cannot_be_taken_is_an_error(monkeypatch: pytest.Mon
     """At once, and not when it is written to."""
     monkeypatch.setattr(memory_module, "populate", _no_memory)
 
-    with pytest.raises(SegmentError, match="cannot take so much memory"):
+    with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
         private_memory(4096)
 
 
 @given(sizes=st.lists(st.integers(0, 3000), max_size=8), pages=st.integers(1, 2))
 @settings(deadline=None)
-def test_a_batch_lies_in_one_memory_or_in_stretches_of_its_own(sizes: list[int], pages: int) -> None:
-    """Each stretch has its size and no other writes to it, whether it fits behind those before it or not."""
+def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], pages: int) -> None:
+    """Each region has its size and no other writes to it, whether it fits behind those before it or not."""
     made: list[Memory] = []
 
     def make(nbytes: int) -> Memory:
         made.append(private_memory(nbytes))
         return made[-1]
 
-    arena = Arena(make)
+    arena = BumpAllocator(make)
     memory = private_memory(pages * 4096)
     arena.begin(memory)
     parts = [arena.allocate(size) for size in sizes]
@@ -140,7 +140,7 @@ def test_a_batch_lies_in_one_memory_or_in_stretches_of_its_own(sizes: list[int],
 def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
     """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
     small = private_memory(64)
-    arena = Arena(private_memory)
+    arena = BumpAllocator(private_memory)
     arena.begin(small)
     arena.allocate(0)
     part = arena.allocate(100_000)
@@ -154,16 +154,16 @@ def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begin
     assert (is_leased, new.is_leased) == (False, True)
 
 
-def batch_of(buffers: Buffers, nbytes: int) -> Any:
+def batch_of(buffers: BufferPool, nbytes: int) -> Any:
     buffers.begin()
-    part = buffers.arena.allocate(nbytes)
-    buffers.arena.end()
+    part = buffers.allocate(nbytes)
+    buffers.end()
     return part
 
 
 def test_buffers_are_used_again_and_never_while_held() -> None:
     """As many warm buffers as are needed, up to MAX_BUFFERS; beyond that memory of its own."""
-    buffers = Buffers(1 << 30)
+    buffers = BufferPool(1 << 30)
     addresses = {batch_of(buffers, 100).ctypes.data for _ in range(5)}
     held = [batch_of(buffers, 100) for _ in range(2 * MAX_BUFFERS)]
     for number, part in enumerate(held):
@@ -171,35 +171,35 @@ def test_buffers_are_used_again_and_never_while_held() -> None:
 
     assert len(addresses) == 1
     assert [int(part[0]) for part in held] == list(range(2 * MAX_BUFFERS))
-    assert len(buffers._memories) == MAX_BUFFERS
+    assert len(buffers._buffers) == MAX_BUFFERS
 
 
 def test_a_buffer_that_a_batch_outgrows_is_replaced_and_clear_forgets_all() -> None:
     """What the caller holds stays valid."""
-    buffers = Buffers(1 << 30)
+    buffers = BufferPool(1 << 30)
     batch_of(buffers, 1000)
     held = batch_of(buffers, 200_000)
     held[:] = 5
-    (kept,) = buffers._memories
+    (kept,) = buffers._buffers
     buffers.clear()
 
     assert kept.nbytes > 200_000
-    assert (buffers._memories, buffers.arena.memory) == ([], None)
+    assert (buffers._buffers, buffers.memory) == ([], None)
     assert held.sum() == 5 * 200_000
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
     """More than once, and also after all memory was forgotten while the batch was made."""
-    buffers = Buffers(1 << 30)
+    buffers = BufferPool(1 << 30)
     batch_of(buffers, 1000)
     buffers.begin()
     for nbytes in (100_000, 300_000):
         if clears:
             buffers.clear()
         else:
-            buffers.arena.begin(None)
-        part = buffers.arena.allocate(nbytes)
+            buffers.begin()
+        part = buffers.allocate(nbytes)
         part[:] = 5
 
     assert part.sum() == 5 * 300_000
@@ -209,10 +209,10 @@ def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
 def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
     """A batch beyond it has memory that goes with the batch."""
     each_bytes = SLACK_BYTES + 4096
-    buffers = Buffers(2 * each_bytes + spare_bytes)
+    buffers = BufferPool(2 * each_bytes + spare_bytes)
     held = [batch_of(buffers, 4096) for _ in range(3)]
 
-    assert [memory.nbytes for memory in buffers._memories] == [each_bytes] * expected
+    assert [memory.nbytes for memory in buffers._buffers] == [each_bytes] * expected
     del held
 
 
@@ -246,7 +246,7 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)
-    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "prefetch_memory": "2MB"}
+    options: dict[str, Any] = {"num_workers": 1, "prefetch_factor": 6, "max_prefetch_memory": "2MB"}
     iterator = iter(DataLoader(dataset, 1, **options))
     pid = iterator._workers[0].pid
     for number, batch in enumerate(iterator):
@@ -280,7 +280,7 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
 
 
 def _no_memory(mapping: Any) -> None:
-    raise SegmentError("cannot take so much memory")
+    raise SharedMemoryError("cannot take so much memory")
 
 
 def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
     iterator = iter(DataLoader(datasets.Made(_outgrowing_or_count, 8), None, num_workers=1))
 
     for _ in range(4):
-        with pytest.raises(SegmentError, match="cannot take so much memory"):
+        with pytest.raises(SharedMemoryError, match="cannot take so much memory"):
             next(iterator)
         assert next(iterator) == 0
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from fastload import DataLoader
 from fastload.batch.packing import pack, unpack
-from fastload.memory.lease import Arena, private_memory
+from fastload.memory.lease import BumpAllocator, private_memory
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, assert_same_samples
 
@@ -65,7 +65,7 @@ NESTS = st.recursive(
 @settings(deadline=None)
 def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> None:
     """Values, types, dtypes, shapes and strides survive, in memory that fits, is too small, or is missing."""
-    arena = Arena(private_memory)
+    arena = BumpAllocator(private_memory)
     arena.begin(private_memory(had_bytes) if had_bytes else None)
 
     packed = pack(batch, arena)
@@ -78,7 +78,7 @@ def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> 
 
 def test_where_leaves_lie_and_which_are_one() -> None:
     """What collate wrote into the slot is sent as an offset, and the same tensor twice is one again."""
-    arena = Arena(private_memory)
+    arena = BumpAllocator(private_memory)
     arena.begin(None)
     rows = torch.from_numpy(arena.allocate(600)).view(2, 300)
 
@@ -92,7 +92,7 @@ def test_where_leaves_lie_and_which_are_one() -> None:
 
 def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
     """Leaves in the old memory and beside it all end up in the new one."""
-    arena = Arena(private_memory)
+    arena = BumpAllocator(private_memory)
     arena.begin(private_memory(4096))
     rows = torch.from_numpy(arena.allocate(4000))
     rows.fill_(7)
@@ -107,7 +107,7 @@ def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
 def test_what_is_no_plain_tensor_travels_as_itself() -> None:
     """Subclasses, requires_grad and sparse tensors keep what they are."""
     batch = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), torch.eye(2).to_sparse()]
-    arena = Arena(private_memory)
+    arena = BumpAllocator(private_memory)
     arena.begin(None)
 
     parameter, leaf, sparse = unpack(pack(batch, arena), arena.lease)

@@ -21,18 +21,16 @@ IMAGES = datasets.Made(datasets.image, 12)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"worker_type": "rays"}, 'worker_type should be "process", "thread" or "ray", but got \'rays\''),
-        ({"ray_options": {}}, "ray_options is for worker_type=\"ray\", but worker_type is 'process'"),
-        ({"worker_type": "ray", "ray_options": ["CPU"]}, "ray_options should be a dict"),
         (
-            {"worker_type": "ray", "ray_options": {"max_restarts": 3, "name": "x"}},
-            "ray_options cannot have max_restarts, name, because fastload chooses",
+            {"worker_type": "rays"},
+            'worker_type should be "process", "thread", "ray" or fastload.RayWorkers(...), but got \'rays\'',
         ),
         (
             {"worker_type": "ray", "multiprocessing_context": "fork"},
-            'multiprocessing_context is for worker processes, but worker_type is "ray": omit one',
+            "multiprocessing_context is for worker processes, but worker_type is 'ray': omit one",
         ),
         ({"worker_type": "ray", "num_workers": "auto"}, "pass a number, such as the cluster's free CPUs"),
+        ({"worker_type": fastload.RayWorkers(), "num_workers": "auto"}, "the cluster's free CPUs"),
         ({"worker_type": "ray", "in_order": False}, "does not work with torch's own iterator"),
     ],
 )
@@ -42,6 +40,17 @@ def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str
         iter(fastload.DataLoader(IMAGES, **{"num_workers": 1, **options}))
 
     assert message in str(caught.value)
+
+
+def test_options_that_fastload_chooses() -> None:
+    """An error names them; all others are kept, and equal options make equal workers."""
+    with pytest.raises(
+        ValueError, match="RayWorkers cannot have max_restarts, name, because fastload chooses"
+    ):
+        fastload.RayWorkers(max_restarts=3, name="x")
+    workers = fastload.RayWorkers(address="auto", num_cpus=2)
+    assert workers == pickle.loads(pickle.dumps(workers)) != fastload.RayWorkers(num_cpus=2)
+    assert workers.options["num_cpus"] == 2
 
 
 def test_what_needs_no_ray(recwarn: pytest.WarningsRecorder) -> None:
@@ -99,7 +108,7 @@ def test_there_is_no_cluster(
         monkeypatch.setenv("RAY_ADDRESS", environment)
 
     with pytest.raises(WorkerStartError) as caught:
-        iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type="ray", ray_options=options))
+        iter(fastload.DataLoader(IMAGES, num_workers=1, worker_type=fastload.RayWorkers(**options)))
 
     assert message in str(caught.value)
 

@@ -118,7 +118,7 @@ def test_a_slot_that_a_forked_child_may_see_loses_its_memory(monkeypatch: pytest
     ring = Ring(1, 2, 1 << 30)
     slot = _fill(ring)
     assert ring.lend(slot)
-    monkeypatch.setattr(type(slot.memory), "is_spent", True)
+    monkeypatch.setattr(type(slot.memory), "is_fork_shared", True)
     ring.reclaim(0)
 
     assert (slot.state, slot.memory) == (SlotState.FREE, None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory import segment
 from fastload.memory.segment import Segment, open_in_process
 from fastload.workers import process as starting
@@ -76,7 +76,7 @@ def test_no_descriptors_left_is_no_reason(module: Any, call: str, monkeypatch: p
 def test_an_error_names_the_limit() -> None:
     """That on descriptors is usually met first; test_shared_list.py meets that on files."""
     told = r"create .*Too many open files.*RLIMIT_NOFILE is 3"
-    with limited(resource.RLIMIT_NOFILE, 3), pytest.raises(SegmentError, match=told):
+    with limited(resource.RLIMIT_NOFILE, 3), pytest.raises(SharedMemoryError, match=told):
         Segment.create(1)
 
 
@@ -95,7 +95,7 @@ def test_nothing_but_a_segment_is_opened(kind: str, monkeypatch: pytest.MonkeyPa
         os.dup2(fd, memory.fd)
         flags.clear()
         for attach in (lambda: open_in_process(os.getpid(), fd, any_segment), lambda: pickle.loads(handle)):
-            with pytest.raises(SegmentError, match=r"is now .*, and no longer the segment"):
+            with pytest.raises(SharedMemoryError, match=r"is now .*, and no longer the segment"):
                 attach()
 
     assert set(flags) == {os.O_PATH | os.O_CLOEXEC}

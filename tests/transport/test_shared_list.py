@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload import SharedList
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory import segment, shared_list
 from fastload.memory.segment import Segment
 from fastload.system.logs import say_once
@@ -157,7 +157,7 @@ def test_errors_of_the_iterable_and_of_memory() -> None:
     with pytest.raises(FileNotFoundError, match=r"labels\.json"):
         SharedList(read())
     told = r"cannot grow a SharedList beyond 2,[\d,]+ bytes: .*RLIMIT_FSIZE is 3,145,728"
-    with limited(resource.RLIMIT_FSIZE, 3 << 20), pytest.raises(SegmentError, match=told):
+    with limited(resource.RLIMIT_FSIZE, 3 << 20), pytest.raises(SharedMemoryError, match=told):
         SharedList(b"x" * (1 << 20) for _ in range(9))
 
 
@@ -198,7 +198,7 @@ def answer(pipe: Any) -> None:
         try:
             shared = pickle.loads(handle)
             pipe.send((list(shared), inode_of(shared)))
-        except SegmentError as error:
+        except SharedMemoryError as error:
             pipe.send(str(error))
 
 

@@ -25,7 +25,8 @@ from fastload.images.regions import name_of_decoder
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from fastload.images.encoded import Box, EncodedImage, Reduced
+    from fastload.images.encoded import EncodedImage, Reduced
+    from fastload.images.geometry import Box
 
     Pixels = npt.NDArray[np.uint8]
 

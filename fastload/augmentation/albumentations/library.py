@@ -11,8 +11,9 @@ from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_
 from fastload.augmentation.albumentations.read_only import only_reads
 from fastload.augmentation.library import AugmentationLibrary, RandomClass
 from fastload.images.encoded import EncodedImage
+from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
-from fastload.nested.tree import outline
+from fastload.nested.tree import structure_of
 
 if TYPE_CHECKING:
     from fastload.augmentation.albumentations.crop import CropInDecoder
@@ -56,7 +57,7 @@ class Albumentations(AugmentationLibrary):
 
     def owns(self, transform: Any) -> bool:
         """Whether albumentations defines a base class, or the metaclass of a class."""
-        return any(base.__module__.partition(".")[0] == "albumentations" for base in type(transform).__mro__)
+        return is_albumentations(transform)
 
     def seeds_itself(self, pipeline: Any) -> bool:
         """Whether it is a pipeline of AlbumentationsX."""
@@ -88,7 +89,7 @@ class Albumentations(AugmentationLibrary):
         if isinstance(self.image_of(sample), torch.Tensor):
             raise TypeError(
                 "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; "
-                f"the dataset returned {outline(sample)}: return the array before it is converted to a "
+                f"the dataset returned {structure_of(sample)}: return the array before it is converted to a "
                 "tensor, and put ToTensorV2() last in the transform"
             )
         if isinstance(sample, dict):
@@ -104,7 +105,7 @@ class Albumentations(AugmentationLibrary):
         if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], _IMAGES):
             raise TypeError(
                 "an albumentations transform takes an image array, a tuple that starts with one, or a dict "
-                f'with "image"; the dataset returned {outline(sample)}'
+                f'with "image"; the dataset returned {structure_of(sample)}'
             )
         return _call_with_first(transform, sample)
 

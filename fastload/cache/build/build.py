@@ -118,6 +118,8 @@ class Build:
         shards = self.num_shards
         if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
             raise ValueError(f"shards should be an int from 1, but got {shards!r}")
+        if self.on_error == "replace":  # the word of DataLoader
+            raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
         if self.on_error not in ("raise", "skip"):
             raise ValueError(f'on_error should be "raise" or "skip", but got {self.on_error!r}')
         check_max_errors(self.max_errors)
@@ -161,10 +163,15 @@ class Build:
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
         num_samples, first = len(dataset), self.probed.get(0)
-        if first is None and 0 in cache and num_samples and (fingerprint is None or cache.plan.parts is None):
+        if (
+            first is None
+            and 0 in cache
+            and num_samples
+            and (fingerprint is None or cache.description.parts is None)
+        ):
             first = read_unnoticed(dataset, 0)
         shards = None if self.num_shards is None else max(1, min(self.num_shards, num_samples))
-        quality = None if cache.plan.quality is None else self.quality
+        quality = None if cache.description.quality is None else self.quality
         asked = {"codec": self.codec, "quality": quality, "num_shards": shards}
         settings = {name: value for name, value in asked.items() if value is not None}
         check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
@@ -349,7 +356,7 @@ class Build:
 def _report_shapes(cache: LMDBCache) -> None:
     """Log if arrays of samples differ in shape, which would fail in the first training batch."""
     looked_at = np.linspace(0, cache.num_samples - 1, min(cache.num_samples, _MAX_LOOKED_AT)).astype(int)
-    specs = {spec for index in looked_at.tolist() if (spec := cache.structure(index)) is not None}
+    specs = {spec for index in looked_at.tolist() if (spec := cache.spec_of(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:
         for place, leaf in zip(spec.paths(), spec.leaves, strict=True):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fastload.cache.build.writer import writing
 from fastload.errors import CacheBusyError
-from fastload.system.locks import held, is_held
+from fastload.system.locks import is_lock_file_held, lock_file
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
         stack.callback(_building.pop, key)
         with writing(path):
             try:
-                is_ours = stack.enter_context(held(name, by_process=True))
+                is_ours = stack.enter_context(lock_file(name, by_process=True))
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -70,7 +70,7 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
 
 def is_being_built(path: str) -> bool:
     """Whether a builder holds the lock on a destination now."""
-    return _key(path) in _building or is_held(lock_name(path))
+    return _key(path) in _building or is_lock_file_held(lock_name(path))
 
 
 def _key(path: str) -> tuple[int, str]:

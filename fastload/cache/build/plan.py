@@ -88,9 +88,9 @@ def make_plan(
     quality = (quality or _QUALITY) if codec in LOSSY else None
     if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(
-            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.outline(first)}: return '
-            "fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder without "
-            "size=, or choose a different codec"
+            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.structure_of(first)}: '
+            "return fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder "
+            "without size=, or choose a different codec"
         )
     spec, crc32 = (None, None) if first is None else _identity(first)
     if num_shards is None and first is not None:
@@ -153,13 +153,13 @@ def check_source(
         CacheMismatchError: It was not; the error says what differs, and which of the two to change.
     """
     parts = None if fingerprint is None else dict(fingerprint.parts)
-    wanted = replace(cache.plan, num_samples=num_samples, parts=parts, **settings or {})
-    if parts is None or cache.plan.parts is None:
+    wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
+    if parts is None or cache.description.parts is None:
         parts = None
         if 0 in cache and num_samples:
             spec, crc32 = _identity(first)
             wanted = replace(wanted, spec=spec, crc32=crc32)
-    why = why_different(cache.plan, wanted)
+    why = why_different(cache.description, wanted)
     if why is not None:
         command = f"fastload cache rm {shlex.quote(cache.path)}"
         anew = f"remove this cache with '{command}', or use a different path"

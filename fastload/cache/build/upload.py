@@ -94,7 +94,9 @@ def build_at_url(
             if path is not None:
                 _check_one_build(files.url, found, path)
                 with contextlib.closing(build_lmdb(dataset, path, shards=shards, **options)) as cache:
-                    return finished or _upload_cache(_Upload(files, found, cache.plan), cache), not finished
+                    return finished or _upload_cache(
+                        _Upload(files, found, cache.description), cache
+                    ), not finished
             plan = build.plan(None if found is None else found.plan)
             if found is not None and (why := why_different(found.plan, plan)) is not None:
                 state = "an unfinished build" if finished is None else "a finished cache"
@@ -124,7 +126,7 @@ def _check_one_build(url: str, found: Manifest | None, path: str) -> None:
     """Check that a local cache is of the build whose files are at the URL."""
     if found is None:
         return
-    if not os.path.lexists(path) or LMDBCache(path).plan.build_id != found.plan.build_id:
+    if not os.path.lexists(path) or LMDBCache(path).description.build_id != found.plan.build_id:
         raise CacheMismatchError(f"{url} has a different build from {path}: omit the local DEST, {_REMOVE}")
 
 
@@ -132,7 +134,7 @@ def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
     """Upload the shards of a cache on the disk."""
     report = read_report(cache.path + REPORT)
     for shard in upload.missing():
-        name, indices = shard_name(cache.plan, shard), cache.plan.indices_of(shard)
+        name, indices = shard_name(cache.description, shard), cache.description.indices_of(shard)
         file = cache.path if os.path.isfile(cache.path) else os.path.join(cache.path, name)
         upload.put(shard, file, [sample for sample in report if sample.index in indices])
     return upload.finish()

@@ -23,7 +23,7 @@ from fastload.errors import CacheCorruptError
 from fastload.images.encoded import EncodedImage
 
 if TYPE_CHECKING:
-    from fastload.nested.leaves import Array, Leaf
+    from fastload.nested.leaf import Array, Leaf
 
 CODECS = ("raw", "jpeg", "png", "webp")  # a record stores the position in this tuple
 # The codec of a whole cache whose records hold the dataset's undecoded images. Its records are "raw".

@@ -13,16 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fastload.memory.segment import round_up
-from fastload.nested.leaves import (
-    TEXT_KINDS,
-    Array,
-    Leaf,
-    storage_dtype,
-    text_value,
-    to_bytes,
-    torch_side,
-    view_array,
-)
+from fastload.nested.leaf import TEXT_KINDS, Array, Leaf, storage_dtype
+from fastload.nested.leaves import tensor_functions, text_value, to_bytes, view_array
 from fastload.nested.spec import Spec, build_batch
 
 if TYPE_CHECKING:
@@ -34,7 +26,6 @@ COLUMN_ALIGNMENT_BYTES = 64
 _LENGTH_BYTES = 4
 _MIN_TEXT_BYTES = 64
 _TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts are stored elsewhere
-_PLAIN_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.dtype("?")}
 _INT64_BYTES = 8
 
 
@@ -93,14 +84,7 @@ def _row(leaf: Leaf, examples: list[Any]) -> tuple[np.dtype[Any], tuple[int, ...
     if leaf.kind in TEXT_KINDS:
         longest = max(len(to_bytes(leaf, value)) for value in examples)
         return np.dtype(np.uint8), (_LENGTH_BYTES + max(_MIN_TEXT_BYTES, _TEXT_MARGIN * longest),)
-    return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else fixed_row(leaf)
-
-
-def fixed_row(leaf: Leaf) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Dtype and shape of one value of a leaf that is not a text and not None."""
-    if leaf.kind in _PLAIN_DTYPES:
-        return _PLAIN_DTYPES[leaf.kind], ()
-    return storage_dtype(leaf), leaf.shape
+    return (np.dtype(np.uint8), (0,)) if leaf.kind == "none" else (storage_dtype(leaf), leaf.shape)
 
 
 class ColumnReader:
@@ -144,7 +128,7 @@ class ColumnReader:
         Returns:
             None if default_collate would not make tensors or lists of such samples.
         """
-        make = torch_side()
+        make = tensor_functions()
         if not all(make.collates(leaf) for leaf, _ in self._columns):
             return None
         batch: list[Any] = []
@@ -164,7 +148,7 @@ def _row_reader(leaf: Leaf, array: Array) -> Callable[[int], Any]:
         # One index of a row with dimensions makes an array, faster than an ellipsis.
         return (lambda row: array[row]) if array.ndim > 1 else (lambda row: array[row, ...])
     if leaf.kind == "tensor":
-        array_tensor = torch_side().array_tensor
+        array_tensor = tensor_functions().array_tensor
         return lambda row: array_tensor(array[row, ...].copy(), leaf.dtype)
     if leaf.kind == "scalar":
         return lambda row: array[row, ...].copy()[()]

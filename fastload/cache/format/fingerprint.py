@@ -59,14 +59,16 @@ class Fingerprint:
         return found
 
 
-def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None = None) -> Fingerprint | None:
-    """The fingerprint of a dataset's samples after `prepare`; None without a fingerprint() and a key.
+def fingerprint_of(
+    dataset: Any, *, key: str | None = None, pre_transform: Any | None = None
+) -> Fingerprint | None:
+    """The fingerprint of a dataset's samples after `pre_transform`; None without a fingerprint() and a key.
 
     Args:
         dataset: Map-style.
         key: The user's name for the samples.
-        prepare: The deterministic part that runs before the cache: an albumentations pipeline, an object with
-            a `fingerprint()`, or any other callable, which requires `key`.
+        pre_transform: The deterministic part that runs before the cache: an albumentations pipeline, an
+            object with a `fingerprint()`, or any other callable, which requires `key`.
 
     Raises:
         TypeError: `key` is not a str, or a `fingerprint()` does not return a str or a dict of str.
@@ -74,11 +76,11 @@ def fingerprint_of(dataset: Any, *, key: str | None = None, prepare: Any | None 
     """
     check_key(key)
     own = _source_parts(dataset)
-    prepared = {} if prepare is None else _prepare_parts(prepare)
+    prepared = {} if pre_transform is None else _pre_transform_parts(pre_transform)
     if key is None and (own is None or prepared is None):
         return None
     if prepared is None:
-        prepared = {"prepare": _qualified_name(prepare)}
+        prepared = {"pre_transform": _qualified_name(pre_transform)}
     parts = {**(own or {}), **prepared, "num_samples": str(len(dataset)), "format": str(FORMAT_VERSION)}
     return Fingerprint(parts, key, _label_of(dataset))
 
@@ -129,20 +131,26 @@ def has_own_fingerprint(dataset: Any) -> bool:
     return owners[0] <= owners[1]
 
 
-def why_private(dataset: Any, prepare: Any | None) -> str:
+def why_private(dataset: Any, pre_transform: Any | None) -> str:
     """Why other processes do not find a cache of these samples without a key, and what to do about it."""
     share = "pass cache_key='...', to share it with other ranks and jobs"
     inner = _within(dataset)
     named = type(inner).__name__
-    if prepare is None and hasattr(inner, "fingerprint"):
+    if pre_transform is None and hasattr(inner, "fingerprint"):
         if has_own_fingerprint(dataset):
-            return f"the fingerprint() of {named} is None: its samples have no versions; {share}"
+            return (
+                f"the fingerprint() of {named} is None: its samples have no versions, or it has a transform; "
+                f"{share}"
+            )
         return f"{named} has its own __getitem__ and inherits its fingerprint(): add one to it, or {share}"
-    if prepare is None:
+    if pre_transform is None:
         named, where = type(dataset).__name__, "the dataset"
     else:
-        function = getattr(prepare, "__qualname__", type(prepare).__name__)
-        named, where = f"{type(dataset).__name__} with prepare={function}", "the dataset and to prepare"
+        function = getattr(pre_transform, "__qualname__", type(pre_transform).__name__)
+        named, where = (
+            f"{type(dataset).__name__} with pre_transform={function}",
+            "the dataset and to pre_transform",
+        )
     return f"{named} has neither a fingerprint() nor a cache_key: add a fingerprint() to {where}, or {share}"
 
 
@@ -185,17 +193,17 @@ def _given_parts(owner: Any) -> dict[str, str] | None:
     return parts
 
 
-def _prepare_parts(prepare: Any) -> dict[str, str] | None:
+def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
     """The parts of a fingerprint for the deterministic part; None if it cannot be identified."""
-    if callable(getattr(prepare, "fingerprint", None)):
-        given = _given_parts(prepare)
-        return None if given is None else {f"prepare {part}": value for part, value in given.items()}
+    if callable(getattr(pre_transform, "fingerprint", None)):
+        given = _given_parts(pre_transform)
+        return None if given is None else {f"pre_transform {part}": value for part, value in given.items()}
     from fastload.augmentation.libraries import library_of  # here: it imports torch
 
     try:
-        description = library_of(prepare).description(prepare)
-        kind = _qualified_name(type(prepare))
-        return None if description is None else {"prepare": f"{kind}, digest {digest_of(description)}"}
+        description = library_of(pre_transform).description(pre_transform)
+        kind = _qualified_name(type(pre_transform))
+        return None if description is None else {"pre_transform": f"{kind}, digest {digest_of(description)}"}
     except (TypeError, ValueError):  # a part of it has no digest
         return None
 

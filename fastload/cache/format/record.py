@@ -37,7 +37,8 @@ from fastload.cache.format.codecs import (
 )
 from fastload.errors import CacheCorruptError
 from fastload.memory.segment import round_up
-from fastload.nested.leaves import Leaf, fixed_nbytes, from_bytes, to_bytes
+from fastload.nested.leaf import Leaf, fixed_nbytes
+from fastload.nested.leaves import from_bytes, to_bytes
 from fastload.nested.spec import Spec, flatten
 
 FORMAT_VERSION = 1

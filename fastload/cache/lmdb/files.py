@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.limits import allows_files, limit_on_files
-from fastload.system.locks import share_lock
+from fastload.system.locks import flock_fd
 
 if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
@@ -117,7 +117,7 @@ def open_file(path: str, *, is_copy: bool = False) -> OpenFile:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no cache at {path}{_hint(path)}") from None
     try:
-        if is_copy and not share_lock(fd):
+        if is_copy and not flock_fd(fd, shared=True):
             raise FileNotFoundError(f"the copy at {path} is being removed")
         return OpenFile(fd, path)
     except BaseException:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.format.columns import fixed_row
 from fastload.cache.format.record import outline
-from fastload.nested.leaves import TEXT_KINDS, Leaf, text_value, torch_side
+from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
+from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import build_batch
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
         tensors or lists of them.
     """
     first = outline(records[0])
-    make = torch_side()
+    make = tensor_functions()
     if first.codec != "raw" or not all(make.collates(leaf) for leaf in first.spec.leaves):
         return None
     if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
@@ -71,11 +71,10 @@ def _column(
             text_value(leaf.kind, bytes(record[start : start + nbytes]))
             for record, (start, nbytes) in zip(records, places, strict=True)
         ]
-    dtype, shape = fixed_row(leaf)
-    out = allocate((len(records), *shape), dtype)
+    out = allocate((len(records), *leaf.shape), storage_dtype(leaf))
     row_bytes = out.nbytes // len(records)
     if row_bytes:
         rows = out.reshape(-1).view(np.uint8).data
         for row, (record, (start, _)) in enumerate(zip(records, places, strict=True)):
             rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
-    return torch_side().batch_tensor(leaf, out)
+    return tensor_functions().batch_tensor(leaf, out)

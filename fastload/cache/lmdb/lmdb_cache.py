@@ -25,7 +25,7 @@ from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.mirror import open_copy
 from fastload.cache.lmdb.open_file import damaged
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.files.remote import is_url, local_path
+from fastload.files.file_systems import is_url, local_path
 from fastload.memory.segment import is_for_other_machines
 from fastload.nested.spec import Spec
 from fastload.system.humanize import readable_size
@@ -117,7 +117,7 @@ class LMDBCache(BaseCache):
     # --- properties ---------------------------------------------------------------------------------------
 
     @property
-    def plan(self) -> Plan:
+    def description(self) -> Plan:
         """What the files say about the cache, such as its codec, the number of its files and the classes."""
         if self._plan is None:
             self._plan = self._opened()[0].description.plan
@@ -126,7 +126,7 @@ class LMDBCache(BaseCache):
     @property
     def num_samples(self) -> int:
         """Number of samples of the dataset."""
-        return self.plan.num_samples
+        return self.description.num_samples
 
     @property
     def num_cached(self) -> int:
@@ -147,10 +147,10 @@ class LMDBCache(BaseCache):
 
     def explain(self) -> str:
         """Why this cache is in use, and the parts of its fingerprint."""
-        parts = "".join(f"\n  {name}: {value}" for name, value in (self.plan.parts or {}).items())
+        parts = "".join(f"\n  {name}: {value}" for name, value in (self.description.parts or {}).items())
         size = readable_size(self.nbytes)
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.plan.codec}"
-        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.plan.created_s))
+        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.description.codec}"
+        made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.description.created_s))
         return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
 
     # --- reading ------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class LMDBCache(BaseCache):
         except CacheCorruptError as error:
             raise damaged(file.path, index, error) from error
 
-    def structure(self, index: int) -> Spec | None:
+    def spec_of(self, index: int) -> Spec | None:
         """The structure of a stored sample, without reading all of its record; None if it was left out."""
         file = self._file_of(index)
         record = file.glance(index)
@@ -223,7 +223,7 @@ class LMDBCache(BaseCache):
         Raises:
             CacheCorruptError: A record is damaged or missing.
         """
-        if self._is_closed or self.plan.codec != "raw":
+        if self._is_closed or self.description.codec != "raw":
             return None
         order = np.argsort(indices, kind="stable")
         ascending = indices[order]

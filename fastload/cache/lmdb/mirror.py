@@ -44,11 +44,11 @@ from fastload.cache.lmdb.manifest import (
     remote_files,
 )
 from fastload.errors import CacheCorruptError, CacheError, RemoteFolderError
-from fastload.files.attempts import OtherLengthError, may_pass
+from fastload.files.retry import OtherLengthError, is_transient
 from fastload.system.budget import parse_memory
-from fastload.system.disk import foreign_path, make_private_directory, new_file, sync_directory, write_new
+from fastload.system.disk import make_private_directory, new_file, sync_directory, untrusted_path, write_new
 from fastload.system.humanize import readable_size
-from fastload.system.locks import held, try_lock
+from fastload.system.locks import flock_fd, lock_file
 from fastload.system.logs import log
 from fastload.system.os_errors import write_errors_as
 
@@ -114,7 +114,7 @@ def open_copy(
     except CacheError as error:
         cause = error.__cause__
         found = _newest_copy(files.url)
-        if found is None or not isinstance(cause, RemoteFolderError) or not may_pass(cause):
+        if found is None or not isinstance(cause, RemoteFolderError) or not is_transient(cause):
             raise
         manifest = found
         log.warning(
@@ -165,7 +165,7 @@ def manifest_of_copy(path: str) -> Manifest | None:
 def _is_complete(path: str, manifest: Manifest) -> bool:
     """Whether all files of a copy exist, with the lengths and digests of this manifest."""
     try:
-        if foreign_path(path) is not None:
+        if untrusted_path(path) is not None:
             return False
     except OSError:
         return False
@@ -198,11 +198,11 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
     """Download a copy, or wait while another process downloads it; returns when it is complete."""
     if _is_complete(path, manifest):
         return
-    with held(f"{path}.lock") as is_free:
+    with lock_file(f"{path}.lock") as is_free:
         pass
     if not is_free:
         log.info("cache: waiting: another process downloads %s to %s", manifest.url, path)
-    with held(f"{path}.lock", waits=True):
+    with lock_file(f"{path}.lock", waits=True):
         if not _is_complete(path, manifest):
             _download(files, manifest, path, shown)
 
@@ -210,11 +210,11 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
 def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
     """Download the missing shards; the caller holds the lock of the copy."""
     for place in (path, path + _PARTIAL):
-        if os.path.lexists(place) and (foreign := foreign_path(place)) is not None:
+        if os.path.lexists(place) and (untrusted := untrusted_path(place)) is not None:
             log.warning(
                 "%s could be from a different user (who owns it or can write it, or it is a link): the "
                 "copy is downloaded again",
-                foreign,
+                untrusted,
             )
             os.unlink(place) if os.path.islink(place) else shutil.rmtree(place)
     partial = _unnamed(path)
@@ -358,7 +358,7 @@ def _reserve(manifest: Manifest, path: str) -> None:
         CacheError: Copies in use leave too little room.
     """
     root = os.path.dirname(path)
-    with held(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
+    with lock_file(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
         found = copies()
         allowed = allowed_bytes(sum(copy.on_disk for copy in found))
         others = [copy for copy in found if copy.path != path]
@@ -392,7 +392,7 @@ def remove_copies(before_s: float) -> list[Copy]:
     root, removed = copies_directory(), []
     if not os.path.isdir(root):
         return []
-    with held(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
+    with lock_file(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
         for copy in copies():
             if copy.used_s <= before_s and _locked(copy, locks):
                 shutil.rmtree(_unnamed(copy.path))
@@ -403,12 +403,12 @@ def remove_copies(before_s: float) -> list[Copy]:
 def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
     """Take the locks of a copy, unless a process has it open, downloads it or removes it."""
     try:
-        is_free = locks.enter_context(held(f"{copy.path}.lock"))
+        is_free = locks.enter_context(lock_file(f"{copy.path}.lock"))
         if is_free and copy.is_finished and copy.manifest is not None:
             first = os.path.join(copy.path, copy.manifest.shards[0].name)
             fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
             locks.callback(os.close, fd)
-            is_free = try_lock(fd)
+            is_free = flock_fd(fd)
     except OSError:  # it was just removed, or belongs to a different user
         return False
     return is_free

@@ -30,11 +30,11 @@ import numpy.typing as npt
 from fastload.cache.format.columns import ColumnReader
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, populate, round_up
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Arena:
             weakref.finalize(self, segment.close).atexit = False
             try:
                 memory = mapping or segment.map(writable=False)
-            except SegmentError as error:  # for this process only: others can have other limits
+            except SharedMemoryError as error:  # for this process only: others can have other limits
                 log.warning(
                     "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
@@ -184,7 +184,7 @@ class Arena:
         if self.holds(index):
             return True
         plan = self.plan
-        if plan.spec is not None and spec.node == plan.spec.node:
+        if plan.spec is not None and spec == plan.spec:
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row: int | None = index
@@ -212,7 +212,7 @@ class Arena:
         """The cursor before this claim of space for this caller alone; None if there is none."""
         if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
             return None  # usually `max_memory` is too small, and a warning has said so
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if not has_lock or self.holds(index):
                 return None
             cursor = self._locked_cursor()
@@ -242,7 +242,7 @@ class Arena:
 
     def expect_short(self) -> None:
         """Log no warning that the cache cannot hold all samples."""
-        with locked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
             if has_lock:
                 self._set(self._locked_cursor()._replace(is_short=1))
 
@@ -250,7 +250,7 @@ class Arena:
         """Show an entry of the table to all processes, at once and after the payload written before.
 
         Raises:
-            SegmentError: There is no memory for the table, or it cannot be mapped.
+            SharedMemoryError: There is no memory for the table, or it cannot be mapped.
         """
         offset = TABLE_AT + index * ENTRY_BYTES
         if self._pages is None:
@@ -284,7 +284,7 @@ def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of
     """Warn that the cache holds only some of the samples."""
     log.warning(
         "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
-        "every access. Increase max_memory=, or shrink the samples in prepare=",
+        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
         *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
         needed,
     )

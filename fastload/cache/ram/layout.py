@@ -31,13 +31,12 @@ from typing import TYPE_CHECKING, Any
 from fastload.cache.format.columns import Column, plan_columns
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
-from fastload.nested.dtypes import dtype_name, numpy_dtype
-from fastload.nested.leaves import IMAGE
+from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
 from fastload.system.humanize import readable_size
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ class Layout:
         """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
 
         Raises:
-            SegmentError: The memory could not be allocated.
+            SharedMemoryError: The memory could not be allocated.
         """
         fingerprint = self.origin.fingerprint
         description = {
@@ -211,16 +210,16 @@ class Layout:
         }
         text = json.dumps(description).encode("ascii")
         if DESCRIPTION_AT + len(text) > TABLE_AT:
-            raise SegmentError(f"the structure of a sample takes {readable_size(len(text))}")
+            raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
         segment = Segment.create(self.ragged_at + self.ragged_bytes, name=SEGMENT_NAME, sealed=True)
         try:
             mapping = segment.map(writable=False)
             segment.write(text, DESCRIPTION_AT)
             # Last: a segment without a header is not a cache.
             segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
-        except (SegmentError, OSError) as error:
+        except (SharedMemoryError, OSError) as error:
             segment.close()
-            raise SegmentError(f"cannot write to a new shared segment: {error}") from error
+            raise SharedMemoryError(f"cannot write to a new shared segment: {error}") from error
         return segment, mapping
 
     @classmethod
@@ -273,8 +272,8 @@ def create(
         origin: As for `Layout.plan`.
 
     Raises:
-        SegmentError: The system denied even a segment that holds little more than the examples, or the lock
-            under which space is claimed.
+        SharedMemoryError: The system denied even a segment that holds little more than the examples, or the
+            lock under which space is claimed.
     """
     min_bytes = 1 + sum(FRAME_BYTES + record_parts(*flatten(example))[1] for example in examples)
     layout, reason = Layout.plan(num_samples, max_bytes, examples, origin), ""
@@ -282,7 +281,7 @@ def create(
         try:
             segment, mapping = layout.create_segment()
             break
-        except SegmentError as error:
+        except SharedMemoryError as error:
             reason = reason or str(error)
             half_bytes = TABLE_AT + (layout.ragged_at + layout.ragged_bytes - TABLE_AT) // 2
             layout = Layout.plan(num_samples, max_bytes, examples, origin, half_bytes)
@@ -290,11 +289,11 @@ def create(
                 raise
     if layout.spec is None or layout.is_packed:
         try:
-            with locked(segment.reopen):
+            with flocked(segment.reopen):
                 pass
         except OSError as error:
             segment.close()
-            raise SegmentError(f"the system does not allow locks on shared memory: {error}") from error
+            raise SharedMemoryError(f"the system does not allow locks on shared memory: {error}") from error
     if reason:
         level = logging.INFO if layout.rows == num_samples else logging.WARNING
         log.log(level, "the cache has a segment of %s: %s", readable_size(segment.nbytes), reason)

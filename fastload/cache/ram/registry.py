@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastload.cache.ram.layout import SEGMENT_NAME
-from fastload.errors import SegmentError
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import open_in_process
 from fastload.system.linux import pid_namespace, start_time
-from fastload.system.locks import locked
+from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -88,17 +88,17 @@ class Entry:
         """The memory behind the entry; the caller owns it, and must check it.
 
         Raises:
-            SegmentError: The process does not let this one open its descriptors, or runs in a different PID
-                namespace (container), or its descriptor refers to a different file.
+            SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
+                PID namespace (container), or its descriptor refers to a different file.
         """
         if self.namespace != pid_namespace():
-            raise SegmentError(f"process {self.pid} runs in a different PID namespace (container)")
+            raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")
         try:
             return open_in_process(
                 self.pid, self.fd, lambda status, link: stat.S_ISREG(status.st_mode) and link == _LINK
             )
         except OSError as error:
-            raise SegmentError(
+            raise SharedMemoryError(
                 f"the descriptor of process {self.pid} cannot be opened: {error.strerror}"
             ) from error
 
@@ -188,7 +188,7 @@ def creating() -> Iterator[bool]:
     def failed(error: OSError) -> None:
         log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
 
-    with locked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
+    with flocked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
         yield has_lock
 
 

@@ -21,7 +21,7 @@ from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
 from fastload.cache.ram.layout import Layout, Origin, create
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, is_for_other_machines
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
@@ -54,7 +54,7 @@ class SharedMemoryCache(BaseCache):
         origin: Which process made it, when, and from which samples.
 
     Raises:
-        SegmentError: The memory, or the lock that ragged samples need, is not available.
+        SharedMemoryError: The memory, or the lock that ragged samples need, is not available.
         UnsupportedSampleError: A value in an example cannot be cached.
         ValueError: `parse_memory` does not accept `max_memory`.
     """
@@ -101,13 +101,13 @@ class SharedMemoryCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _of_this_machine, (registry.entry_of("", self.fd), self._arena.plan)
+            return _of_this_machine, (registry.entry_of("", self._fd), self._arena.plan)
         return _attached, (self._arena.segment, self._arena.plan)
 
     # --- properties ---------------------------------------------------------------------------------------
 
     @property
-    def fd(self) -> int:
+    def _fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
 
@@ -203,7 +203,7 @@ def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
 def _of_this_machine(entry: Entry | None, layout: Layout) -> SampleCache:
     """Unpickle on any machine: the same cache if it can be reached, else one of this machine's own."""
     if entry is not None:
-        with contextlib.suppress(SegmentError, CacheMismatchError):
+        with contextlib.suppress(SharedMemoryError, CacheMismatchError):
             cache = SharedMemoryCache.attach(entry.attach())
             if cache.origin.cache_id == layout.origin.cache_id:
                 return cache

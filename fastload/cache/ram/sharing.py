@@ -23,7 +23,7 @@ from fastload.cache.ram import registry
 from fastload.cache.ram.layout import Origin
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheMismatchError, SegmentError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.system.budget import parse_memory
 from fastload.system.logs import log, say_once
 
@@ -74,7 +74,7 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
     for entry in registry.entries(name):
         try:
             cache = _attach(entry)
-        except (SegmentError, CacheMismatchError) as error:
+        except (SharedMemoryError, CacheMismatchError) as error:
             text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
             say_once(text, logging.WARNING if ranks.of_host() > 1 else logging.INFO)
             continue
@@ -100,7 +100,7 @@ def create(
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
-        SegmentError: The memory could not be allocated.
+        SharedMemoryError: The memory could not be allocated.
     """
     with registry.creating() as is_alone:
         if not is_alone:
@@ -135,7 +135,7 @@ def of_this_machine(layout: Layout) -> SampleCache:
             cache.reason = "new: the cache of this machine"
             _register(cache, fingerprint.name)
             return cache
-    except SegmentError as error:
+    except SharedMemoryError as error:
         log.warning("cache: each worker of this machine keeps its own: %s", str(error))
         return PrivateCache(layout.num_samples, max_bytes, str(error))
 
@@ -146,7 +146,7 @@ def live_caches() -> list[LiveCache]:
     for entry in registry.entries():
         try:
             cache = _attach(entry)
-        except (SegmentError, CacheMismatchError):
+        except (SharedMemoryError, CacheMismatchError):
             continue
         origin = cache.origin
         live = found.setdefault(
@@ -173,7 +173,7 @@ def _attach(entry: Entry) -> SharedMemoryCache:
     """The cache behind an entry.
 
     Raises:
-        SegmentError: It cannot be reached.
+        SharedMemoryError: It cannot be reached.
         CacheMismatchError: Its descriptor is not a valid cache of this name.
     """
     cache = SharedMemoryCache.attach(entry.attach())
@@ -196,6 +196,6 @@ def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int,
 
 
 def _register(cache: SharedMemoryCache, name: str) -> None:
-    entry = registry.register(name, cache.fd)
+    entry = registry.register(name, cache._fd)
     if entry is not None:
         cache.unregister = weakref.finalize(cache, registry.unregister, entry)

@@ -1,4 +1,4 @@
-"""What all image transforms share: where the images of a batch are, and the memory of their results.
+"""What all image transforms share: checks of arguments, the images of a batch, the memory of their results.
 
 The layout is never guessed: if the shape fits both layouts, the user must name one.
 """
@@ -6,6 +6,7 @@ The layout is never guessed: if the shape fits both layouts, the user must name 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
-from fastload.memory.lease import current_arena
-from fastload.nested.device_tree import map_movable
+from fastload.memory.lease import current_allocator
+from fastload.nested.device_tree import map_device_leaves
 
 LAYOUTS = ("auto", "HWC", "CHW")
 # Tensors of these dtypes are NumPy's arrays, too.
@@ -40,13 +41,13 @@ def find_images(batch: Any, key: Any, asker: str, expected: str = "a tensor") ->
         TypeError: There is no tensor in the images' place.
         ValueError: The batch has no such place.
     """
-    where, found = _look_up(batch, key, asker)
-    if not isinstance(found, torch.Tensor):
+    where, images = _look_up(batch, key, asker)
+    if not isinstance(images, torch.Tensor):
         raise TypeError(
-            f"{asker} expects images as {expected} at {where}, but got {type(found).__name__}; pass a "
+            f"{asker} expects images as {expected} at {where}, but got {type(images).__name__}; pass a "
             f"different key=, or write a function that calls {asker} on the images of your batch"
         )
-    return where, found
+    return where, images
 
 
 def _look_up(batch: Any, key: Any, asker: str) -> tuple[str, Any]:
@@ -103,7 +104,7 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
     shape = tuple(images.shape)
     channels = (num_channels,) if num_channels else IMAGE_CHANNELS
     fitting = fitting_layouts(shape, channels) if images.ndim == 4 else []
-    named = [found for found in fitting if layout in (found, "auto")]
+    named = [fit for fit in fitting if layout in (fit, "auto")]
     if len(named) != 1:
         raise ValueError(
             f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: with "
@@ -139,7 +140,7 @@ class ImageTransform(nn.Module):
             is_planar = images.is_contiguous()
             memory_format = torch.contiguous_format if is_planar else torch.channels_last
             result = result.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
-        return map_movable(batch, lambda leaf: result if leaf is images else leaf)
+        return map_device_leaves(batch, lambda leaf: result if leaf is images else leaf)
 
     def _transformed(self, pixels: torch.Tensor, where: str) -> torch.Tensor:
         """New images for ``(B, H, W, C)`` pixels of any strides, at ``where`` in the batch."""
@@ -148,7 +149,7 @@ class ImageTransform(nn.Module):
 
 def new_images(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a result: that of the batch, if this thread is making one on the CPU."""
-    arena = current_arena()
+    arena = current_allocator()
     nbytes = math.prod(shape) * dtype.itemsize
     if arena is None or device.type != "cpu" or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
@@ -179,3 +180,61 @@ def fill_values(fill: float | Sequence[float], pixels: torch.Tensor) -> torch.Te
             f"{fill!r}"
         )
     return values.expand(num_channels).contiguous()
+
+
+# --- checks of arguments --------------------------------------------------------------------------------
+
+
+def height_and_width(size: Any) -> tuple[int, int]:
+    """Height and width from one or two ints.
+
+    Raises:
+        TypeError: It is not one or two ints.
+        ValueError: A side has no pixel.
+    """
+    sizes = tuple(size) if isinstance(size, Sequence) and not isinstance(size, (str, bytes)) else (size, size)
+    try:
+        numbers = tuple(operator.index(number) for number in sizes)
+    except TypeError:
+        numbers = ()
+    if len(numbers) != 2:
+        raise TypeError(
+            f"size should be an int, or the height and the width, two ints, but got {size!r:.200}"
+        )
+    if min(numbers) < 1:
+        raise ValueError(f"size should be at least 1 pixel, but got {size!r}")
+    return numbers[0], numbers[1]
+
+
+def range_of(name: str, values: Any, maximum: float = math.inf) -> tuple[float, float]:
+    """Two positive numbers, the lower one first.
+
+    Raises:
+        ValueError: They are not.
+    """
+    try:
+        low, high = (float(value) for value in values)
+    except (TypeError, ValueError):
+        low = high = math.nan
+    if not (0 < low <= high <= maximum and high < math.inf):
+        limit = "" if maximum == math.inf else f" and at most {maximum}"
+        raise ValueError(
+            f"{name} should be two numbers above 0{limit}, the lower one first, but got {values!r}"
+        )
+    return low, high
+
+
+def probability(p: Any) -> float:
+    """A number from 0 to 1.
+
+    Raises:
+        TypeError: It is not a number.
+        ValueError: It is out of its range.
+    """
+    try:
+        number = float(p)
+    except (TypeError, ValueError):
+        raise TypeError(f"p should be a probability from 0 to 1, but got {p!r:.200}") from None
+    if not 0 <= number <= 1:
+        raise ValueError(f"p should be a probability from 0 to 1, but got {p!r}")
+    return number

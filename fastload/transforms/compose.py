@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastload.memory.lease import WritingInto
+from fastload.memory.lease import allocating_in
 from fastload.transforms.crop_and_flip import RandomHorizontalFlip, RandomResizedCrop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Chain:
-    """Applies transforms in order; can be pickled if they can.
+class Compose:
+    """Applies transforms of batches in order; can be pickled if they can.
 
     A `RandomHorizontalFlip` right after a `RandomResizedCrop` of the same images becomes part of the crop,
     which saves a pass over memory. Draws and values stay the same. Subclasses are never merged.
@@ -36,12 +36,12 @@ class Chain:
         """Apply all transforms to a batch."""
         if not self._steps:
             return batch
-        with WritingInto(None):  # intermediate values do not belong in the memory of the result
+        with allocating_in(None):  # intermediate values do not belong in the memory of the result
             for step in self._steps[:-1]:
                 batch = step(batch)
         return self._steps[-1](batch)
 
 
-def chained(transforms: Callable[[Any], Any] | Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+def compose(transforms: Callable[[Any], Any] | Sequence[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     """One function for a transform, or for a list of them."""
-    return Chain(transforms) if isinstance(transforms, (list, tuple)) else transforms  # type: ignore[return-value]
+    return Compose(transforms) if isinstance(transforms, (list, tuple)) else transforms  # type: ignore[return-value]

@@ -21,33 +21,23 @@ import os
 import threading
 import time
 from concurrent.futures import Future, wait
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastload.files.file_systems import READ_VARIABLE, is_denied
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.files.file_systems import Limits
+
 T = TypeVar("T")
 
-CONNECT_VARIABLE = "FASTLOAD_CONNECT_TIMEOUT"
-READ_VARIABLE = "FASTLOAD_READ_TIMEOUT"
 # Errors that a retry would hit again.
 PERMANENT = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(NotImplementedError, TypeError, ValueError, ImportError, AttributeError, MemoryError),
 )
-# What clients raise without credentials, or with rejected ones, by name: most are not installed.
-_DENIALS = frozenset(
-    {
-        *("NoCredentialsError", "CredentialRetrievalError", "PartialCredentialsError"),  # botocore
-        *("ProfileNotFound", "TokenRetrievalError", "SSOError"),
-        *("GoogleAuthError", "ClientAuthenticationError"),  # google-auth, azure
-        *("PermissionDeniedError", "UnauthenticatedError"),  # obstore
-    }
-)
-
 _ATTEMPTS = 6
 _FIRST_PAUSE_S = 0.1  # doubled after each attempt; six attempts take three seconds of pauses
 _SLOW_S, _WARN_EVERY_S = 5.0, 30.0
@@ -62,71 +52,7 @@ class StalledError(OSError):
     """A request had no result in time."""
 
 
-class Limits(NamedTuple):
-    """How long a store can keep a request waiting.
-
-    Attributes:
-        connect_s: Maximum seconds until a connection.
-        read_s: Maximum seconds without data.
-    """
-
-    connect_s: float
-    read_s: float
-
-    @classmethod
-    def of_environment(cls) -> Limits:
-        """The limits that the user has set.
-
-        Raises:
-            ValueError: A variable is not a number of seconds.
-        """
-        return cls(_seconds(CONNECT_VARIABLE, 10.0), _seconds(READ_VARIABLE, 20.0))
-
-    def applied(self, kind: type, options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-        """The options of a file system with these limits, and whether it aborts stalled requests itself.
-
-        The user's own limits stay.
-
-        Args:
-            kind: The class of the file system.
-            options: Its keyword arguments.
-        """
-        package = kind.__module__
-        if package == "fsspec.implementations.http":
-            import aiohttp
-
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.connect_s, sock_read=self.read_s)
-            return _with_defaults(options, "client_kwargs", timeout=timeout), True
-        if package.startswith("s3fs"):
-            # botocore would repeat each request that s3fs repeats, and s3fs each that `retried` repeats.
-            limits = {"connect_timeout": self.connect_s, "read_timeout": self.read_s}
-            return _with_defaults(options, "config_kwargs", **limits, retries={"max_attempts": 0}), True
-        if package.startswith("obstore"):
-            options = _with_defaults(
-                options, "client_options", connect_timeout=timedelta(seconds=self.connect_s)
-            )
-            # It retries for three minutes, and would be aborted before it gives a reason.
-            pause = timedelta(seconds=self.read_s / 2)
-            return _with_defaults(options, "retry_config", retry_timeout=pause), False
-        return options, False
-
-
-def _with_defaults(options: dict[str, Any], name: str, **defaults: Any) -> dict[str, Any]:
-    return {**options, name: {**defaults, **(options.get(name) or {})}}
-
-
-def _seconds(variable: str, default: float) -> float:
-    text = os.environ.get(variable, "").strip()
-    try:
-        found = float(text) if text else default
-    except ValueError:
-        found = math.nan
-    if not 0 < found < math.inf:
-        raise ValueError(f"{variable}={text!r} should be a number of seconds above zero, such as {default:g}")
-    return found
-
-
-def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exception], limits: Limits) -> T:
+def retry(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exception], limits: Limits) -> T:
     """The result of the first attempt that succeeds.
 
     Failed attempts are logged; as a warning if they have taken several seconds, because a client with its own
@@ -149,31 +75,21 @@ def retried(attempt: Callable[[int], T], failed: Callable[[Exception, str], Exce
             took_s = _now_s() - started_s
             if number == _ATTEMPTS or took_s >= _ATTEMPTS * limits.read_s:
                 raise failed(error, f" (tried {number} times in {took_s:.1f} s)") from error
-            said = str(failed(error, f" (attempt {number} of {_ATTEMPTS}, after {took_s:.1f} s)"))
-            log.log(logging.WARNING if took_s >= _SLOW_S and _may_warn() else logging.INFO, "%s", said)
+            failure = failed(error, f" (attempt {number} of {_ATTEMPTS}, after {took_s:.1f} s)")
+            log.log(logging.WARNING if took_s >= _SLOW_S and _may_warn() else logging.INFO, "%s", failure)
             _sleep(_pause_s(number))
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether an error of `retried` is transient, such as a network outage."""
+def is_transient(error: Exception) -> bool:
+    """Whether an error of `retry` is transient, such as a network outage."""
     return error.__cause__ is None or not _is_permanent(error.__cause__)
-
-
-def is_denied(error: BaseException) -> bool:
-    """Whether a client has no credentials, or the store does not accept them."""
-    if isinstance(error, PermissionError):
-        return True
-    names = (kind.__name__ for kind in type(error).__mro__)
-    # `status` of aiohttp, whose `code` is deprecated, and `code` of gcsfs
-    status = getattr(error, "status" if hasattr(error, "status") else "code", None)
-    return not _DENIALS.isdisjoint(names) or status in (401, 403)
 
 
 def _is_permanent(error: BaseException) -> bool:
     return isinstance(error, PERMANENT) or is_denied(error)
 
 
-def answer(
+def request(
     fs: Any, method: str, *args: Any, what: str, limit_s: float = math.inf, nbytes: int = 0, **options: Any
 ) -> Any:
     """The result of a file system's method; a warning if it is slow.
@@ -192,7 +108,7 @@ def answer(
     """
     longer_s = max(0, nbytes) / _SLOWEST_BYTES_PER_S
     slow_s, limit_s = _SLOW_S + longer_s, limit_s + longer_s
-    result = _begin(fs, method, args, options)
+    result = _send(fs, method, args, options)
     try:
         if not wait([result], min(slow_s, limit_s)).done and slow_s < limit_s:
             if _may_warn():
@@ -210,7 +126,7 @@ def answer(
         del result  # else an error would keep itself alive
 
 
-def _begin(fs: Any, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Future[Any]:
+def _send(fs: Any, method: str, args: tuple[Any, ...], options: dict[str, Any]) -> Future[Any]:
     """Call a method; its result can be waited for with a limit."""
     inner = getattr(fs, f"_{method}", None)
     if getattr(fs, "async_impl", False) and not fs.asynchronous and inspect.iscoroutinefunction(inner):
@@ -231,7 +147,7 @@ def _begin(fs: Any, method: str, args: tuple[Any, ...], options: dict[str, Any])
 def _run(result: Future[Any], call: Callable[[], Any]) -> None:
     try:
         result.set_result(call())
-    except BaseException as error:  # noqa: BLE001  # raised by `answer`
+    except BaseException as error:  # noqa: BLE001  # raised by `request`
         result.set_exception(error)
         del result  # else the error would keep itself alive
 
@@ -261,5 +177,5 @@ _sleep, _now_s = time.sleep, time.monotonic  # tests replace them
 def reason_of(error: Exception) -> str:
     """The error of an attempt in words."""
     text = str(error) or repr(error)
-    is_ours = isinstance(error, (OtherLengthError, StalledError))
-    return text if is_ours else f"{type(error).__name__}: {text}"
+    has_clear_text = isinstance(error, (OtherLengthError, StalledError))
+    return text if has_clear_text else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""The process group of this rank, and its store, which all ranks of the job can reach.
+"""The ranks of a distributed job: what launchers say of them, and the process group of this rank.
 
 torch is never imported here: if the script never imported torch.distributed, this process is not in a group.
 """
@@ -10,8 +10,21 @@ import os
 import sys
 from typing import Any
 
+# The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
+RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # Whether this process was forked from a rank: it must not use that rank's connection to the store.
 _is_forked = False
+
+
+def number_in(variable: str) -> int | None:
+    """The number in an environment variable; None if there is none."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else None
+
+
+def ranks_of_host() -> int | None:
+    """The number of ranks on this host, at least 1; None if no variable has it."""
+    return next((number for number in map(number_in, RANKS_OF_HOST) if number), None)
 
 
 def process_group() -> Any | None:

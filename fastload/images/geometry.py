@@ -1,0 +1,74 @@
+"""Where the pixels of an image are: its header, its EXIF orientation, and boxes in it.
+
+A file stores an image in one orientation, and a viewer displays it in the one that its EXIF tag names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+# `(x_min, y_min, x_max, y_max)` in pixels; the last two are exclusive.
+Box = tuple[int, int, int, int]
+
+# By the value of the EXIF tag: the stored image with its axes swapped or not, then flipped along y, x.
+ORIENTATIONS = {
+    1: (False, False, False),
+    2: (False, False, True),
+    3: (False, True, True),
+    4: (False, True, False),
+    5: (True, False, False),
+    6: (True, False, True),
+    7: (True, True, True),
+    8: (True, True, False),
+}
+
+
+def apply_orientation(pixels: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:
+    """Stored pixels as a viewer displays them, C-contiguous."""
+    if orientation == 1:
+        return np.ascontiguousarray(pixels)
+    is_swapped, flips_y, flips_x = ORIENTATIONS[orientation]
+    if is_swapped:
+        pixels = pixels.swapaxes(0, 1)
+    return np.ascontiguousarray(pixels[:: -1 if flips_y else 1, :: -1 if flips_x else 1])
+
+
+class ImageHeader(NamedTuple):
+    """What the header of an image file says.
+
+    Attributes:
+        height: Of the displayed image, in pixels.
+        width: The same.
+        orientation: The value of the EXIF tag, 1 to 8.
+        is_jpeg: Whether this is a JPEG with 8-bit RGB or grey values.
+    """
+
+    height: int
+    width: int
+    orientation: int
+    is_jpeg: bool
+
+    def stored_box(self, box: Box) -> Box:
+        """A box of the displayed image, in the stored one."""
+        x_min, y_min, x_max, y_max = self._flipped(box)
+        is_swapped = ORIENTATIONS[self.orientation][0]
+        return (y_min, x_min, y_max, x_max) if is_swapped else (x_min, y_min, x_max, y_max)
+
+    def displayed_box(self, box: Box) -> Box:
+        """A box of the stored image, in the displayed one."""
+        is_swapped = ORIENTATIONS[self.orientation][0]
+        return self._flipped((box[1], box[0], box[3], box[2]) if is_swapped else box)
+
+    def _flipped(self, box: Box) -> Box:
+        x_min, y_min, x_max, y_max = box
+        _, flips_y, flips_x = ORIENTATIONS[self.orientation]
+        if flips_y:
+            y_min, y_max = self.height - y_max, self.height - y_min
+        if flips_x:
+            x_min, x_max = self.width - x_max, self.width - x_min
+        return x_min, y_min, x_max, y_max
