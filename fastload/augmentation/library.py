@@ -6,8 +6,7 @@ instance to the table in `libraries`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,8 +15,7 @@ if TYPE_CHECKING:
 GeneratorKind = Literal["numpy", "python", "legacy"]
 
 
-@dataclass(frozen=True)
-class RandomClass:
+class RandomClass(NamedTuple):
     """A base class of random transforms: where its objects keep the generators that they draw from.
 
     While a loader reads samples, these attributes return the loader's generators (see `rng.entry_points`).
@@ -33,7 +31,7 @@ class RandomClass:
 
     module: str
     name: str
-    generators: Mapping[str, GeneratorKind] = field(default_factory=dict)
+    generators: Mapping[str, GeneratorKind]
     reserve: tuple[str, Callable[[Any, Any, Any], Any]] | None = None
 
 

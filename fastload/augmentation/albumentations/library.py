@@ -9,7 +9,7 @@ import torch
 
 from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
 from fastload.augmentation.albumentations.read_only import only_reads
-from fastload.augmentation.library import AugmentationLibrary, RandomClass
+from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
 from fastload.images.encoded import EncodedImage
 from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
@@ -27,32 +27,23 @@ def _with_generators(streams: Any, generator: np.random.Generator, py_random: An
     return type(streams)(random_generator=generator, py_random=py_random, epoch=streams.epoch)
 
 
+_PAIR: dict[str, GeneratorKind] = {"random_generator": "numpy", "py_random": "python"}
+# Of AlbumentationsX alone.
+_RESERVE = "_reserve_invocation_streams", _with_generators
+_PRIVATE = frozenset(
+    f"_{state}_{name}" for state in ("configured", "concurrent") for name in ("random_generator", "py_random")
+)
+
+
 class Albumentations(AugmentationLibrary):
     """albumentations 2; crops, ends and read-only memory are those of release 2.0.8 alone."""
 
     random_classes = (
-        RandomClass(  # of AlbumentationsX
-            "albumentations.core.invocation",
-            "InvocationRngOwner",
-            reserve=("_reserve_invocation_streams", _with_generators),
-        ),
-        RandomClass(
-            "albumentations.core.composition",
-            "BaseCompose",
-            {"random_generator": "numpy", "py_random": "python"},
-        ),
-        RandomClass(
-            "albumentations.core.transforms_interface",
-            "BasicTransform",
-            {"random_generator": "numpy", "py_random": "python"},
-        ),
+        RandomClass("albumentations.core.invocation", "InvocationRngOwner", {}, _RESERVE),
+        RandomClass("albumentations.core.composition", "BaseCompose", _PAIR),
+        RandomClass("albumentations.core.transforms_interface", "BasicTransform", _PAIR),
     )
-    private_generators = frozenset(  # of AlbumentationsX
-        (
-            *("_configured_random_generator", "_configured_py_random"),
-            *("_concurrent_random_generator", "_concurrent_py_random"),
-        )
-    )
+    private_generators = _PRIVATE
     input_name = "the image or the named targets of a sample"
 
     def owns(self, transform: Any) -> bool:
