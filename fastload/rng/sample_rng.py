@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
+import struct
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fastload.rng.entry_points import Pair
+
+
+_SEEDS = struct.Struct("<QIQ")  # of random, numpy and torch: the first 20 bytes of a digest
 
 
 class _Current(threading.local):
@@ -126,8 +130,20 @@ class SampleSeeder(RandomSource):
             state = ThreadState(self if self._with_transforms else None)
             self._outer = _current.seeder, swap_state(state) if self._scope is not None else ThreadState()
             _current.seeder = self
-        self._digest = key.digest()
-        self._set_generators()
+        self._digest = digest = key.digest()
+        self._generator = None
+        if self._with_globals:
+            python_seed, numpy_seed, torch_seed = _SEEDS.unpack_from(digest)
+            random.seed(python_seed)
+            np.random.seed(numpy_seed)
+            torch.default_generator.manual_seed(torch_seed)
+        for described in self._seedable:
+            stream = hashlib.blake2b(digest + described.stream, digest_size=STREAM_BYTES)
+            described.seed(stream.digest())
+        self._spare += self._pairs.values()
+        self._pairs.clear()
+        self._is_state_set = False
+        self.token += 1  # what the user has seeded for another sample is set again
 
     def end(self) -> None:
         """End the current sample, and restore the user's generators."""
@@ -137,21 +153,6 @@ class SampleSeeder(RandomSource):
                 swap_state(state)
         if self._scope is not None:
             self._scope.__exit__()
-
-    def _set_generators(self) -> None:
-        """Set all generators for the current sample, from the first draw on."""
-        seeds = self._digest
-        self._generator = None
-        if self._with_globals:
-            random.seed(number(seeds[:8]))
-            np.random.seed(number(seeds[8:12]))
-            torch.default_generator.manual_seed(number(seeds[12:20]))
-        for described in self._seedable:
-            described.seed(hashlib.blake2b(seeds + described.stream, digest_size=STREAM_BYTES).digest())
-        self._spare += self._pairs.values()
-        self._pairs.clear()
-        self._is_state_set = False
-        self.token += 1  # what the user has seeded for another sample is set again
 
     def save_generators(self) -> Callable[[], None]:
         """See the function `save_generators`."""
