@@ -46,7 +46,7 @@ from torch.utils.data import Dataset
 
 import fastload
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.encoded import encoded_source
+from fastload.cache.build.sources import encoded_source
 
 sys.path.insert(0, str(Path(__file__).parent / "peers"))
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from torch.utils.data import Dataset
 
 import fastload
-from fastload.cache.ram.layout import ENTRY_BYTES
+from fastload.cache.ram.arena import ENTRY_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

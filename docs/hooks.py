@@ -16,7 +16,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 
 def on_config(config: Any) -> Any:
     """The configuration, with the version in the footer of each page."""
-    text = (Path(__file__).parents[1] / "fastload" / "__init__.py").read_text()
+    text = (Path(__file__).parents[1] / "fastload" / "version.py").read_text()
     version = re.search(r'__version__ = "(.+)"', text)
     assert version is not None
     config.copyright = f"fastload {version[1]}, Apache-2.0"

@@ -10,7 +10,7 @@ compares the two.
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.2.0"
+from fastload.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample as FailedSample
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fastload.rng.seeding import seed_everything as seed_everything, seed_worker as seed_worker
     from fastload.rng.worker_info import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
     from fastload.training.report import memory_report as memory_report
-    from fastload.workers.settings import RayWorkers as RayWorkers
+    from fastload.workers.ray_pool import RayWorkers as RayWorkers
 else:  # with __getattr__ in sight, type checkers would accept any name
     from fastload.system.lazy_exports import public_names as _public_names
 
@@ -56,7 +56,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "rng.seeding": ("seed_everything", "seed_worker"),
             "rng.worker_info": ("WorkerInfo", "get_worker_info"),
             "training.report": ("memory_report",),
-            "workers.settings": ("RayWorkers",),
+            "workers.ray_pool": ("RayWorkers",),
         },
         modules=("cache", "errors", "integrations", "profiling", "training", "transforms"),
     )

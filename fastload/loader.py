@@ -33,13 +33,8 @@ from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import (
-    OPTION_NAMES,
-    LoaderSettings,
-    Options,
-    default_options,
-    ray_workers,
-)
+from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +45,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.failures import FailedSample
     from fastload.device.cuda import Backend
-    from fastload.workers.settings import RayWorkers
+    from fastload.workers.ray_pool import RayWorkers
 
 _KNOWN_CONTEXTS = (
     mp_context.DefaultContext,
@@ -216,7 +211,8 @@ class DataLoader(LoaderSettings):
 
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
-        if vars(self).get("_auto_workers") is None and ray_workers(vars(self).get("worker_type")) is None:
+        needs_cpus = not pool_type_of(vars(self).get("worker_type", "process")).runs_elsewhere
+        if vars(self).get("_auto_workers") is None and needs_cpus:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 
@@ -343,7 +339,9 @@ class DataLoader(LoaderSettings):
     def _reject_torch(self, reason: str) -> None:
         """Raise if this loader has a setting that torch's own iterator does not support."""
         given = {
-            f"worker_type={self.worker_type!r}".replace("'", '"'): self.worker_type != "process",
+            f"worker_type={self.worker_type!r}".replace("'", '"'): (
+                not pool_type_of(self.worker_type).uses_multiprocessing
+            ),
             f"on_error={self.on_error!r}": self.on_error != "raise",
             f"max_worker_restarts={self.max_worker_restarts}": self.max_worker_restarts > 0,
         }
@@ -359,7 +357,7 @@ class DataLoader(LoaderSettings):
             return None
         if not self.in_order:
             return "in_order=False"
-        if self.worker_type != "process":
+        if not pool_type_of(self.worker_type).uses_multiprocessing:
             return None
         context = self.multiprocessing_context
         if context is not None and type(context) not in _KNOWN_CONTEXTS:

@@ -13,73 +13,39 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import fastload
 from docs import layers
 
 if TYPE_CHECKING:
     from tests.kit.processes import Interpreter
 
-PACKAGE = Path(fastload.__file__).parent
-
 # Rooms from the bottom up; a file may import from its own room and from rooms before it, never in a circle.
 # A folder imports from itself and from folders before it, for types too.
 FROM_THE_BOTTOM = """
-errors system memory files images nested augmentation rng batch cache device transforms workers epochs
-training loader profiling integrations bench cli __init__ __main__
+errors version system memory files images nested augmentation rng batch cache device transforms workers
+epochs training loader profiling integrations bench cli __init__ __main__
 """
 LAYERS = FROM_THE_BOTTOM.split()
 
 
-def _name(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-FILES = {
-    _name(path): path
-    for path in PACKAGE.rglob("*.py")
-    if path.name != "__init__.py" or path.parent == PACKAGE
-}
+FILES = layers.modules()
 
 
 def _layer(name: str) -> int:
-    return LAYERS.index(name.split(".")[0])
+    return LAYERS.index(layers.layer_of(name))
 
 
 def _part_of_layer(name: str) -> str:
-    """The folder or file directly inside a layer, such as `cache.lmdb` or `cache.record`."""
+    """The folder or file directly inside a layer, such as `cache.lmdb` or `cache.dataset`."""
     return ".".join(name.split(".")[:2])
-
-
-@functools.cache
-def _imports(path: Path, *, with_types: bool) -> set[str]:
-    """Modules of ours that a file imports: when it runs, or for types alone too."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        id(node)
-        for branch in ast.walk(tree)
-        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
-        for node in ast.walk(branch)
-    }
-    found = set()
-    for node in ast.walk(tree):
-        if id(node) in for_types and not with_types:
-            continue
-        names: list[str] = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found |= {name.removeprefix("fastload.") for name in names if name.startswith("fastload.")}
-    return found & set(FILES)
 
 
 @pytest.mark.slow
 def test_a_file_imports_from_its_own_folder_and_lower_ones_only() -> None:
-    """See LAYERS."""
-    imports = {name: _imports(path, with_types=True) for name, path in FILES.items()}
-    assert {
-        (name, other) for name, others in imports.items() for other in others if _layer(other) > _layer(name)
-    } == set()
+    """Neither by a statement, for types too, nor by a string that names a module."""
+    upward = {
+        (name, other) for name in FILES for other in layers.imports(name) if _layer(other) > _layer(name)
+    }
+    assert upward == set()
 
 
 def _circles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -93,29 +59,60 @@ def _circles(needs: dict[str, set[str]]) -> dict[str, set[str]]:
 
 @pytest.mark.slow
 def test_imports_make_no_circle() -> None:
-    """Files can be read one after another, each after what it builds on."""
-    assert _circles({name: _imports(path, with_types=False) for name, path in FILES.items()}) == {}
+    """Files can be read one after another, each after what it builds on, for types and by strings too."""
+    assert _circles({name: set(layers.imports(name)) for name in FILES}) == {}
 
 
-def test_folders_inside_the_cache_make_no_circle() -> None:
-    """Each folder in cache/ can be read as a whole, after the folders and files that it builds on."""
-    needs: dict[str, set[str]] = {}
-    for name, path in FILES.items():
-        if _layer(name) == LAYERS.index("cache"):
-            part = _part_of_layer(name)
-            others = {_part_of_layer(other) for other in _imports(path, with_types=True)}
-            needs.setdefault(part, set()).update(others - {part})
-    assert "cache.lmdb" in needs
-    assert _circles(needs) == {}
+def test_a_module_that_a_string_names_counts_as_imported() -> None:
+    """`import_module("...")`, `sys.modules.get("...")` and tables of names hide no arrow from these tests."""
+    assert "cache.dataset" in layers.imports("workers.process")
+    assert "transforms.triton_crop" in layers.imports("transforms.resample")
+    assert {"cache.dataset", "batch.collate"} <= layers.imports("profiling.probes")
+    assert {"loader", "images.folder"} <= layers.imports("__init__")
+
+
+# The folders inside cache/, from the bottom up; ram and lmdb know nothing of each other.
+CACHE_FOLDERS: dict[str, set[str]] = {
+    "cache.format": set(),
+    "cache.ram": {"cache.format"},
+    "cache.lmdb": {"cache.format"},
+    "cache.build": {"cache.format", "cache.ram", "cache.lmdb"},
+}
+
+
+@pytest.mark.parametrize("folder", CACHE_FOLDERS)
+def test_a_folder_inside_the_cache_builds_on_lower_ones_only(folder: str) -> None:
+    """For types too; the files beside the folders build on all of them, and none of these on the files."""
+    files = [name for name in FILES if _part_of_layer(name) == folder]
+    needs = {_part_of_layer(other) for name in files for other in layers.imports(name)}
+    assert files
+    assert {part for part in needs if part.startswith("cache.")} <= {folder, *CACHE_FOLDERS[folder]}
 
 
 @pytest.mark.slow
 def test_the_page_counts_the_lines_of_each_layer() -> None:
     """Within a tenth; `python docs/layers.py` counts again."""
-    counted = layers.lines_of_layers(PACKAGE)
+    counted = layers.lines_of_layers()
     shown = layers.lines_in_page(layers.PAGE.read_text(encoding="utf-8"))
-    assert list(shown) == [layer for layer in LAYERS if not layer.startswith("__")]
+    assert list(shown) == [layer for layer in LAYERS if layer != "version" and not layer.startswith("__")]
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
+
+
+def test_each_rule_names_a_test_that_exists() -> None:
+    """Five rules never break, and the page says which test holds each."""
+    text = layers.PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
+    assert len(named) == 5
+    for file, test in named:
+        code = (layers.ROOT / file).read_text(encoding="utf-8")
+        assert all(re.search(rf"(def|class) {part}\b", code) for part in test.split("::")), test
+
+
+@pytest.mark.slow
+def test_the_drawing_shows_the_arrows_of_the_imports() -> None:
+    """`python docs/layers.py` draws again; line counts aside, which the table has."""
+    without_lines = functools.partial(re.sub, r"[\d,]+ lines", "")
+    assert without_lines(layers.drawing()) == without_lines(layers.DRAWING.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +171,7 @@ def test_import_of_the_package_alone_imports_nothing_else() -> None:
     program = (
         "import sys, fastload\n"
         "found = {name for name in sys.modules if name.startswith(('fastload.', 'torch', 'numpy'))}\n"
-        "found -= {'fastload.system', 'fastload.system.lazy_exports'}\n"
+        "found -= {'fastload.version', 'fastload.system', 'fastload.system.lazy_exports'}\n"
         "assert not found, found\n"
         "assert issubclass(fastload.errors.ResumeError, fastload.FastloadError)\n"
     )

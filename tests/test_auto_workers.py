@@ -23,7 +23,7 @@ from fastload.epochs.stats import Recorder, recorder_of
 from fastload.system.logs import say_once
 from fastload.workers import auto_workers
 from fastload.workers.auto_workers import ENOUGH_BATCHES, AutoWorkers, Pace, best_number
-from fastload.workers.messages import Work
+from fastload.workers.messages import WorkerCounters
 from tests.kit import datasets
 from tests.resume.zoo import Counting
 
@@ -187,7 +187,7 @@ def add(recorder: Recorder, num_batches: int, num_epochs: int = 1) -> None:
     counts.step_ns += num_batches * 20_000_000
     counts.wait_ns += (num_batches - num_epochs) * 10_000_000
     counts.first_wait_ns += num_epochs * 90_000_000
-    recorder.add(Work(num_batches * 30_000))
+    recorder.add(WorkerCounters(num_batches * 30_000))
 
 
 @pytest.mark.parametrize(

@@ -353,7 +353,7 @@ def test_commands_import_nothing_heavy(tmp_path: Path) -> None:
     for_help, for_disk, in_memory = (set(line.split()) for line in done.stdout.splitlines())
     assert not {"torch", "numpy", "lmdb", "rich", "PIL", "psutil"} & for_help
     assert "fastload.cache.lmdb.lmdb_cache" in for_disk
-    assert "fastload.cache.ram.sharing" in in_memory
+    assert "fastload.cache.ram.shared" in in_memory
     assert not {"torch", "PIL", "psutil", "rich"} & in_memory
 
 

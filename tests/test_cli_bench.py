@@ -295,14 +295,14 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
 def test_sigterm_leaves_nothing(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CI ends a command that takes too long this way."""
 
-    def call(function: Any, dataset: Any, *arguments: Any) -> Any:
+    def run_isolated(function: Any, dataset: Any, *arguments: Any) -> Any:
         if function is not measure.build:
-            return subprocess_runner.call(function, dataset, *arguments)
+            return subprocess_runner.run_isolated(function, dataset, *arguments)
         Path(arguments[0]).write_bytes(b"a part of a cache")
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal was not heard")
 
-    monkeypatch.setattr("fastload.bench.run.call", call)
+    monkeypatch.setattr("fastload.bench.run.run_isolated", run_isolated)
     before = signal.getsignal(signal.SIGTERM)
     result = run(ZOO, *QUICK)
     assert result.exit_code == 128 + signal.SIGTERM

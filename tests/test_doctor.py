@@ -17,8 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
-from fastload.cache import source_report
-from fastload.cli import main
+from fastload.cli import main, source_report
 from fastload.errors import SharedMemoryError
 from fastload.training import machine_report
 

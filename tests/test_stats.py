@@ -28,7 +28,7 @@ from fastload import DataLoader
 from fastload.batch.nbytes import nbytes_of
 from fastload.epochs import on_device, stats
 from fastload.epochs.stats import Counts, recorder_of, stats_of
-from fastload.workers.messages import Work
+from fastload.workers.messages import WorkerCounters
 from tests.device.fake import FakeBackend
 from tests.faults import zoo
 from tests.kit import datasets
@@ -277,8 +277,8 @@ def test_utilization_is_busy_time_by_the_time_of_all_workers(clock: list[int]) -
     measured = stats.Clock(recorder, 2, clock[0])
     clock[0] += 2 * S
     measured.count(clock[0] - 2 * S, (4, 0))
-    recorder.add(Work(1_000_000))
-    recorder.add(Work(2_000_000))
+    recorder.add(WorkerCounters(1_000_000))
+    recorder.add(WorkerCounters(2_000_000))
     assert loader.stats().worker_utilization == 0.75
 
 

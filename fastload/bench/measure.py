@@ -1,6 +1,6 @@
 """The steps that read samples: examine the dataset, warm the page cache, build a cache, measure a contender.
 
-Each step runs in its own process (see `apart`). The process that compares never reads a sample.
+Each step runs in its own process (see `subprocess_runner`). The process that compares never reads a sample.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 import torch.utils.data
 
 from fastload.bench.subprocess_runner import in_a_line
+from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.record import encode
-from fastload.cache.random_check import probe
-from fastload.cache.sources import PreTransformedDataset
+from fastload.cache.open_cache import pre_transformed
 from fastload.errors import CacheError, UnsupportedSampleError
 from fastload.loader import DataLoader
 
@@ -60,14 +60,9 @@ class Epochs(NamedTuple):
     later: float
 
 
-def spread_indices(length: int, count: int) -> list[int]:
-    """Evenly spaced indices, so all classes of a sorted dataset take part."""
-    return [number * length // count for number in range(count)]
-
-
 def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
     """Look at some samples, evenly spaced. An error of the dataset or the transform is raised."""
-    indices = spread_indices(len(dataset), min(len(dataset), _MAX_EXAMINED))
+    indices = spread_indices(len(dataset), _MAX_EXAMINED)
     samples, times_s = [], []
     dataset[indices[0]]  # the first access can open files
     started_s = time.perf_counter()
@@ -88,7 +83,7 @@ def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
 
 def with_transform(dataset: Any, transform: Callable[..., Any] | None) -> Any:
     """The dataset with a transform behind it, which gets the samples as that of a CachedDataset does."""
-    return dataset if transform is None else PreTransformedDataset(dataset, transform)
+    return dataset if transform is None else pre_transformed(dataset, transform)
 
 
 def _why_no_batch(samples: Sequence[Any]) -> str:

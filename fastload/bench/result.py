@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import fastload
 from fastload.bench.contenders import Contender
 from fastload.system.cpus import worthwhile_cpus
+from fastload.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -125,7 +125,7 @@ def this_machine() -> dict[str, Any]:
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "fastload": fastload.__version__,
+        "fastload": __version__,
     }
 
 

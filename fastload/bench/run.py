@@ -19,7 +19,8 @@ from torch.utils.data import Subset
 from fastload.bench import measure
 from fastload.bench.contenders import CACHES, contenders_of
 from fastload.bench.result import Result, Row, this_machine
-from fastload.bench.subprocess_runner import RunFailedError, call
+from fastload.bench.subprocess_runner import RunFailedError, run_isolated
+from fastload.cache.build.random_check import spread_indices
 from fastload.cache.dataset import CachedDataset
 from fastload.system.budget import parse_memory
 from fastload.system.cpus import CpuTimes, others_share, worthwhile_cpus
@@ -113,7 +114,7 @@ class Benchmark:
     def __init__(self, settings: Settings, datasets: Mapping[str | None, Any], transform: Any) -> None:
         self._settings, self._datasets, self._transform = settings, datasets, transform
         self._examined: dict[str | None, Examined] = {
-            size: call(measure.examine, dataset, transform) for size, dataset in datasets.items()
+            size: run_isolated(measure.examine, dataset, transform) for size, dataset in datasets.items()
         }
         for why_no_batch in filter(None, (one.why_no_batch for one in self._examined.values())):
             raise NoBatchError(why_no_batch)
@@ -176,7 +177,7 @@ class Benchmark:
     def _run_once(self, row: Row, dataset: Any, lmdb_path: str | None) -> None:
         """Measure a contender; an error becomes its problem."""
         try:
-            first, later = call(measure.measure, dataset, self._transform, row.contender, lmdb_path)
+            first, later = run_isolated(measure.measure, dataset, self._transform, row.contender, lmdb_path)
         except RunFailedError as error:
             row.problem = f"failed: {error}"
         else:
@@ -224,11 +225,12 @@ class Benchmark:
                 if in_lmdb:
                     log.info("building an LMDB cache")
                     path = os.path.join(directory, f"{number}.lmdb")
-                    self.result.build_s[size or ""] = call(measure.build, dataset, path, worthwhile_cpus())
+                    build_s = run_isolated(measure.build, dataset, path, worthwhile_cpus())
+                    self.result.build_s[size or ""] = build_s
                     paths[size] = path
                 else:
                     log.info("reading all samples once")
-                    call(measure.warm, dataset, worthwhile_cpus())
+                    run_isolated(measure.warm, dataset, worthwhile_cpus())
             except RunFailedError as error:
                 for row in in_lmdb:
                     row.problem = f"failed: the LMDB cache could not be built: {error}"
@@ -265,7 +267,7 @@ def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:
 def _part(dataset: Any, count: int) -> Any:
     """`count` samples of the dataset, evenly spaced."""
     length = len(dataset)
-    return dataset if count >= length else Subset(dataset, measure.spread_indices(length, count))
+    return dataset if count >= length else Subset(dataset, spread_indices(length, count))
 
 
 def _directory(parent: str | None) -> tempfile.TemporaryDirectory[str]:

@@ -1,4 +1,4 @@
-"""Runs a function in its own process, so it leaves nothing behind for the next run.
+"""Run a function in its own process, so it leaves nothing behind for the next run.
 
 Memory, file handles, caches, threads and worker processes of a run end with its process. Rules:
 
@@ -21,10 +21,10 @@ import os
 import signal
 import sys
 import warnings
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
-from fastload.workers.process import start_helpers, without_handlers
-from fastload.workers.worker import drop_signal_handlers, leave_with
+from fastload.system.child_process import enter_child, handlers_blocked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +38,7 @@ class RunFailedError(Exception):
     """A run ended by an error, which is the text of this exception, or its process died."""
 
 
-def call(function: Callable[..., Any], *arguments: Any) -> Any:
+def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
     """The result of a function that runs in its own process.
 
     Args:
@@ -50,11 +50,11 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
     if context.get_start_method() != "fork":
-        start_helpers(context.get_start_method())
+        resource_tracker.ensure_running()  # before signals are blocked: its start would unblock them
     receiver, sender = context.Pipe(duplex=False)
     process: Any = None
     try:
-        with without_handlers() as mask:
+        with handlers_blocked() as mask:
             process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
             process.start()
         sender.close()  # the run has its own end: when the run ends, so does the pipe
@@ -109,11 +109,8 @@ def _main(
     try:
         if hasattr(os, "setpgid"):
             os.setpgid(0, 0)
-        drop_signal_handlers()
-        if hasattr(signal, "pthread_sigmask"):  # not on Windows
-            signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
         with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
-            leave_with(parent_pid)
+            enter_child(parent_pid, signal_mask)
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
         sys.stdout = sys.stderr = sys.__stderr__  # a progress bar can have replaced both
         warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested

@@ -1,8 +1,8 @@
 """Datasets behind caches, which decode each sample once.
 
-Read in this order: `dataset` (the user's object), `open_cache` (chooses and opens a cache), `sample_cache`
-(the interface of caches), `ram` and `lmdb` (the caches), `build` (fills them), `record` and `columns` (the
-bytes of samples).
+Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram` and `lmdb` (the
+caches, which know nothing of each other), `build` (reads samples to fill and to build them); then `dataset`
+(the user's object), `open_cache` (chooses and opens a cache), `tiers` and `transform`.
 """
 
 from typing import TYPE_CHECKING

@@ -23,11 +23,11 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.read_ahead import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.encoded import decode_images
 from fastload.cache.format.counts import counts
+from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.sources import StoredSamples
-from fastload.cache.tiers import Stack
+from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.tiers import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -95,7 +95,7 @@ class CachedDataset(Dataset[Any]):
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
             memory, and decodes them on every access; `["ram", "ram-encoded"]` keeps as many samples decoded
             as `max_memory` allows beside the files of the others. None stores nothing, and reads the dataset
-                every time.
+            every time.
         pre_transform: The deterministic part, run once per sample, before it is cached; called like
             `transform`.
         cache_key: A name that always means these samples, after `pre_transform`. Ranks and jobs of this user
@@ -153,14 +153,11 @@ class CachedDataset(Dataset[Any]):
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import Opener  # here: it imports Pillow and LMDB
+        from fastload.cache.open_cache import CacheRequest, open_cache  # here: it imports Pillow and LMDB
 
-        opener = Opener(dataset, pre_transform, cache_key, max_memory)
-        self.cache = opener.open(cache)
+        request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
+        self.cache, self._source, self._holds_images, self._jpegs = open_cache(cache, request)
         self._stores = cache is not None
-        self._source = opener.source
-        self._holds_images = opener.holds_images
-        self._jpegs = opener.jpegs
         self.decode = decode
 
     @staticmethod
@@ -187,11 +184,11 @@ class CachedDataset(Dataset[Any]):
             CacheBusyError: Another process is building it.
             Exception: As this class.
         """
-        from fastload.cache.open_cache import Opener  # here: as above
+        from fastload.cache.open_cache import CacheRequest, open_cache  # here: as above
 
         _check_map_style(dataset)
-        opener = Opener(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
-        cache: Any = opener.open(f"lmdb:{os.fspath(path)}")
+        request = CacheRequest(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
     @classmethod
@@ -217,7 +214,7 @@ class CachedDataset(Dataset[Any]):
             ram: Keep samples in RAM once they were read, shared by all processes that read this file with
                 `ram=True`.
             max_memory: The limit for the cache in RAM.
-            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as above.
+            decode: How images are decoded, in a cache built with codec "source" or "jpeg"; as for this class.
             storage_options: For a URL: arguments of fsspec's file system, such as credentials.
 
         Raises:
@@ -229,7 +226,7 @@ class CachedDataset(Dataset[Any]):
         """
         if isinstance(path, str) and not os.path.lexists(path):
             path = path.removeprefix("lmdb:")  # as in cache="lmdb:PATH"
-        samples = StoredSamples(LMDBCache(path, storage_options=storage_options))
+        samples = LMDBDataset(LMDBCache(path, storage_options=storage_options))
         return cls(
             samples,
             transform,
@@ -333,7 +330,7 @@ class CachedDataset(Dataset[Any]):
         try:
             fresh = self._source[index]
         except Exception as error:
-            stored = self.cache.behind if isinstance(self.cache, Stack) else self.cache
+            stored = self.cache.backing if isinstance(self.cache, TieredCache) else self.cache
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
                 add_note(
                     error,

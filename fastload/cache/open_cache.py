@@ -17,15 +17,15 @@ import functools
 import itertools
 import os
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache import random_check, ranks
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
-from fastload.cache.encoded import decode_images, decoded_nbytes, encoded_source, holds_images
+from fastload.cache.build.random_check import probe, read_unnoticed, spread_indices
+from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
 from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
     Fingerprint,
@@ -36,46 +36,52 @@ from fastload.cache.format.fingerprint import (
 )
 from fastload.cache.format.record import encode
 from fastload.cache.format.sample_cache import SampleCache
-from fastload.cache.in_memory import held_bytes
+from fastload.cache.format.undecoded import decode_images, decoded_nbytes, holds_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import sharing
-from fastload.cache.ram.arena import log_short
+from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
+from fastload.cache.ram import shared
+from fastload.cache.ram.arena import budget_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.sources import StoredSamples, decoded_source
-from fastload.cache.tiers import Stack, split_budget
+from fastload.cache.tiers import TieredCache, split_budget
+from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
-from fastload.nested.tree import first_difference, structure_of
-from fastload.system.budget import available_bytes, check_memory, parse_memory
+from fastload.nested.tree import first_difference, leaves, structure_of
+from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import are_several_ranks, count_ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_LMDB_PREFIX = "lmdb:"
 _BUSY_POLL_S = 0.2
 _BUSY_LOG_POLLS = 50
-_USAGE = (
-    'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
-    "object"
-)
-_ENCODED = "ram-encoded"
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
+_IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
 
-@dataclass
-class Opener:
-    """Opens the caches of one dataset; the arguments are those of CachedDataset and its `build`.
+class OpenedCache(NamedTuple):
+    """A cache, and how a CachedDataset reads what it does not hold.
 
     Attributes:
+        cache: The cache, or tiers of caches.
         source: The dataset after its deterministic part; its samples are cached.
         holds_images: Whether samples can hold undecoded images.
-        jpegs: The cache in use, if its images are jpegs, decoded on every access.
-        examples: Samples that were already read from the source, by index.
+        jpegs: The cache, if its images are jpegs, decoded on every access.
     """
+
+    cache: SampleCache
+    source: Any
+    holds_images: bool
+    jpegs: LMDBCache | LMDBDataset | None = None
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """The arguments of CachedDataset and its `build` that describe samples and limits."""
 
     dataset: Any
     pre_transform: Callable[..., Any] | None
@@ -84,287 +90,387 @@ class Opener:
     num_workers: int | None = None
     progress: bool = True
 
-    def __post_init__(self) -> None:
-        check_memory(self.max_memory, name="max_memory")  # raises before anything is read
-        self.holds_images = False
-        self.jpegs: LMDBCache | StoredSamples | None = None
-        self.source = decoded_source(self.dataset, self.pre_transform)
-        check_key(self.key)
-        self.examples: dict[int, Any] = {}
-        self._num_samples = len(self.dataset)
-        self._is_examined = False
-        self._held_bytes = 0  # of an array that holds the samples in memory already
-
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
         """Identifies the samples, or None; computed on demand: a folder calls stat for each file."""
         return fingerprint_of(self.dataset, key=self.key, pre_transform=self.pre_transform)
 
-    @functools.cached_property
+
+@dataclass(eq=False)
+class _Samples:
+    """The samples to cache, and what is known of them.
+
+    Attributes:
+        request: The user's arguments.
+        source: The dataset after its deterministic part.
+        is_encoded: Whether the source returns undecoded images, where the dataset returns decoded ones.
+        holds_images: Whether samples can hold undecoded images.
+        examples: Samples that were already read from the source, by index.
+        is_examined: Whether it is known that the samples are not random, and can be cached.
+        bytes_in_memory: Of an array that holds the samples in memory already; 0 if none was seen.
+    """
+
+    request: CacheRequest
+    source: Any
+    is_encoded: bool = False
+    holds_images: bool = False
+    examples: dict[int, Any] = field(default_factory=dict)
+    is_examined: bool = False
+    bytes_in_memory: int = 0
+
+    def __len__(self) -> int:
+        return len(self.request.dataset)
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """Identifies the samples; None if nothing does."""
+        fingerprint = self.request.fingerprint
+        return fingerprint.of_encoded() if fingerprint is not None and self.is_encoded else fingerprint
+
+    @property
     def shared_as(self) -> Fingerprint | None:
         """The fingerprint under which other processes find the cache in RAM; None if it is private."""
-        return self.fingerprint if self.key is not None or has_own_fingerprint(self.dataset) else None
+        request = self.request
+        has_name = request.key is not None or has_own_fingerprint(request.dataset)
+        return self.fingerprint if has_name else None
 
-    def _use_encoded_source(self, asked: str) -> None:
-        """Make the source return undecoded images.
+    def encoded(self, cache: str) -> _Samples:
+        """The same samples with undecoded images.
+
+        Args:
+            cache: The user's name for the cache that needs them, for errors.
 
         Raises:
             ValueError: The dataset has none, or `pre_transform` needs decoded ones.
         """
-        if self.pre_transform is not None:
+        dataset = self.request.dataset
+        if self.request.pre_transform is not None:
             raise ValueError(
-                f"{asked} stores images before they are decoded, but pre_transform= works on decoded ones: "
+                f"{cache} stores images before they are decoded, but pre_transform= works on decoded ones: "
                 "omit pre_transform=, and do this in transform="
             )
-        self.source = encoded_source(self.dataset)
-        self.holds_images = True
-        self.fingerprint = None if self.fingerprint is None else self.fingerprint.of_encoded()
-        example = random_check.read_unnoticed(self.source, 0) if self._num_samples else None
+        source = encoded_source(dataset)
+        example = read_unnoticed(source, 0) if len(self) else None
         if example is not None and not holds_images(example):
             raise ValueError(
-                f"{asked} needs samples with undecoded images, but {type(self.dataset).__name__}[0] is "
+                f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[0] is "
                 f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
                 "or use fastload.ImageFolder"
             )
+        return _Samples(self.request, source, is_encoded=True, holds_images=True)
 
-    def open(self, cache: str | SampleCache | Sequence[str | SampleCache] | None) -> SampleCache:
-        """The requested cache, or tiers of caches.
+    def examine(self) -> list[Any]:
+        """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
+        if not self.is_examined and len(self):
+            indices = spread_indices(len(self), 3)
+            self.examples = probe(self.source, indices, [indices[0], indices[-1]], look=self._look)
+            self.is_examined = True
+        return list(self.examples.values())
 
-        Raises:
-            NondeterministicDatasetError: Reading a sample twice gave different results.
-            UnsupportedSampleError: A value in a sample cannot be cached.
-            CacheMismatchError: The cache was made from other samples.
-            ValueError: `cache` is not a valid description of a cache.
-        """
-        if cache is None:
-            if self.pre_transform is None:
-                self.source = encoded_source(self.dataset, is_needed=False)
-                self.holds_images = True
-            log.info("cache: none, every access reads the dataset")
-            return Stack(self._num_samples)
-        opened = self._open_tiers(cache) if isinstance(cache, (list, tuple)) else self._open_one(cache)
-        if isinstance(opened, (LMDBCache, StoredSamples)) and opened.description.codec == "jpeg":
-            self.jpegs, self.holds_images = opened, True
-        for index, sample in self.examples.items():
-            opened.put(index, sample)
-        self._report(opened)
-        return opened
+    def _look(self, sample: Any) -> None:
+        self.bytes_in_memory = _bytes_in_memory(sample, len(self))
 
-    def _open_tiers(self, tiers: Sequence[Any]) -> SampleCache:
-        if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
-            raise ValueError(f"cache={tiers!r} is not a valid pair of caches: {_USAGE}")
-        if tiers[1] == _ENCODED:
-            return self._open_decoded_and_encoded()
-        slow = self._open_one(tiers[1])
-        if self.shared_as is None and isinstance(slow, LMDBCache) and slow.stored_indices is None:
-            # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
-            self.shared_as = fingerprint_of(StoredSamples(slow))
-        return Stack(self._num_samples, [self._open_ram()], slow)
 
-    def _open_one(self, cache: Any) -> SampleCache:
-        url = None
-        if isinstance(cache, str) and cache.startswith(_LMDB_PREFIX) and len(cache) > len(_LMDB_PREFIX):
-            path = cache.removeprefix(_LMDB_PREFIX)
-            if is_url(path):
-                url = path  # a local copy, never built here
-            else:
-                path = os.path.abspath(os.path.expanduser(local_path(path)))
-                if not os.path.lexists(path):
-                    return self._build_lmdb(path)
-            cache = LMDBCache(path, progress=self.progress)
-        if isinstance(cache, LMDBCache):
-            if cache.description.codec == SOURCE:
-                self._use_encoded_source(url or cache.path)
-            if self.fingerprint is None or cache.description.parts is None:
-                self._examine()
-            first = self.examples.get(0)
-            check_source(cache, self._num_samples, first, fingerprint=self.fingerprint, url=url)
-            if url is not None:
-                cache.reason = f"{cache.reason}; the local copy of {url}"
-            return cache
-        if cache in ("ram", _ENCODED):
-            if cache == _ENCODED:
-                self._use_encoded_source('cache="ram-encoded"')
-            return self._open_ram()
-        if isinstance(cache, str) or not isinstance(cache, SampleCache):
-            is_place = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
-            hint = f'pass cache="{_LMDB_PREFIX}{cache}" for the cache at this path' if is_place else _USAGE
-            raise ValueError(f"cache={cache!r} is not a cache: {hint}")
-        if isinstance(cache, StoredSamples) and self.dataset is cache:
-            self.holds_images = cache.description.codec == SOURCE
-            return cache
-        self._examine()
-        if cache.num_samples != self._num_samples:
-            raise CacheMismatchError(
-                f"the cache was made for {cache.num_samples} samples, but the dataset has "
-                f"{self._num_samples}: make a cache for this dataset"
-            )
-        return cache
+def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
+    """A dataset whose samples pass through a deterministic function, as a transform is called."""
+    caller = TransformCaller(function, role="pre_transform")
+    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller))
 
-    def _open_decoded_and_encoded(self) -> SampleCache:
-        """The tiers of `["ram", "ram-encoded"]`."""
-        decoded = copy.copy(self)
-        decoded.fingerprint = self.fingerprint
-        self._use_encoded_source('cache=["ram", "ram-encoded"]')
-        self._examine()
-        if self._num_samples:
-            chosen = np.linspace(0, self._num_samples - 1, min(self._num_samples, _MEASURED)).astype(int)
-            samples = [random_check.read_unnoticed(self.source, int(index)) for index in chosen]
-            encoded_bytes = sum(len(encode(sample)) for sample in samples) / len(samples)
-            decoded_bytes = sum(decoded_nbytes(sample) for sample in samples) / len(samples)
-            max_bytes = self._ram_bytes(is_shared=self.shared_as is not None)
-            budgets = split_budget(max_bytes, self._num_samples, decoded_bytes, encoded_bytes)
-            decoded.max_memory, self.max_memory = budgets
-        decoded.examples = {index: decode_images(sample) for index, sample in self.examples.items()}
-        decoded._is_examined = True
-        stores = decoded._open_ram(), self._open_ram()
-        for cache in stores:
-            if isinstance(cache, SharedMemoryCache):
-                cache.expect_short()  # what does not fit into one of them can fit into the other
-        return Stack(self._num_samples, stores)
 
-    def _open_ram(self) -> SampleCache:
-        reason = segment.why_unsupported()
-        if reason is None:
-            try:
-                return self._open_shared()
-            except SharedMemoryError as error:
-                reason = str(error)
-        self._examine()
-        max_bytes = self._ram_bytes(is_shared=False)
-        log.warning(
-            "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
-            'copy, of up to %s; cache="lmdb:PATH" is shared',
-            reason,
-            readable_size(max_bytes),
+def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
+    sample = decode_images(dataset[index])
+    # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
+    before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
+    return caller.call(before, sample, index)
+
+
+def open_cache(
+    cache: str | SampleCache | Sequence[str | SampleCache] | None, request: CacheRequest
+) -> OpenedCache:
+    """The requested cache, or tiers of caches.
+
+    Raises:
+        NondeterministicDatasetError: Reading a sample twice gave different results.
+        UnsupportedSampleError: A value in a sample cannot be cached.
+        CacheMismatchError: The cache was made from other samples.
+        ValueError: `cache` is not a valid description of a cache.
+    """
+    dataset, pre_transform = request.dataset, request.pre_transform
+    check_memory(request.max_memory, name="max_memory")  # raises before anything is read
+    check_key(request.key)
+    source = decoded_source(dataset) if pre_transform is None else pre_transformed(dataset, pre_transform)
+    if cache is None:
+        if pre_transform is None:
+            source = encoded_source(dataset, is_needed=False)
+        log.info("cache: none, every access reads the dataset")
+        return OpenedCache(TieredCache(len(dataset)), source, holds_images=pre_transform is None)
+    samples = _Samples(request, source)
+    if isinstance(cache, (list, tuple)):
+        opened, samples = _open_tiers(samples, cache)
+    else:
+        opened, samples = _open_one(samples, cache)
+    jpegs = None
+    if isinstance(opened, (LMDBCache, LMDBDataset)) and opened.description.codec == "jpeg":
+        jpegs, samples.holds_images = opened, True
+    for index, sample in samples.examples.items():
+        opened.put(index, sample)
+    _report(opened, samples)
+    return OpenedCache(opened, samples.source, samples.holds_images, jpegs)
+
+
+# --- the kinds of caches ---------------------------------------------------------------------------------
+
+
+def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
+    if isinstance(cache, str):
+        kind, colon, location = cache.partition(":")
+        opener = _OPENERS.get(kind + colon)
+        if opener is not None and bool(colon) == bool(location):
+            return opener(samples, location)
+    if isinstance(cache, LMDBCache):
+        return _checked_lmdb(samples, cache)
+    if isinstance(cache, LMDBDataset) and samples.request.dataset is cache:
+        samples.holds_images = cache.description.codec == SOURCE
+        return cache, samples
+    if isinstance(cache, str) or not isinstance(cache, SampleCache):
+        is_location = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
+        hint = f'pass cache="lmdb:{cache}" for the cache at this path' if is_location else _USAGE
+        raise ValueError(f"cache={cache!r} is not a cache: {hint}")
+    samples.examine()
+    if cache.num_samples != len(samples):
+        raise CacheMismatchError(
+            f"the cache was made for {cache.num_samples} samples, but the dataset has {len(samples)}: make a "
+            "cache for this dataset"
         )
-        return PrivateCache(self._num_samples, max_bytes, reason)
+    return cache, samples
 
-    def _open_shared(self) -> SharedMemoryCache:
-        """The cache that another process holds, or a new one."""
-        if self.shared_as is None:
-            why = why_private(self.dataset, self.pre_transform)
-        elif (found := self._open_registered(self.shared_as)) is not None:
-            return found
-        else:
-            why = "the registry of shared caches cannot be used"
-        self._examine()
-        cache = SharedMemoryCache(
-            self._num_samples,
-            self._examples(),
-            max_memory=self._ram_bytes(is_shared=False),
-            fingerprint=self.shared_as,
-        )
-        cache.reason = f"private to this process and its workers, because {why}"
-        if ranks.of_host() > 1:
-            say_once(
-                f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy"
-            )
-        return cache
 
-    def _open_registered(self, fingerprint: Fingerprint) -> SharedMemoryCache | None:
-        """The cache of this name, new or not; None without a registry of shared caches."""
+def _open_ram(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
+    return _ram_cache(samples, samples.request.max_memory, samples.shared_as), samples
+
+
+def _open_ram_encoded(samples: _Samples, _: str) -> tuple[SampleCache, _Samples]:
+    return _open_ram(samples.encoded('cache="ram-encoded"'), "")
+
+
+def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]:
+    """The cache at a path, which is built if it does not exist, or at a URL."""
+    if is_url(location):
+        return _checked_lmdb(samples, LMDBCache(location, progress=samples.request.progress), url=location)
+    path = os.path.abspath(os.path.expanduser(local_path(location)))
+    if not os.path.lexists(path):
+        return _build_lmdb(samples, path), samples
+    return _checked_lmdb(samples, LMDBCache(path))
+
+
+# To add a kind of cache, add its name, or its prefix with a colon, and what opens it.
+_OPENERS: dict[str, Callable[[_Samples, str], tuple[SampleCache, _Samples]]] = {
+    "ram": _open_ram,
+    "ram-encoded": _open_ram_encoded,
+    "lmdb:": _open_lmdb,
+}
+_USAGE = (
+    'pass "ram", "lmdb:PATH", ["ram", "lmdb:PATH"], "ram-encoded", ["ram", "ram-encoded"], None or a cache '
+    "object"
+)
+
+
+def _open_tiers(samples: _Samples, tiers: Sequence[Any]) -> tuple[SampleCache, _Samples]:
+    if len(tiers) != 2 or tiers[0] != "ram" or tiers[1] == "ram":
+        raise ValueError(f"cache={tiers!r} is not a valid pair of caches: {_USAGE}")
+    if tiers[1] == "ram-encoded":
+        return _open_decoded_and_encoded(samples)
+    backing, samples = _open_one(samples, tiers[1])
+    shared_as = samples.shared_as
+    if shared_as is None and isinstance(backing, LMDBCache) and backing.stored_indices is None:
+        # The file identifies its samples, so ranks that read it share the samples that they keep in RAM.
+        shared_as = fingerprint_of(LMDBDataset(backing))
+    ram = _ram_cache(samples, samples.request.max_memory, shared_as)
+    return TieredCache(len(samples), [ram], backing), samples
+
+
+def _open_decoded_and_encoded(decoded: _Samples) -> tuple[SampleCache, _Samples]:
+    """The tiers of `["ram", "ram-encoded"]`."""
+    encoded = decoded.encoded('cache=["ram", "ram-encoded"]')
+    encoded.examine()
+    budgets: tuple[str | float, ...] = (decoded.request.max_memory,) * 2
+    if len(encoded):
+        measured = [
+            read_unnoticed(encoded.source, index) for index in spread_indices(len(encoded), _MEASURED)
+        ]
+        encoded_bytes = sum(len(encode(sample)) for sample in measured) / len(measured)
+        decoded_bytes = sum(decoded_nbytes(sample) for sample in measured) / len(measured)
+        max_bytes = budget_bytes(decoded.request.max_memory, is_shared=encoded.shared_as is not None)
+        budgets = split_budget(max_bytes, len(encoded), decoded_bytes, encoded_bytes)
+    decoded.examples = {index: decode_images(sample) for index, sample in encoded.examples.items()}
+    decoded.is_examined = True
+    tiers = [
+        _ram_cache(samples, max_memory, samples.shared_as)
+        for samples, max_memory in zip((decoded, encoded), budgets, strict=True)
+    ]
+    for cache in tiers:
+        if isinstance(cache, SharedMemoryCache):
+            cache.expect_short()  # what does not fit into one of them can fit into the other
+    return TieredCache(len(encoded), tiers), encoded
+
+
+# --- caches in RAM ---------------------------------------------------------------------------------------
+
+
+def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None) -> SampleCache:
+    reason = segment.why_unsupported()
+    if reason is None:
         try:
-            cache = sharing.find(fingerprint, self._num_samples)
+            return _shared_cache(samples, max_memory, shared_as)
+        except SharedMemoryError as error:
+            reason = str(error)
+    samples.examine()
+    max_bytes = budget_bytes(max_memory, is_shared=False)
+    log.warning(
+        "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
+        'copy, of up to %s; cache="lmdb:PATH" is shared',
+        reason,
+        readable_size(max_bytes),
+    )
+    return PrivateCache(len(samples), max_bytes, reason)
+
+
+def _shared_cache(
+    samples: _Samples, max_memory: str | float, shared_as: Fingerprint | None
+) -> SharedMemoryCache:
+    """The cache that another process holds, or a new one."""
+    why = why_private(samples.request.dataset, samples.request.pre_transform)
+    if shared_as is not None:
+        why = "the registry of shared caches cannot be used"
+        try:
+            cache = shared.find(shared_as, len(samples))
             if cache is None:
-                self._examine()
-                max_bytes = self._ram_bytes(is_shared=True)
-                cache = sharing.create(fingerprint, self._num_samples, self._examples(), max_bytes)
+                examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=True)
+                cache = shared.create(shared_as, len(samples), examples, max_bytes)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
                 "different key, or end the processes that hold the cache"
             ) from None
         if cache is not None:
-            self._compare_first(cache)
-        return cache
+            _check_first(cache, samples)
+            return cache
+    examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=False)
+    cache = SharedMemoryCache(len(samples), examples, max_memory=max_bytes, fingerprint=shared_as)
+    cache.reason = f"private to this process and its workers, because {why}"
+    if count_ranks_of_host() > 1:
+        say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")
+    return cache
 
-    def _examples(self) -> list[Any]:
-        return list(self.examples.values())
 
-    def _ram_bytes(self, *, is_shared: bool) -> int:
-        """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
-        free_bytes = available_bytes() // (1 if is_shared else ranks.of_host())
-        return max(1, min(parse_memory(self.max_memory, available=free_bytes), free_bytes))
-
-    def _compare_first(self, cache: SharedMemoryCache) -> None:
-        stored = cache.get(0) if self._num_samples else None
-        if stored is None:
-            return
-        fresh = self.examples[0] if 0 in self.examples else random_check.read_unnoticed(self.source, 0)
-        path = first_difference(stored, fresh)
-        if path is not None:
-            reason = cache.reason
-            cache.close()
-            raise CacheMismatchError(
-                f"sample 0 of the dataset differs at {path} from the one in the shared cache of the same "
-                f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
-                "covers too little. Use a different key, or end the processes that hold that cache"
-            )
-
-    def _build_lmdb(self, path: str) -> LMDBCache:
-        self._examine()
-        for attempt in itertools.count():
-            try:
-                return build_lmdb(
-                    self.source,
-                    path,
-                    num_workers=self.num_workers,
-                    progress=self.progress,
-                    probed=self.examples,
-                    fingerprint=self.fingerprint,
-                )
-            except CacheBusyError as error:
-                # Ranks start together and all request the same file: one rank builds it, the others wait.
-                if not ranks.are_several():
-                    raise
-                if attempt % _BUSY_LOG_POLLS == 0:
-                    log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive
-            time.sleep(_BUSY_POLL_S)
-        raise AssertionError("the count has no end")
-
-    def _examine(self) -> None:
-        """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
-        if self._is_examined or not self._num_samples:
-            return
-        last = self._num_samples - 1
-        indices = list(dict.fromkeys([0, self._num_samples // 2, last]))
-        self.examples = random_check.probe(self.source, indices, [0, last], look=self._look)
-        self._is_examined = True
-
-    def _look(self, sample: Any) -> None:
-        self._held_bytes = held_bytes(sample, self._num_samples)
-
-    def _report(self, cache: SampleCache) -> None:
-        num_samples, max_bytes = self._num_samples, cache.max_bytes
-        if not num_samples:
-            log.info("cache: the dataset is empty")
-            return
-        figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
-        stores = cache.stores if isinstance(cache, Stack) else [cache]
-        if self.examples and max_bytes is not None:
-            sample_bytes = sum(len(encode(sample)) for sample in self._examples()) / len(self.examples)
-            needed = f"about {readable_size(sample_bytes * num_samples)}"
-            fit = getattr(stores[0], "capacity", None) if len(stores) == 1 else None
-            if fit is None:
-                fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
-            figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
-            is_own = not isinstance(stores[0], SharedMemoryCache) or stores[0].origin.pid == os.getpid()
-            if is_own and self._held_bytes:
-                log.warning(
-                    "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
-                    "much memory again and, with a transform, is no faster than the dataset. Give the "
-                    "loader a dataset that calls the transform itself, without CachedDataset",
-                    readable_size(self._held_bytes),
-                )
-            if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
-                log_short(max_bytes, fit, num_samples, f"which need {needed}")
-                if isinstance(stores[0], SharedMemoryCache):
-                    stores[0].expect_short()
-        log.info(
-            "cache: %s layout, %s, at most %s; %s",
-            cache.layout,
-            figures,
-            "none" if max_bytes is None else readable_size(max_bytes),
-            cache.explain().partition("\n")[0],
+def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
+    """Compare the first sample in a cache that other processes fill with that of the source."""
+    stored = cache.get(0) if len(samples) else None
+    if stored is None:
+        return
+    fresh = samples.examples[0] if 0 in samples.examples else read_unnoticed(samples.source, 0)
+    path = first_difference(stored, fresh)
+    if path is not None:
+        reason = cache.reason
+        cache.close()
+        raise CacheMismatchError(
+            f"sample 0 of the dataset differs at {path} from the one in the shared cache of the same "
+            f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
+            "covers too little. Use a different key, or end the processes that hold that cache"
         )
+
+
+# --- caches on disk --------------------------------------------------------------------------------------
+
+
+def _checked_lmdb(
+    samples: _Samples, cache: LMDBCache, url: str | None = None
+) -> tuple[SampleCache, _Samples]:
+    """The cache, after it was compared with the samples."""
+    if cache.description.codec == SOURCE:
+        samples = samples.encoded(url or cache.path)
+    if samples.fingerprint is None or cache.description.parts is None:
+        samples.examine()
+    first = samples.examples.get(0)
+    check_source(cache, len(samples), first, fingerprint=samples.fingerprint, url=url)
+    if url is not None:
+        cache.reason = f"{cache.reason}; the local copy of {url}"
+    return cache, samples
+
+
+def _build_lmdb(samples: _Samples, path: str) -> LMDBCache:
+    samples.examine()
+    for attempt in itertools.count():
+        try:
+            return build_lmdb(
+                samples.source,
+                path,
+                num_workers=samples.request.num_workers,
+                progress=samples.request.progress,
+                probed=samples.examples,
+                fingerprint=samples.fingerprint,
+            )
+        except CacheBusyError as error:
+            # Ranks start together and all request the same file: one rank builds it, the others wait.
+            if not are_several_ranks():
+                raise
+            if attempt % _BUSY_LOG_POLLS == 0:
+                log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive
+        time.sleep(_BUSY_POLL_S)
+    raise AssertionError("the count has no end")
+
+
+# --- the report ------------------------------------------------------------------------------------------
+
+
+def _report(cache: SampleCache, samples: _Samples) -> None:
+    num_samples, max_bytes = len(samples), cache.max_bytes
+    if not num_samples:
+        log.info("cache: the dataset is empty")
+        return
+    figures = f"{cache.num_cached:,} of {num_samples:,} samples cached in {readable_size(cache.nbytes)}"
+    if samples.examples and max_bytes is not None:
+        examples, tiers = (
+            samples.examples.values(),
+            cache.tiers if isinstance(cache, TieredCache) else [cache],
+        )
+        sample_bytes = sum(len(encode(sample)) for sample in examples) / len(examples)
+        needed = f"about {readable_size(sample_bytes * num_samples)}"
+        fit = getattr(tiers[0], "capacity", None) if len(tiers) == 1 else None
+        if fit is None:
+            fit = min(num_samples, int(max_bytes / max(1, sample_bytes)))
+        figures = f"{fit:,} of {num_samples:,} samples fit, {needed} needed"
+        is_own = not isinstance(tiers[0], SharedMemoryCache) or tiers[0].origin.pid == os.getpid()
+        if is_own and samples.bytes_in_memory:
+            log.warning(
+                "cache: the samples are in memory already, in an array of %s: a cache in RAM takes as "
+                "much memory again and, with a transform, is no faster than the dataset. Give the "
+                "loader a dataset that calls the transform itself, without CachedDataset",
+                readable_size(samples.bytes_in_memory),
+            )
+        if is_own and fit < num_samples and cache.layout != "ragged":  # such a cache says it itself
+            shared.log_short(max_bytes, fit, num_samples, f"which need {needed}")
+            if isinstance(tiers[0], SharedMemoryCache):
+                tiers[0].expect_short()
+    log.info(
+        "cache: %s layout, %s, at most %s; %s",
+        cache.layout,
+        figures,
+        "none" if max_bytes is None else readable_size(max_bytes),
+        cache.explain().partition("\n")[0],
+    )
+
+
+def _bytes_in_memory(sample: Any, num_samples: int) -> int:
+    """The bytes of the array that holds the samples of a dataset, of which this is one; 0 if none is found.
+
+    Arrays over foreign memory do not count: a mapped file (np.memmap, torch.load) might not be in memory.
+    """
+    arrays = [leaf for leaf in leaves(sample) if isinstance(leaf, np.ndarray)]
+    whole: Any = max(arrays, key=lambda array: array.nbytes, default=None)
+    if whole is None or num_samples < 2:
+        return 0
+    min_bytes = _IN_MEMORY_SHARE * num_samples * max(1, whole.nbytes)
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return int(whole.nbytes) if whole.base is None and whole.nbytes >= min_bytes else 0

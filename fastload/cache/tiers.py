@@ -1,11 +1,11 @@
-"""Stack: stores in front of a dataset; the first one that holds a sample returns it.
+"""TieredCache: caches in front of a dataset; the first one that holds a sample returns it.
 
-- `cache=["ram", "lmdb:PATH"]`: a store in RAM, with a finished file behind it. A sample read from the file is
-  kept in RAM, if it fits.
-- `cache=["ram", "ram-encoded"]`: two stores in RAM. A sample is decoded and stored in the first one while
+- `cache=["ram", "lmdb:PATH"]`: a tier in RAM, backed by a finished file. A sample read from the file is kept
+  in RAM, if it fits.
+- `cache=["ram", "ram-encoded"]`: two tiers in RAM. A sample is decoded and stored in the first one while
   that has room; afterwards its files are stored in the second one. `split_budget` divides the memory such
   that all samples fit into one of the two, if they can.
-- `cache=None`: no store. Every access reads the dataset.
+- `cache=None`: no tier. Every access reads the dataset.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.encoded import decode_images
 from fastload.cache.format.record import ALIGNMENT_BYTES
 from fastload.cache.format.sample_cache import BaseCache, SampleCache
+from fastload.cache.format.undecoded import decode_images
 from fastload.nested.tree import read_only
 
 if TYPE_CHECKING:
@@ -31,56 +31,52 @@ _MAX_REJECTED = 16
 _EMPTY_BYTES = 32 << 10  # the maximum beside its samples and 8 bytes for each of them
 
 
-class Stack(BaseCache):
-    """Caches of the same samples, asked one after another.
+class TieredCache(BaseCache):
+    """Caches of the same samples, read one after another.
 
     Args:
         num_samples: Number of samples of the dataset.
-        stores: Caches in RAM that store samples after reading: one, none, or a first one for decoded samples
+        tiers: Caches in RAM that store samples after reading: one, none, or a first one for decoded samples
             and a second one, with undecoded images, for the samples that do not fit into it.
-        behind: A finished cache that holds all samples, or nearly all; None if there is none.
-
-    Attributes:
-        stores: As given.
-        behind: As given.
+        backing: A finished cache that holds all samples, or nearly all; None if there is none.
     """
 
     num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
 
     def __init__(
-        self, num_samples: int, stores: Sequence[Any] = (), behind: SampleCache | None = None
+        self, num_samples: int, tiers: Sequence[Any] = (), backing: SampleCache | None = None
     ) -> None:
         self.num_samples = num_samples
-        self.stores = stores
-        self.behind = behind
-        self._caches = [*stores] if behind is None else [*stores, behind]
-        self._num_rejected = 0  # decoded samples in a row that did not fit into the first store
+        self.tiers = tiers
+        self.backing = backing
+        self._caches = [*tiers] if backing is None else [*tiers, backing]
+        self._num_rejected = 0  # decoded samples in a row that did not fit into the first tier
 
     @property
     def num_cached(self) -> int:
         """How many samples are in RAM now."""
-        return sum(store.num_cached for store in self.stores)
+        return sum(tier.num_cached for tier in self.tiers)
 
     @property
     def nbytes(self) -> int:
-        """Memory that the stores take now."""
-        return sum(store.nbytes for store in self.stores)
+        """Memory that the tiers take now."""
+        return sum(tier.nbytes for tier in self.tiers)
 
     @property
     def max_bytes(self) -> int | None:
-        """Maximum memory of the stores; None without stores."""
-        return sum(store.max_bytes for store in self.stores) if self.stores else None
+        """Maximum memory of the tiers; None without tiers."""
+        return sum(tier.max_bytes for tier in self.tiers) if self.tiers else None
 
     @property
     def is_shared(self) -> bool:
         """Whether all processes see the samples that a worker process stores."""
-        return all(store.is_shared for store in self.stores)
+        return all(tier.is_shared for tier in self.tiers)
 
     @property
     def layout(self) -> str:
         """How each cache stores samples, such as `"uniform over lmdb"`."""
         layouts = [cache.layout for cache in self._caches]
-        if len(self.stores) > 1:
+        if len(self.tiers) > 1:
             layouts[1] = "encoded"
         return " over ".join(layouts) or "none"
 
@@ -91,10 +87,10 @@ class Stack(BaseCache):
         return "first " + "\nthen ".join(cache.explain() for cache in self._caches)
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of the samples that no store holds and the last one might accept."""
-        if not self.stores:
+        """Indices of the samples that no tier holds and the last one might accept."""
+        if not self.tiers:
             return super().missing()
-        *first, last = self.stores
+        *first, last = self.tiers
         lacking = last.missing()
         return np.array([i for i in lacking.tolist() if i not in first[0]], np.intp) if first else lacking
 
@@ -103,20 +99,20 @@ class Stack(BaseCache):
 
     def get(self, index: int) -> Any | None:
         """The sample from the first cache that holds it, or None."""
-        for store in self.stores:
-            sample = store.get(index)
+        for tier in self.tiers:
+            sample = tier.get(index)
             if sample is not None:
                 return sample
-        sample = None if self.behind is None else self.behind.get(index)
+        sample = None if self.backing is None else self.backing.get(index)
         if sample is not None:
             self.put(index, sample)
         return sample
 
     def put(self, index: int, sample: Any) -> bool:
-        """Store a sample in the first store; with two, decoded there or undecoded in the second one."""
-        if len(self.stores) < 2:
-            return any(store.put(index, sample) for store in self.stores)
-        first, second = self.stores
+        """Store a sample in the first tier; with two, decoded there or undecoded in the second one."""
+        if len(self.tiers) < 2:
+            return any(tier.put(index, sample) for tier in self.tiers)
+        first, second = self.tiers
         if index in self:
             return True
         if self._num_rejected < _MAX_REJECTED:
@@ -127,8 +123,8 @@ class Stack(BaseCache):
         return bool(second.put(index, sample))
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch from the first store only; None if it lacks a sample (the caller then calls get())."""
-        return self.stores[0].gather(indices, allocate) if self.stores else None
+        """The batch from the first tier only; None if it lacks a sample (the caller then calls get())."""
+        return self.tiers[0].gather(indices, allocate) if self.tiers else None
 
     def close(self) -> None:
         """Release this process's resources of all caches."""

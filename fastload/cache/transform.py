@@ -15,7 +15,7 @@ import operator
 from typing import TYPE_CHECKING, Any
 
 from fastload.augmentation.libraries import ANY_CALLABLE, library_of
-from fastload.cache.encoded import decode_images, decode_others
+from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastload.cache.format.codecs import CACHE_CODECS, CODECS, LOSSY
 from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, place
 from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
@@ -37,18 +38,19 @@ app = typer.Typer(help="Caches of decoded samples: build them once, train from t
 
 # --- building --------------------------------------------------------------------------------------------
 
-Codec = StrEnum("Codec", ["RAW", "JPEG", "PNG", "WEBP", "SOURCE"])
+_LOSSY = " and ".join(LOSSY)
+Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})  # type: ignore[misc]  # the table's
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
 
 CodecOption = Annotated[
     Codec | None,
     typer.Option(
         "--codec",
-        help="Format of the stored images; default: raw. jpeg and webp are small, but change pixels; "
-        "source stores the files unchanged, and every access decodes them.",
+        help=f"Format of the stored images; default: raw. {_LOSSY} are small, but change pixels; source "
+        "stores the files unchanged, and every access decodes them.",
     ),
 ]
-Quality = Annotated[int | None, typer.Option(min=1, max=100, help="Quality of jpeg and webp; default: 95.")]
+Quality = Annotated[int | None, typer.Option(min=1, max=100, help=f"Quality of {_LOSSY}; default: 95.")]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
 ]
@@ -130,10 +132,8 @@ def build(
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    if quality is not None and codec not in (Codec.JPEG, Codec.WEBP):
-        raise CommandError(
-            f"--quality is for jpeg and webp, but --codec {codec or Codec.RAW} changes no pixels"
-        )
+    if quality is not None and codec not in LOSSY:
+        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels")
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,
@@ -180,11 +180,11 @@ def build(
                 cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    found = _facts(cache)
-    skipped = _skipped(found)
-    said = [] if was_built else skipped  # if it was built, the log has said it
-    lines = [f"{found['path']}: {done}: {_held(found)}", *said, _training(found)]
-    result = {**found, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
+    facts = _facts(cache)
+    skipped = _skipped(facts)
+    # If it was built, the log has a line about the skipped samples.
+    lines = [f"{facts['path']}: {done}: {_content(facts)}", *([] if was_built else skipped), _training(facts)]
+    result = {**facts, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
     return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
@@ -192,7 +192,7 @@ def build(
 def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
     from fastload.cache.build.plan import source_of_build
-    from fastload.cache.random_check import reject_random
+    from fastload.cache.build.random_check import reject_random
 
     with users_code(source), warnings.catch_warnings():
         # The user chose the number of workers, or it is the number of cores.
@@ -218,18 +218,18 @@ def info(path: CachePlace) -> Answer:
     if is_url(path):  # the manifest says all of it, without a download
         from fastload.cache.lmdb.manifest import read_manifest, remote_files
 
-        found = _facts(read_manifest(remote_files(path)))
+        facts = _facts(read_manifest(remote_files(path)))
     else:
-        found = _facts(_cache_at(path))
+        facts = _facts(_cache_at(path))
     rows = [
-        ["path", found["path"]],
-        ["holds", _held(found)],
-        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["created_s"]))],
+        ["path", facts["path"]],
+        ["holds", _content(facts)],
+        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_s"]))],
     ]
-    if found["parts"]:
-        rows += [["made of", ""], *([f"  {name}", value] for name, value in found["parts"].items())]
-    skipped = _skipped(found)
-    return Answer(found, [*table(rows), *skipped, *([_training(found)] if skipped else [])])
+    if facts["parts"]:
+        rows += [["made of", ""], *([f"  {name}", value] for name, value in facts["parts"].items())]
+    skipped = _skipped(facts)
+    return Answer(facts, [*table(rows), *skipped, *([_training(facts)] if skipped else [])])
 
 
 @answers(app, short_help="Check the checksum of every record.")
@@ -251,7 +251,7 @@ def verify(path: CachePlace) -> Answer:
         return Answer(result, [f"{cache.path}: {cache.num_cached:,} records, none damaged"])
     from fastload.cache.build import inventory
 
-    url = inventory.url_of_copy(cache.path)
+    url = inventory.url_of_mirror(cache.path)
     anew = "build it again" if url is None else f"open {url} again, which downloads it again"
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
     lines = [
@@ -287,39 +287,39 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
     rows, result = [], []
     for item in inventory.list_caches(directory):
-        found = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
-        said = item.problem or _held(found)
+        facts = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
+        text = item.problem or _content(facts)
         if item.url is not None:
-            found, said = {**found, "url": item.url}, f"{said}, a copy of {item.url}"
-        result.append({**found, "state": item.state, "nbytes": item.nbytes})
-        rows.append([item.path, item.state, readable_size(item.nbytes), said])
+            facts, text = {**facts, "url": item.url}, f"{text}, a copy of {item.url}"
+        result.append({**facts, "state": item.state, "nbytes": item.nbytes})
+        rows.append([item.path, item.state, readable_size(item.nbytes), text])
     return table(rows) if rows else [f"no caches in {directory}"], result
 
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
-    from fastload.cache.lmdb.mirror import copies, copies_directory
-    from fastload.cache.ram.sharing import live_caches
+    from fastload.cache.lmdb.mirror import mirrors, mirrors_directory
+    from fastload.cache.ram.shared import live_caches
 
-    live, found = live_caches(), copies()
-    nbytes, directory = sum(copy.on_disk for copy in found), copies_directory()
+    live, local = live_caches(), mirrors()
+    nbytes, directory = sum(mirror.disk_bytes for mirror in local), mirrors_directory()
     rows = [
         [
-            cache.label,
-            cache.key or cache.name,
-            f"{cache.num_cached:,} of {cache.num_samples:,} samples",
-            f"{readable_size(cache.nbytes)} of at most {readable_size(cache.max_bytes)}",
-            f"held by process {', '.join(map(str, cache.owners))}",
+            cache["label"],
+            cache["key"] or cache["name"],
+            f"{cache['num_cached']:,} of {cache['num_samples']:,} samples",
+            f"{readable_size(cache['nbytes'])} of at most {readable_size(cache['max_bytes'])}",
+            f"held by process {', '.join(map(str, cache['owners']))}",
         ]
         for cache in live
     ]
     lines = table(rows) if rows else ["none of your processes shares a cache in memory"]
-    if found:
+    if local:
         lines.append(
-            f"{len(found)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
+            f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
             f"{directory}' lists them, 'fastload cache prune' removes them"
         )
-    copied = {"directory": directory, "number": len(found), "nbytes": nbytes}
-    return lines, {"memory": [asdict(cache) for cache in live], "copies": copied}
+    copied = {"directory": directory, "number": len(local), "nbytes": nbytes}
+    return lines, {"memory": live, "copies": copied}
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -367,14 +367,14 @@ def rm(
 
 def _files_of(path: str) -> list[str]:
     from fastload.cache.build import inventory
-    from fastload.cache.ram.sharing import live_caches
+    from fastload.cache.ram.shared import live_caches
 
     try:
         return inventory.files_of(path)
     except FileNotFoundError:
         for cache in live_caches():
-            if os.path.basename(path) in (cache.key, cache.name):
-                pids = ", ".join(map(str, cache.owners))
+            if os.path.basename(path) in (cache["key"], cache["name"]):
+                pids = ", ".join(map(str, cache["owners"]))
                 raise CommandError(
                     f"{os.path.basename(path)} is a cache in memory: it is freed when process {pids} ends"
                 ) from None
@@ -393,20 +393,20 @@ def prune(
     They are downloaded again when they are needed. Copies also make room for each other: the environment
     variable FASTLOAD_CACHE_BYTES limits them.
     """
-    from fastload.cache.lmdb.mirror import copies, remove_copies
+    from fastload.cache.lmdb.mirror import mirrors, remove_mirrors
 
     before_s = time.time() - 86400 * days
-    old = [copy for copy in copies() if copy.used_s <= before_s]
+    old = [mirror for mirror in mirrors() if mirror.used_s <= before_s]
     if not old:
         return Answer({"copies": []}, ["no local copies to remove"])
     named = "1 local copy" if len(old) == 1 else f"{len(old)} local copies"
-    _confirm(named, sum(copy.on_disk for copy in old), yes=yes)
-    removed = remove_copies(before_s)
-    nbytes = sum(copy.on_disk for copy in removed)
+    _confirm(named, sum(mirror.disk_bytes for mirror in old), yes=yes)
+    removed = remove_mirrors(before_s)
+    nbytes = sum(mirror.disk_bytes for mirror in removed)
     lines = [f"removed {len(removed)} of {named}: {readable_size(nbytes)}"]
     if len(removed) < len(old):
         lines.append("the others are in use")
-    result = [{"path": copy.path, "nbytes": copy.on_disk} for copy in removed]
+    result = [{"path": mirror.path, "nbytes": mirror.disk_bytes} for mirror in removed]
     return Answer({"copies": result}, lines)
 
 
@@ -414,12 +414,13 @@ def prune(
 
 
 def _cache_at(path: str) -> LMDBCache:
+    from fastload.cache.lmdb.files import PARTIAL_SUFFIX
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
 
     try:
         return LMDBCache(path)
     except FileNotFoundError as error:
-        if os.path.lexists(f"{path}.partial"):
+        if os.path.lexists(path + PARTIAL_SUFFIX):
             raise CommandError(str(error), ExitCode.FAILED) from error
         raise
     except CacheMismatchError as error:
@@ -450,26 +451,26 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     }
 
 
-def _held(found: dict[str, Any]) -> str:
+def _content(facts: dict[str, Any]) -> str:
     """The contents of a cache, in one line; from its facts."""
-    quality = "" if found["quality"] is None else f" of quality {found['quality']}"
-    shards = "" if found["num_shards"] == 1 else f" in {found['num_shards']} shards"
-    size = f"{readable_size(found['nbytes'])}{shards}, {found['codec']}{quality}"
-    return f"{found['num_cached']:,} of {found['num_samples']:,} samples, {size}"
+    quality = "" if facts["quality"] is None else f" of quality {facts['quality']}"
+    shards = "" if facts["num_shards"] == 1 else f" in {facts['num_shards']} shards"
+    size = f"{readable_size(facts['nbytes'])}{shards}, {facts['codec']}{quality}"
+    return f"{facts['num_cached']:,} of {facts['num_samples']:,} samples, {size}"
 
 
-def _skipped(found: dict[str, Any]) -> list[str]:
+def _skipped(facts: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
-    if not found["num_skipped"]:
+    if not facts["num_skipped"]:
         return []
-    where = "the report no longer exists" if found["report"] is None else f"see {found['report']}"
-    return [f"{found['num_skipped']:,} of {found['num_samples']:,} samples could not be read: {where}"]
+    where = "the report no longer exists" if facts["report"] is None else f"see {facts['report']}"
+    return [f"{facts['num_skipped']:,} of {facts['num_samples']:,} samples could not be read: {where}"]
 
 
-def _training(found: dict[str, Any]) -> str:
+def _training(facts: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
-    code = f"train from it with fastload.CachedDataset.from_cache({found['path']!r})"
-    if not found["num_skipped"]:
+    code = f"train from it with fastload.CachedDataset.from_cache({facts['path']!r})"
+    if not facts["num_skipped"]:
         return f"{code}; a random transform is its second argument"
     return (
         f"{code}, which leaves out the samples that could not be read; CachedDataset(dataset, ...) would "

@@ -21,6 +21,7 @@ from fastload.cli import bench_command, cache_commands
 from fastload.cli.arguments import Output, output_file
 from fastload.cli.source_argument import is_folder, open_source, users_code
 from fastload.cli.terminal import APP, EXIT_CODES, Answer, CommandGroup, ExitCode, answers
+from fastload.version import __version__
 
 app = typer.Typer(cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=EXIT_CODES, **APP)
 app.add_typer(cache_commands.app, name="cache")
@@ -43,9 +44,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", "-v", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
-        import fastload
-
-        typer.echo(f"fastload {fastload.__version__}")
+        typer.echo(f"fastload {__version__}")
         raise typer.Exit
     _help_without_command(context)
 
@@ -194,7 +193,7 @@ def doctor(
         from fastload.training.machine_report import machine_report
 
         return Answer(*machine_report())
-    from fastload.cache.source_report import source_report
+    from fastload.cli.source_report import source_report
 
     code = f"fastload.ImageFolder({source!r})" if is_folder(source) else "dataset"
     with users_code(source):

@@ -30,11 +30,11 @@ def pin_batch(batch: Any, device: str | None = None) -> Any:
 
 
 class PinThread:
-    """Receives answers in order and pins their batches ahead of the consumer, from `start` on.
+    """Receives batches in order and pins them ahead of the consumer, from `start` on.
 
     Args:
-        receive: Called with an argument of `expect`; blocks; returns that answer, or raises its error.
-        pin: Pins the batch of an answer.
+        receive: Called with an argument of `expect`; blocks; returns that batch, or raises its error.
+        pin: Pins what `receive` returned.
         device_index: The accelerator that was current when the iterator was made.
     """
 
@@ -44,7 +44,7 @@ class PinThread:
         self._receive = receive
         self._pin = pin
         self._device_index = device_index
-        self._due: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._expected: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._ready: collections.deque[tuple[Any, BaseException | None]] = collections.deque()
         self._wakes = Wakeup()
         self._thread = threading.Thread(target=self._run, name="fastload-pin", daemon=True)
@@ -53,33 +53,33 @@ class PinThread:
         """Start the thread."""
         self._thread.start()
 
-    def expect(self, due: Any) -> None:
-        """Announce the answer that is due next, as an argument for `receive`; not None."""
-        self._due.put(due)
+    def expect(self, source: Any) -> None:
+        """Announce the next batch in order, as an argument for `receive`; not None."""
+        self._expected.put(source)
 
-    def take(self, due: Any) -> Any | None:
-        """The next answer, pinned; None if it is not ready. `due` is the argument of `expect`.
+    def take(self) -> Any | None:
+        """The next batch, pinned; None if it is not ready.
 
         Raises:
             Exception: The error of receiving it.
         """
         if not self._ready:
             return None
-        answer, error = self._ready.popleft()
+        batch, error = self._ready.popleft()
         if error is None:
-            return answer
+            return batch
         try:
             raise error
         finally:
             del error  # breaks a cycle between the error and this frame
 
-    def wait(self, due: Any, deadline: float | None) -> None:
-        """Wait until the next answer is ready, as `Wakeup.wait`."""
+    def wait(self, deadline: float | None) -> None:
+        """Wait until the next batch is ready, as `Wakeup.wait`."""
         self._wakes.wait(deadline)
 
     def close(self) -> None:
         """End the thread; call this after closing the source of `receive`."""
-        self._due.put(None)
+        self._expected.put(None)
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)
 
@@ -87,16 +87,16 @@ class PinThread:
         torch.set_num_threads(1)  # for this thread; a copy on all cores would starve the workers
         if self._device_index is not None:
             torch.accelerator.set_device_index(self._device_index)
-        while (due := self._due.get()) is not None:
-            answer, error = None, None
+        while (source := self._expected.get()) is not None:
+            batch, error = None, None
             try:
-                answer = self._receive(due)
-                self._pin(answer)
+                batch = self._receive(source)
+                self._pin(batch)
             except BaseException as caught:  # noqa: BLE001  # raised again in the consumer's thread
                 error = caught
-            self._ready.append((answer, error))
+            self._ready.append((batch, error))
             self._wakes.wake()
-            del answer, error  # else this frame would keep the batch alive until the next one
+            del batch, error  # else this frame would keep the batch alive until the next one
 
 
 def pin_error(device_index: int | None) -> RemoteError:

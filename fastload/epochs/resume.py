@@ -36,6 +36,7 @@ from fastload.errors import ResumeError
 from fastload.rng.keys import BatchKey, occurrence_counter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections import deque
@@ -366,7 +367,8 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     """
     if loader._dataset_kind == _DatasetKind.Iterable:
         return True
-    shares = loader.num_workers > 0 and getattr(loader, "worker_type", "process") == "thread"
+    pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
+    shares = loader.num_workers > 0 and pool_type.runs_in_consumer
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 

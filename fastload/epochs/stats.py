@@ -31,7 +31,7 @@ from fastload.workers.auto_workers import ENOUGH_BATCHES, Pace
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.workers.messages import Work
+    from fastload.workers.messages import WorkerCounters
 
 _NS_PER_S = 1_000_000_000
 _US_PER_S = 1_000_000
@@ -171,15 +171,15 @@ class Recorder:
     def __reduce__(self) -> tuple[Any, ...]:
         return Recorder, ()  # it belongs to no loader: the copied loader makes its own
 
-    def add(self, work: Work) -> None:
-        """Count the work of a worker, or what the consumer's process did for it."""
+    def add(self, counters: WorkerCounters) -> None:
+        """Add what a worker counted, or what the consumer's process did for it."""
         with self.lock:
             counts = self.counts
-            counts.busy_us += work.busy_us
-            counts.cache_hits += work.cache_hits
-            counts.cache_misses += work.cache_misses
-            counts.num_copies += work.num_copies
-            counts.num_restarts += work.num_restarts
+            counts.busy_us += counters.busy_us
+            counts.cache_hits += counters.cache_hits
+            counts.cache_misses += counters.cache_misses
+            counts.num_copies += counters.num_copies
+            counts.num_restarts += counters.num_restarts
 
     def copied_counts(self) -> Counts:
         """A copy of all figures."""

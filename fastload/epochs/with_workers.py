@@ -30,25 +30,22 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
 from fastload.epochs.stats import recorder_of
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
-from fastload.memory.ring import Ring
 from fastload.system.budget import parse_prefetch_memory
-from fastload.system.logs import say_once
 from fastload.system.notes import add_place, short_repr
 from fastload.workers.batch_maker import AT_START
-from fastload.workers.messages import Kind, Task
-from fastload.workers.pool import Pool
-from fastload.workers.ray_pool import RayPool
+from fastload.workers.messages import PendingBatch, ReplyKind
+from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
-from fastload.workers.settings import ray_workers
-from fastload.workers.threads import ThreadPool
-from fastload.workers.worker_spec import Job
+from fastload.workers.settings import worker_spec
+from fastload.workers.worker_types import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.device.cuda import Backend
     from fastload.epochs.stats import Size
-    from fastload.workers.messages import Answer
+    from fastload.workers.messages import BatchReply
+    from fastload.workers.pool import WorkerPool
     from fastload.workers.settings import LoaderSettings
 
 
@@ -75,40 +72,31 @@ class WorkerIterator(HostIterator):
         # torch.
         self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
-        context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-        job = Job.of(loader, int(self._base_seed))
         self._is_prefetched = False
-        self._pin_thread: PinThread | None = None
         self._needs_keys = (
             loader.seeding == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
         )
-        recorder = recorder_of(loader)
-        max_bytes = parse_prefetch_memory(loader.max_prefetch_memory)
-        self._pool: Pool | ThreadPool | RayPool
-        ray = ray_workers(loader.worker_type)
-        if ray is not None and not loader.persistent_workers:
-            say_once(
-                "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
-                "other machines: persistent_workers=True keeps both"
-            )
-        if loader.worker_type == "thread":
-            finish: Callable[[Any], Any] | None = None
+        pool_type = pool_type_of(loader.worker_type)
+        pin: Callable[[Any], Any] | None = None
+        if pool_type.runs_in_consumer:
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
-                finish = functools.partial(pin_dense, backend)
+                pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
-                finish = _pinning(self._pin_memory_device)
-            self._pool = ThreadPool(job, self._prefetch_factor, max_bytes, finish, recorder.add)
-        else:
-            restarts = loader.max_worker_restarts
-            if ray is not None:
-                ring = Ring(1, 1, max_bytes)
-                self._pool = RayPool(job, ring, recorder.add, num_restarts=restarts, options=ray.options)
-            else:
-                ring = Ring(self._num_workers, self._prefetch_factor, max_bytes)
-                self._pool = Pool(job, context, ring, recorder.add, num_restarts=restarts)
-            if self._pin_memory and loader.device is None:  # with device=, it reads slots in place
-                self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
-        self._answers: Any = self._pin_thread or self._pool  # where answers are taken from
+                pin = _pinning(self._pin_memory_device)
+        settings = PoolSettings(
+            count=recorder_of(loader).add,
+            pin=pin,
+            context=loader.multiprocessing_context or torch.multiprocessing.get_context(),
+            prefetch_factor=self._prefetch_factor,
+            max_bytes=parse_prefetch_memory(loader.max_prefetch_memory),
+            num_restarts=loader.max_worker_restarts,
+            is_persistent=loader.persistent_workers,
+            worker_type=loader.worker_type,
+        )
+        self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
+        self._pin_thread: PinThread | None = None
+        if self._pin_memory and not pool_type.runs_in_consumer and loader.device is None:
+            self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
         _watch_exit()
@@ -165,8 +153,8 @@ class WorkerIterator(HostIterator):
         these batches to its caller.
         """
         self._is_prefetched = True
-        if not isinstance(self._pool, ThreadPool) and self._pin_thread is None:
-            self._pool.let_read(backend, stream)
+        if self._pin_thread is None:
+            self._pool.read_slots(backend, stream)
 
     def _put_index(self) -> Exception | None:
         """Draw the next index and give it to the next worker, at the same moments as torch.
@@ -191,13 +179,13 @@ class WorkerIterator(HostIterator):
         key = None
         if self._needs_keys:
             index, key = self._epoch.keyed(index, self._first_batch + number)
-        self._pool.submit(worker, Task(number, index, key))
+        self._pool.submit(worker, PendingBatch(number, index, key))
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
         return None
 
     def _finish(self, worker: int) -> None:
-        """The worker gets no more tasks in this epoch."""
+        """The worker gets no more requests in this epoch."""
         if not self._persistent_workers:
             self._pool.finish(worker)
 
@@ -212,10 +200,10 @@ class WorkerIterator(HostIterator):
         """The next batch and its size; None if it would have to be waited for."""
         if self._needs_torch():
             return self.next_sized()
-        found: tuple[Any, Size] | None = self._next_data(must_wait=False)
-        if found is not None:
+        sized_batch: tuple[Any, Size] | None = self._next_data(must_wait=False)
+        if sized_batch is not None:
             self._num_yielded += 1
-        return found
+        return sized_batch
 
     def _next_data(self, *, must_wait: bool = True) -> Any:
         if os.getpid() != self._pid:
@@ -229,19 +217,19 @@ class WorkerIterator(HostIterator):
     def _next_batch(self, *, must_wait: bool) -> tuple[Any, Size] | None:
         if self._broken is not None:
             raise self._broken
-        if not self._is_prefetched and not isinstance(self._pool, ThreadPool):
-            self._pool.unregister()  # slots of an earlier epoch, with persistent workers
+        if not self._is_prefetched:
+            self._pool.stop_reading_slots()  # of an earlier epoch, with persistent workers
         deadline = self._deadline()
         while (head := self._schedule.head()) is not None:
             _, worker = head
             try:
-                self._pool.expect_open()  # if the pool is closed, the pin thread does not answer
-                task = self._answers.take(worker)
-                failure = None if task is None else self._received(task, worker)
+                self._pool.expect_open()  # if the pool is closed, the pin thread has nothing
+                pending = self._pool.take(worker) if self._pin_thread is None else self._pin_thread.take()
+                failure = None if pending is None else self._received(pending, worker)
             except BaseException as error:
                 self._close_after(error)
                 raise
-            if task is None or task.answer is None:
+            if pending is None or pending.reply is None:
                 if not must_wait:
                     return None
                 self._wait(worker, deadline)
@@ -249,14 +237,14 @@ class WorkerIterator(HostIterator):
             deadline = self._deadline()
             if failure is not None:
                 _raise(failure)
-            answer = task.answer
-            if answer.failed:
-                self._failures.note(answer.failed)
-            if answer.kind is Kind.ENDED:
+            reply = pending.reply
+            if reply.failed:
+                self._failures.note(reply.failed)
+            if reply.kind is ReplyKind.ENDED:
                 continue
-            if answer.kind is Kind.ERROR:
-                self._raise(answer, task, worker)
-            return answer.payload, (answer.num_samples, answer.nbytes)
+            if reply.kind is ReplyKind.ERROR:
+                self._raise(reply, pending, worker)
+            return reply.payload, (reply.num_samples, reply.nbytes)
         if self._failed_sampler:
             raise BatchLostError(
                 f"an exception ended the sampler, {self._failed_sampler}, and was raised before; the batches "
@@ -267,11 +255,11 @@ class WorkerIterator(HostIterator):
             self.close()
         raise StopIteration
 
-    def _received(self, task: Task, worker: int) -> Exception | None:
-        """Record that a task was answered, and give its worker the next one; returns the sampler's error."""
-        self._schedule.answer()
-        if task.answer is not None and task.answer.kind is not Kind.ENDED:
-            self._epoch.fetched(task.index, worker, task.answer.dataset_state)
+    def _received(self, pending: PendingBatch, worker: int) -> Exception | None:
+        """Record a reply, and give its worker the next request; returns the sampler's error."""
+        self._schedule.pop()
+        if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
+            self._epoch.fetched(pending.index, worker, pending.reply.dataset_state)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)
@@ -284,32 +272,35 @@ class WorkerIterator(HostIterator):
 
     def _wait(self, worker: int, deadline: float | None) -> None:
         try:
-            self._answers.wait(worker, deadline)
+            if self._pin_thread is None:
+                self._pool.wait(worker, deadline)
+            else:
+                self._pin_thread.wait(deadline)
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
-    def _raise(self, answer: Answer, task: Task, worker: int) -> None:
+    def _raise(self, reply: BatchReply, pending: PendingBatch, worker: int) -> None:
         # The error of a thread has a traceback that holds this frame and the caller's.
-        sent, answer.payload = answer.payload, None
+        remote_error, reply.payload = reply.payload, None
         try:
-            sent.reraise()
+            remote_error.reraise()
         except BaseException as error:
-            place = sent.place or f"dataset index {short_repr(task.index)}"
-            batch = "" if place == AT_START else f"batch {task.number}, "
+            place = remote_error.place or f"dataset index {short_repr(pending.index)}"
+            batch = "" if place == AT_START else f"batch {pending.number}, "
             add_place(error, f"{batch}worker {worker}, {place}")
             raise
         finally:
-            del sent
+            del remote_error
 
     def _drop_pinned(self) -> None:
-        """Take the remaining answers of the old epoch out of the pin thread."""
+        """Take the remaining batches of the old epoch out of the pin thread."""
         deadline = self._deadline()
         while self._pin_thread is not None and (head := self._schedule.head()) is not None:
             self._pool.expect_open()
-            if self._pin_thread.take(head[1]) is None:
+            if self._pin_thread.take() is None:
                 self._wait(head[1], deadline)
             else:
-                self._schedule.answer()
+                self._schedule.pop()
 
     @property
     def is_ours(self) -> bool:
@@ -319,7 +310,7 @@ class WorkerIterator(HostIterator):
     @property
     def was_interrupted(self) -> bool:
         """Whether Ctrl-C has ended a worker, which then serves no further epoch."""
-        return isinstance(self._pool, Pool) and self._pool.was_interrupted
+        return self._pool.was_interrupted
 
     @property
     def _workers(self) -> list[Any]:
@@ -363,10 +354,9 @@ def _wait_for_exit() -> None:
         threading.Event().wait()
 
 
-def _close(pool: Pool | ThreadPool | RayPool, pin_thread: PinThread | None) -> None:
-    pid_is_ours = pool.is_ours
+def _close(pool: WorkerPool, pin_thread: PinThread | None) -> None:
     pool.close()
-    if pin_thread is not None and pid_is_ours:
+    if pin_thread is not None and pool.is_ours:
         pin_thread.close()
 
 
@@ -386,21 +376,21 @@ def _accelerator_index() -> int | None:
     return torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
 
-def _make_pin_thread(pool: Pool | RayPool, device: str | None) -> PinThread:
+def _make_pin_thread(pool: WorkerPool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
-    def receive(worker: int) -> Task:
-        while (task := pool.take(worker)) is None:
+    def receive(worker: int) -> PendingBatch:
+        while (pending := pool.take(worker)) is None:
             pool.wait(worker, None)
-        return task
+        return pending
 
-    def pin(task: Task) -> None:
-        answer = task.answer
-        if answer is not None and answer.kind is Kind.BATCH:
+    def pin(pending: PendingBatch) -> None:
+        reply = pending.reply
+        if reply is not None and reply.kind is ReplyKind.BATCH:
             try:
-                answer.payload = pin_batch(answer.payload, device)
+                reply.payload = pin_batch(reply.payload, device)
             except Exception:  # noqa: BLE001  # raised in the consumer's thread at this batch's turn
-                answer.kind, answer.payload = Kind.ERROR, pin_error(index)
+                reply.kind, reply.payload = ReplyKind.ERROR, pin_error(index)
 
     return PinThread(receive, pin, index)
 

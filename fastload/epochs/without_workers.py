@@ -24,8 +24,8 @@ from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place
 from fastload.workers.batch_maker import dataset_state_of, make_fetcher
-from fastload.workers.messages import Work
-from fastload.workers.worker_spec import Job
+from fastload.workers.messages import WorkerCounters
+from fastload.workers.settings import worker_spec
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
@@ -65,13 +65,13 @@ class LocalIterator(HostIterator):
         self._due: tuple[Any, BatchKey] | None = None
         self._num_drawn = self._epoch.position.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader)
-        job = Job.of(loader, self._epoch.position.base_seed)
+        spec = worker_spec(loader, self._epoch.position.base_seed)
         states = self._epoch.position.dataset_states
         self._keeps_state = states is not None
-        is_seeded = job.seed_albumentations and not job.seeds_samples
-        self._streams = local_streams(job.base_seed) if is_seeded else None
+        is_seeded = spec.seed_albumentations and not spec.seeds_samples
+        self._streams = local_streams(spec.base_seed) if is_seeded else None
         with seeded_by(self._streams):  # iter() of an iterable dataset can draw
-            self._fetcher = make_fetcher(job, self._buffers, None if states is None else states[0])
+            self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])
         is_first = not self._epoch.position.num_received
         if states is not None and is_first and self._fetcher.reader.has_first_state:
             states[0] = self._dataset_state()
@@ -137,7 +137,7 @@ class LocalIterator(HostIterator):
             self._is_fetching = False
             self._buffers.end()
             if counts.hits != hits or counts.misses != misses:
-                self._recorder.add(Work(0, counts.hits - hits, counts.misses - misses))
+                self._recorder.add(WorkerCounters(0, counts.hits - hits, counts.misses - misses))
         self._due = None
         self._received(index)
         if self._fetcher.replacer is not None:

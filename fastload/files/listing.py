@@ -36,7 +36,7 @@ SAVED_NAME = ".fastload-files.jsonl.gz"
 UNKNOWN_BYTES = -1
 
 _FORMAT_VERSION = 2
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _MAX_RATIO = 128  # of lists to their compressed size: numbered files without versions have 10 to 32
 _MIN_LIMIT_BYTES = 1 << 20
 _MAX_BYTES = 1 << 63  # of a file
@@ -145,7 +145,7 @@ def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tup
 
 def _digest(files: Sequence[RemoteFile]) -> str | None:
     """A digest that changes with any file; None if the store has no version of one of them."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for file in files:
         if not file.version:
             return None

@@ -26,7 +26,7 @@ from torch.utils.data import Dataset
 
 from fastload.errors import ImageReadError
 from fastload.files.file_systems import READS_AT_ONCE, is_url, local_path
-from fastload.files.listing import Listing, arrange, list_folder
+from fastload.files.listing import DIGEST_BYTES, Listing, arrange, list_folder
 from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_DIGEST_BYTES = 16
 _MAX_LISTED = 9  # classes, in an error
 
 
@@ -256,7 +255,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         files = self._digest if self._remote is not None else self._local_digest()
         if files is None:
             return None
-        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=_DIGEST_BYTES)
+        classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=DIGEST_BYTES)
         return {
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
@@ -265,7 +264,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         }
 
     def _local_digest(self) -> str:
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
         for number in range(len(self)):
             name = self._relative_path(number)
             path = os.path.join(self._root, os.fsdecode(name))

@@ -45,7 +45,7 @@ _TAGS_KIND = 0xE1  # EXIF or XMP
 _INDEX_KIND = 0xE2  # of the pictures in a multi-picture file, and the like
 _RESTARTS_KIND = 0xDD
 _SKIPPED_KINDS = {0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}  # tables, restart interval, comments, and APPn
-_MAX_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
+MAX_PIXELS = 1 << 26  # below the size at which Pillow warns of a decompression bomb
 
 # Of the three components of a picture: 4:4:4, 4:2:2, 4:2:0, 4:1:1, 4:4:0.
 _SAMPLINGS = tuple((factors, 0x11, 0x11) for factors in (0x11, 0x21, 0x22, 0x41, 0x12))
@@ -113,7 +113,7 @@ def parse_jpeg(data: Content) -> JpegHeader | None:
             is_one_scan = not is_progressive and precision == len(frame[2])  # here: components of the scan
             return JpegHeader(*frame, tags_at, is_one_scan, restart_interval, at + 2 + nbytes)
         if kind in _FRAME_KINDS and frame is None:
-            if precision != 8 or components not in (1, 3) or not 0 < height * width < _MAX_PIXELS:
+            if precision != 8 or components not in (1, 3) or not 0 < height * width < MAX_PIXELS:
                 return None
             first = at + _FRAME.size + 1
             sampling = tuple(data[first : first + 3 * components : 3])

@@ -30,7 +30,7 @@ from fastload.profiling.recording import Moment, Recording
 from fastload.profiling.spans import BatchWatch, here, probe
 from fastload.rng.worker_info import get_worker_info
 from fastload.workers import process as own_process
-from fastload.workers import threads as own_threads
+from fastload.workers import thread_pool
 from fastload.workers import worker as own_worker
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def hook_process(undo: contextlib.ExitStack) -> None:
         replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
     replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
     replace(_utils.pin_memory, "pin_memory", _timed(probes.PIN, _utils.pin_memory.pin_memory))
-    replace(own_threads._Worker, "__init__", _watched_thread(own_threads._Worker.__init__))
+    replace(thread_pool._WorkerThread, "__init__", _watched_thread(thread_pool._WorkerThread.__init__))
     hook_copies(undo)
 
 

@@ -93,6 +93,19 @@ def dict_of(check: Check) -> Check:
 TEXT = instance_of(str)
 
 
+def check_arguments(arguments: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Check the arguments of a user's call, by name.
+
+    Raises:
+        ValueError: A check does not accept its argument; the error begins with the name.
+    """
+    for name, check in checks.items():
+        try:
+            check(arguments[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+
+
 def check_fields(fields: Any, checks: Mapping[str, Callable[[Any], Any]], owner: str) -> None:
     """Check that a JSON object has exactly these fields, each with a value that its check accepts.
 

@@ -1,17 +1,26 @@
 """The ranks of a distributed job: what launchers say of them, and the process group of this rank.
 
+Each launcher says it in other variables. A wrong number costs a warning, a smaller cache, or waiting for a
+builder, but never causes a wrong sample.
+
 torch is never imported here: if the script never imported torch.distributed, this process is not in a group.
 """
 
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
+
+from fastload.system.cgroups import read_text
 
 # The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
 RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+_SAME_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # Slurm writes 4,4,2 as 4(x2),2
 # Whether this process was forked from a rank: it must not use that rank's connection to the store.
 _is_forked = False
 
@@ -25,6 +34,51 @@ def number_in(variable: str) -> int | None:
 def ranks_of_host() -> int | None:
     """The number of ranks on this host, at least 1; None if no variable has it."""
     return next((number for number in map(number_in, RANKS_OF_HOST) if number), None)
+
+
+def are_several_ranks() -> bool:
+    """Whether torchrun, Lightning, mpirun, srun or the script itself started several ranks, on any hosts."""
+    return max(count_ranks_of_host(), _ranks_of_all_hosts()) > 1
+
+
+def count_ranks_of_host() -> int:
+    """The number of ranks on this host, at least 1; where only that of all hosts is known, that number."""
+    counts = [ranks_of_host() or 0]
+    if os.environ.get("SLURM_LOCALID"):  # not set in a job's shell, which has counts of tasks, too
+        counts.append(_tasks_of_slurm())
+    if not any(counts):
+        counts = [_ranks_of_all_hosts(), _siblings()]
+    return max(1, *counts)
+
+
+def _tasks_of_slurm() -> int:
+    """The number of tasks that srun started on this host."""
+    counts: list[int] = []
+    for count, times in _SAME_COUNT.findall(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        counts += [int(count)] * int(times or 1)
+    node = number_in("SLURM_NODEID") or 0
+    if node < len(counts):
+        return counts[node]
+    return max(number_in("SLURM_NTASKS_PER_NODE") or 0, (number_in("SLURM_LOCALID") or 0) + 1)
+
+
+def _ranks_of_all_hosts() -> int:
+    """The number of ranks in all, which Lightning and DeepSpeed tell, and a process group knows."""
+    group = process_group()
+    return max(
+        (number_in("WORLD_SIZE") or 0) if os.environ.get("LOCAL_RANK") else 1,
+        1 if group is None else group.get_world_size(),
+    )
+
+
+def _siblings() -> int:
+    """How many processes the parent runs, if it started this one as `torch.multiprocessing.spawn` does."""
+    if multiprocessing.parent_process() is None or multiprocessing.current_process().daemon:
+        return 1  # workers of a loader are daemons
+    threads = Path(f"/proc/{os.getppid()}/task").glob("*/children")  # below the thread that started them
+    children = [child for thread in threads for child in read_text(thread).split()]
+    programs = [read_text(Path(f"/proc/{child}/cmdline")) for child in children]
+    return sum("resource_tracker" not in program for program in programs)
 
 
 def process_group() -> Any | None:

@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-import fastload
 from fastload.device.cuda import choose_backend, why_unavailable
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
 from fastload.training.report import lines_of, memory_report
+from fastload.version import __version__
 from fastload.workers.ray_pool import connect
 
 WORKS = "works"
@@ -116,7 +116,7 @@ def _versions() -> dict[str, str | None]:
         text = Path("/proc/driver/nvidia/version").read_text()
         driver = next(iter(re.findall(r"^NVRM version: .*?(\d+\.[\d.]+)", text, re.MULTILINE)), None)
     return {
-        "fastload": fastload.__version__,
+        "fastload": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -1,6 +1,5 @@
-"""Make batches in worker processes or worker threads.
+"""Make batches in worker processes, worker threads, or actors of a Ray cluster.
 
-Read in this order: `core` (the work of a worker), `worker` (the process around it), `pool` (its owner in the
-parent), `schedule` (which worker makes which batch), `messages`, `channel` and `job` (what the two send each
-other), `process` (start and end of a worker), `threads`; `auto_workers` chooses the number of workers.
+`pool` has what the three pools have in common for the iterator, and `worker_types` their names. `batch_maker`
+has what their workers have in common.
 """

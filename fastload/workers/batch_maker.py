@@ -1,11 +1,8 @@
-"""The work of one worker, independent of the transport: begin, begin an epoch, make batches.
+"""What every worker does, be it a process, a thread or an actor: begin, begin an epoch, make batches.
 
-`worker` (a process) and `threads` are transports: they call `begin` once, `begin_epoch` for each epoch and
-`answer` for each index, in the worker, and take the answers away. Rules:
-
-1. The steps at the start come in torch's order (torch/utils/data/_utils/worker.py). So random streams and
-   `get_worker_info()` are the same as torch's.
-2. Every index gets an answer. After an error at the start, this error is the answer to all of them.
+`worker`, `thread_pool` and `ray_worker` are transports: they call `begin` once, `begin_epoch` for each epoch
+and `make` for each index, in the worker, and take the replies away. Every index gets a reply: after an error
+at the start, this error is the reply to all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import itertools
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data._utils import worker as torch_worker
@@ -31,116 +28,101 @@ from fastload.rng.sample_rng import SampleSeeder
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
 from fastload.system.worker_memory import keep_freed_memory
-from fastload.workers.messages import Answer, Kind, Work
+from fastload.workers.messages import BatchReply, ReplyKind, WorkerCounters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fastload.memory.lease import BumpAllocator
     from fastload.rng.keys import BatchKey
-    from fastload.workers.worker_spec import Job
+    from fastload.workers.worker_spec import WorkerSpec
 
-AT_START = "at its start"  # the place of an error that is the answer to every task
-
-
-class Loadable(Protocol):
-    """A job, or the form in which a transport has sent it."""
-
-    def load(self) -> Job:
-        """The job."""
-
-
-class Meter:
-    """Measures the work of the calling thread, from its making on."""
-
-    __slots__ = ("_hits", "_idle_ns", "_misses", "_since_ns")
-
-    def __init__(self) -> None:
-        self._idle_ns = 0
-        self._since_ns = time.perf_counter_ns()  # of the previous answer
-        self._hits, self._misses = counts.hits, counts.misses
-
-    def waited(self, since_ns: int) -> None:
-        """Record that the worker has waited for a task since ``since_ns`` (of `perf_counter_ns`)."""
-        self._idle_ns += time.perf_counter_ns() - since_ns
-
-    def work(self) -> Work:
-        """The work since the last call."""
-        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
-        idle_ns, self._idle_ns = self._idle_ns, 0
-        hits, self._hits = self._hits, counts.hits
-        misses, self._misses = self._misses, counts.misses
-        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
-        return Work(busy_us, self._hits - hits, self._misses - misses)
+AT_START = "at its start"  # the place of an error that is the reply to every request
 
 
 class BatchMaker:
-    """One worker: its dataset, its pipelines, its fetcher.
+    """Makes the batches of one worker: its dataset, its pipelines, its fetcher.
 
     Args:
         worker_id: 0 to num_workers - 1.
-        job: Its job; a thread's has the thread's copies of the dataset and the collate_fn.
-        arena: The memory of batches; the transport begins and ends it around each answer.
-        finish: Called with each batch; returns the payload of its answer. Its errors are those of the batch.
-            None: the batch itself.
+        load_spec: Returns the worker's spec; called in the worker. A thread's spec has the thread's copies of
+            the dataset and the collate_fn.
+        arena: The memory of batches; the transport begins and ends it around each reply.
+        to_payload: Called with each batch; returns the payload of its reply. Its errors are those of the
+            batch. None: the batch itself.
         is_thread: Whether it is a thread, which leaves to its process what all threads share; else it has a
             process of its own, whose libraries it seeds.
 
     Attributes:
         where: The worker, as torch's errors name it.
-        meter: Measures its work; the transport tells it how long it waited.
     """
 
     def __init__(
         self,
         worker_id: int,
-        job: Loadable,
+        load_spec: Callable[[], WorkerSpec],
         arena: BumpAllocator,
-        finish: Callable[[Any], Any] | None,
+        to_payload: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
     ) -> None:
         self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
-        self.meter = Meter()
         self._id = worker_id
-        self._job = job
+        self._load_spec = load_spec
         self._arena = arena
-        self._finish = finish
+        self._to_payload = to_payload
         self._is_thread = is_thread
         # What ends a process must not end a thread silently.
         self._caught = BaseException if is_thread else Exception
-        self._loaded: Job | None = None  # once the worker has begun
+        self._spec: WorkerSpec | None = None  # once the worker has begun
         self._fetcher: Fetcher | None = None
-        self._keeps_states = False  # whether each answer has the state of the dataset
-        self._error: RemoteError | None = None  # the answer to every index while there is no fetcher
+        self._keeps_states = False  # whether each reply has the state of the dataset
+        # The time and the counts at the previous reply, and how long the worker has waited since then.
+        self._idle_ns = self._since_ns = self._hits = self._misses = 0
+        self._error: RemoteError | None = None  # the reply to every index while there is no fetcher
 
     def begin(self) -> None:
         """Take the first steps, once, in the worker itself."""
+        # In torch's order (torch/utils/data/_utils/worker.py), so random streams and `get_worker_info()` are
+        # the same as torch's.
         try:
             if not self._is_thread:
                 _be_quiet()
-            job = self._job.load()
-            seed = job.base_seed + self._id
+            spec = self._load_spec()
+            seed = spec.base_seed + self._id
             if self._is_thread:  # torch's get_worker_info() is None here
-                work_as(WorkerInfo(self._id, job.num_workers, seed, job.dataset, "thread"))
+                work_as(WorkerInfo(self._id, spec.num_workers, seed, spec.dataset, "thread"))
             else:
-                self._take_process(job, seed)
+                self._take_process(spec, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
-            streams = seeding.WorkerStreams(seed, role) if job.seed_albumentations else None
+            streams = seeding.WorkerStreams(seed, role) if spec.seed_albumentations else None
             set_worker_source(streams, is_thread=self._is_thread)
-            if job.worker_init_fn is not None:
-                job.worker_init_fn(self._id)
-            self._loaded = job
-        except self._caught:  # the answer to every index
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(self._id)
+            self._spec = spec
+        except self._caught:  # the reply to every index
             self._error = RemoteError.current(self.where, AT_START)
-        self.meter = Meter()
+        self._take_counters()  # those of the start belong to no batch
 
-    def _take_process(self, job: Job, seed: int) -> None:
-        keep_freed_memory(job.num_workers)
-        seeding.seed_libraries(job.base_seed, self._id)
+    def waited(self, since_ns: int) -> None:
+        """Record that the worker has waited for a request since ``since_ns`` (of `perf_counter_ns`)."""
+        self._idle_ns += time.perf_counter_ns() - since_ns
+
+    def _take_counters(self) -> WorkerCounters:
+        """What the worker did since the last call."""
+        before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
+        idle_ns, self._idle_ns = self._idle_ns, 0
+        hits, self._hits = self._hits, counts.hits
+        misses, self._misses = self._misses, counts.misses
+        busy_us = (self._since_ns - before_ns - idle_ns) // 1000
+        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
+
+    def _take_process(self, spec: WorkerSpec, seed: int) -> None:
+        keep_freed_memory(spec.num_workers)
+        seeding.seed_libraries(spec.base_seed, self._id)
         # torch documents get_worker_info(), and MONAI, timm and others call torch's own function.
         torch_worker._worker_info = torch_worker.WorkerInfo(
-            id=self._id, num_workers=job.num_workers, seed=seed, dataset=job.dataset
+            id=self._id, num_workers=spec.num_workers, seed=seed, dataset=spec.dataset
         )
         install_slot_rules()
 
@@ -151,51 +133,52 @@ class BatchMaker:
             epoch: For a dataset that has a set_epoch(); None: it knows it, or the user set none.
             dataset_state: From which the copy of the dataset continues; None: it has no state.
         """
-        job = self._loaded
-        if job is None:
+        spec = self._spec
+        if spec is None:
             return
         self._fetcher = None
         try:
-            if epoch is not None and callable(getattr(job.dataset, "set_epoch", None)):
-                job.dataset.set_epoch(epoch)
+            if epoch is not None and callable(getattr(spec.dataset, "set_epoch", None)):
+                spec.dataset.set_epoch(epoch)
             if dataset_state is not None:
                 dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
-                job, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
+                spec, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
             )
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
 
-    def answer(self, index: Any, key: BatchKey | None, coming: Iterable[Any] = ()) -> Answer:
+    def make(self, index: Any, key: BatchKey | None, later: Iterable[Any] = ()) -> BatchReply:
         """Make the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
             key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
-            coming: The indices of later batches; consumed if the dataset reads ahead.
+            later: The indices of later batches; consumed if the dataset reads ahead.
         """
-        job, fetcher = self._loaded, self._fetcher
-        if job is None or fetcher is None:
-            return Answer(Kind.ERROR, self._error, work=self.meter.work())
+        spec, fetcher = self._spec, self._fetcher
+        if spec is None or fetcher is None:
+            return BatchReply(ReplyKind.ERROR, self._error, counters=self._take_counters())
         try:
             if fetcher.reads_ahead:
-                for ahead in itertools.chain([index], coming):
+                for ahead in itertools.chain([index], later):
                     fetcher.announce(ahead)
             batch = fetcher.fetch(index, key)
-            answer = Answer(Kind.BATCH, batch if self._finish is None else self._finish(batch))
+            payload = batch if self._to_payload is None else self._to_payload(batch)
+            reply = BatchReply(ReplyKind.BATCH, payload)
             if fetcher.replacer is not None:
-                answer.failed = tuple(fetcher.replacer.failed)
+                reply.failed = tuple(fetcher.replacer.failed)
         except self._caught as error:  # every error of user code is sent to the consumer
-            if isinstance(error, StopIteration) and job.is_iterable:
-                answer = Answer(Kind.ENDED)
+            if isinstance(error, StopIteration) and spec.is_iterable:
+                reply = BatchReply(ReplyKind.ENDED)
             else:
-                answer = Answer(Kind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
+                reply = BatchReply(ReplyKind.ERROR, self._sent(error, fetcher.place_of_error(index, error)))
         if self._keeps_states:
-            answer.dataset_state = dataset_state_of(fetcher, self.where)
-        answer.num_samples, answer.nbytes = fetcher.num_samples, fetcher.gathered_bytes
-        answer.work = self.meter.work()
-        return answer
+            reply.dataset_state = dataset_state_of(fetcher, self.where)
+        reply.num_samples, reply.nbytes = fetcher.num_samples, fetcher.gathered_bytes
+        reply.counters = self._take_counters()
+        return reply
 
     def _sent(self, error: BaseException, place: str) -> RemoteError:
         if self._is_thread:
@@ -204,7 +187,7 @@ class BatchMaker:
 
 
 def make_fetcher(
-    job: Job,
+    spec: WorkerSpec,
     arena: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
@@ -213,16 +196,16 @@ def make_fetcher(
 ) -> Fetcher:
     """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
     seeder = None
-    if job.seeds_samples:
+    if spec.seeds_samples:
         seeder = SampleSeeder(
-            job.dataset,
-            job.collate_fn,
-            with_transforms=job.seed_albumentations,
+            spec.dataset,
+            spec.collate_fn,
+            with_transforms=spec.seed_albumentations,
             role="local" if worker_id is None else "thread" if is_thread else "process",
         )
     return Fetcher(
-        job,
-        job.dataset,
+        spec,
+        spec.dataset,
         arena,
         in_worker=worker_id is not None and not is_thread,
         seeder=seeder,

@@ -67,8 +67,8 @@ class Received:
     @property
     def fd(self) -> int | None:
         """The descriptor sent with the message; this object keeps owning it."""
-        place = int(self._is_in_segment)
-        return self._fds[place] if len(self._fds) > place else None
+        position = int(self._is_in_segment)  # the segment's descriptor comes first
+        return self._fds[position] if len(self._fds) > position else None
 
     def close(self) -> None:
         """Close the descriptors; idempotent."""
@@ -222,5 +222,5 @@ def why_no_channel() -> str | None:
 
 def make_channel() -> tuple[Channel, socket.socket]:
     """The parent's channel, and the socket of which a worker makes the other end."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    return Channel(ours, blocking=False), theirs
+    parent_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Channel(parent_end, blocking=False), worker_end

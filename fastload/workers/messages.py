@@ -1,4 +1,4 @@
-"""What the consumer tells a worker process or thread, and what the worker answers."""
+"""What the consumer asks of a worker process, thread or actor, and what the worker replies."""
 
 from __future__ import annotations
 
@@ -14,55 +14,56 @@ if TYPE_CHECKING:
     from fastload.memory.ring import Slot
     from fastload.rng.keys import BatchKey
 
+INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGINT
+
 
 @dataclass(slots=True, eq=False)
-class Task:
-    """The request for one batch, and its answer.
+class PendingBatch:
+    """The consumer's record of a batch that it has requested from a worker.
 
     Attributes:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
         key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
-        answer: None until the worker has answered.
-        is_stale: Whether it belongs to an abandoned epoch; its answer is dropped.
+        reply: None until the worker has replied.
+        is_stale: Whether it belongs to an abandoned epoch; its reply is dropped.
         serial: The number of the message to a worker process; ascends over all epochs.
-        slot: The slot into which a worker process writes the batch.
+        slot: The slot for the bytes of the batch.
+        reference: The reference of the reply in Ray's object store.
     """
 
     number: int
     index: Any
     key: BatchKey | None = None
-    answer: Answer | None = None
+    reply: BatchReply | None = None
     is_stale: bool = False
     serial: int = 0
     slot: Slot | None = None
+    reference: Any = None
 
 
-INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGINT
-
-
-class Begin(NamedTuple):
+class BeginEpoch(NamedTuple):
     """An epoch begins; the arguments are those of `BatchMaker.begin_epoch`."""
 
     epoch: int | None
     dataset_state: DatasetState | None
 
 
-class Fetch(NamedTuple):
-    """Parent to worker: fetch the batch of ``index`` into ``slot``. Sent as a tuple, which pickles faster."""
+class FetchRequest(NamedTuple):
+    """The request to a worker process for the batch of ``index``. Sent as a tuple, which pickles faster."""
 
-    slot: int
+    slot: int  # the number of the slot for the batch
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
     key: BatchKey | None
 
 
-class Work(NamedTuple):
-    """The work of one worker since its previous answer, or the sums of all workers.
+class WorkerCounters(NamedTuple):
+    """The counters of one worker since its previous reply, or their sums over all workers.
 
     Attributes:
-        busy_us: Microseconds in which the worker did not wait for a task.
+        busy_us: Microseconds in which the worker did not wait for a request.
         cache_hits: Samples found in a cache; also of batches that no caller received.
         cache_misses: Samples read from the source of a cache.
         num_copies: Batches copied because their slot could not be lent.
@@ -76,8 +77,8 @@ class Work(NamedTuple):
     num_restarts: int = 0
 
 
-class Kind(enum.IntEnum):
-    """The kind of an answer."""
+class ReplyKind(enum.IntEnum):
+    """What a reply holds."""
 
     BATCH = 0
     ERROR = 1
@@ -85,39 +86,38 @@ class Kind(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class Answer:
+class BatchReply:
     """What a worker made of one index.
 
     Attributes:
-        kind: The kind.
-        payload: The batch, as the transport's ``finish`` returned it; or the error, as a RemoteError.
+        kind: What `payload` is.
+        payload: The batch, as the worker's ``to_payload`` returned it; or the error, as a RemoteError.
         dataset_state: The state of the worker's copy of the dataset after this batch; None if it has none.
         failed: Samples that could not be read and were replaced.
         num_samples: The samples of the batch.
-        nbytes: The bytes of the batch; 0 until the transport knows them, None if they cannot be known.
-        work: The work of the worker since its previous answer.
+        nbytes: The bytes of the batch; 0 until the pool knows them, None if they cannot be known.
+        counters: What the worker counted since its previous reply.
     """
 
-    kind: Kind
+    kind: ReplyKind
     payload: Any = None
     dataset_state: DatasetState | None = None
     failed: tuple[FailedSample, ...] = ()
     num_samples: int = 0
     nbytes: int | None = 0
-    work: Work = Work()  # noqa: RUF009
+    counters: WorkerCounters = WorkerCounters()  # noqa: RUF009
 
+    def to_plain(self) -> tuple[Any, ...]:
+        """The reply as built-in types, which pickle faster."""
+        payload = tuple(self.payload) if self.kind is ReplyKind.BATCH else self.payload
+        counters = self.counters[:3]  # the parent counts the rest
+        return int(self.kind), payload, self.dataset_state, self.failed, self.num_samples, *counters
 
-def to_plain(answer: Answer) -> tuple[Any, ...]:
-    """An answer as built-in types, which pickle faster."""
-    payload = tuple(answer.payload) if answer.kind is Kind.BATCH else answer.payload
-    work = answer.work[:3]  # the rest is the parent's
-    return int(answer.kind), payload, answer.dataset_state, answer.failed, answer.num_samples, *work
-
-
-def of_plain(plain: tuple[Any, ...]) -> Answer:
-    """Undo `to_plain`."""
-    number, payload, dataset_state, failed, num_samples, *work = plain
-    kind = Kind(number)
-    if kind is Kind.BATCH:
-        payload = Packed(*payload)
-    return Answer(kind, payload, dataset_state, failed, num_samples, work=Work(*work))
+    @classmethod
+    def from_plain(cls, plain: tuple[Any, ...]) -> BatchReply:
+        """The reply of which ``plain`` is the `to_plain`."""
+        number, payload, dataset_state, failed, num_samples, *counters = plain
+        kind = ReplyKind(number)
+        if kind is ReplyKind.BATCH:
+            payload = Packed(*payload)
+        return cls(kind, payload, dataset_state, failed, num_samples, counters=WorkerCounters(*counters))

@@ -6,9 +6,6 @@ Rules:
    The parent does not use the pipe that multiprocessing watches, because that pipe stays open while a child
    of the worker, or a process forked in the meantime, has a copy.
 2. Signals are sent through the pidfd, so they cannot reach a process that reuses the process id.
-3. Signals that have a Python handler are blocked while a process is started: their handlers run when this
-   process has recorded the worker, and never in the worker. A fork server can take long to import what it
-   preloads; it manages its children itself, and signals are not blocked.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import functools
 import multiprocessing
 import os
 import select
-import signal
 import sys
 import time
 from multiprocessing import forkserver, resource_tracker, spawn
@@ -28,15 +24,16 @@ from typing import TYPE_CHECKING, Any
 from fastload.errors import WorkerStartError
 from fastload.memory.segment import why_unsupported
 from fastload.system import linux
+from fastload.system.child_process import handlers_blocked
 from fastload.workers.channel import why_no_channel
 from fastload.workers.worker import main
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
     from multiprocessing.context import BaseContext
 
     from fastload.workers.channel import Channel
-    from fastload.workers.worker_spec import Job, PickledJob
+    from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec
 
 # The fork server notices the end of a process a moment after the pidfd does.
 _EXIT_CODE_WAIT_S = 1.0
@@ -59,11 +56,11 @@ class WorkerProcess:
         self._context = context
         self._pidfd = -1
 
-    def start(self, job: Job | PickledJob, end: Any, inherited: list[Channel]) -> None:
+    def start(self, spec: WorkerSpec | PickledWorkerSpec, end: Any, inherited: list[Channel]) -> None:
         """Start the process. The owner must have this object by now, and call `clean_up` after an error.
 
         Args:
-            job: Its job.
+            spec: What it runs.
             end: Its end of the pipe; this process closes its copy once the worker has it.
             inherited: The parent's ends of pipes, which a forked worker closes.
 
@@ -72,11 +69,12 @@ class WorkerProcess:
             OSError: The system cannot start a process.
         """
         method = self._context.get_start_method()
-        with without_handlers(method != "forkserver") as mask, end:
+        # A fork server manages its children itself, and can take long to import what it preloads.
+        with handlers_blocked(method != "forkserver") as mask, end:
             pipes = inherited if method == "fork" else []
             self.process = self._context.Process(  # type: ignore[attr-defined]  # typeshed lacks it
                 target=main,
-                args=(self._worker_id, job, end, os.getpid(), pipes, mask),
+                args=(self._worker_id, spec, end, os.getpid(), pipes, mask),
                 name=f"fastload-worker-{self._worker_id}",
                 daemon=True,
             )
@@ -168,25 +166,6 @@ def _ended(processes: list[WorkerProcess], limit_s: float) -> list[WorkerProcess
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
     return [by_fd[fd] for fd, _ in poller.poll(limit_s * 1000)]
-
-
-@contextlib.contextmanager
-def without_handlers(blocks: bool = True) -> Iterator[set[Any]]:
-    """Block the signals that have a Python handler; yields the signals that were blocked before.
-
-    Nothing happens on Windows, where no signal can be blocked.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield set()
-        return
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    try:
-        if blocks:
-            handled = (number for number in signal.valid_signals() if callable(signal.getsignal(number)))
-            signal.pthread_sigmask(signal.SIG_BLOCK, handled)
-        yield mask
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # --- whether processes can be started --------------------------------------------------------------------

@@ -1,73 +1,116 @@
 """Worker actors of a Ray cluster instead of worker processes: `worker_type="ray"`.
 
-Importing this file does not import Ray. Each worker is one actor, which runs a `BatchMaker`; its batches are
-packed bytes in Ray's object store. Rules:
+Importing this file does not import Ray. Each worker is one actor (see `ray_worker`); its batches are packed
+bytes in Ray's object store. Rules:
 
-1. A task is one call of a method, and Ray makes the calls of one actor in order. The caller gives each worker
-   at most `prefetch_factor` tasks, and the next one after `take`, which frees the object of the batch. So no
-   more objects are alive.
-2. All tasks that have ended are fetched to this machine before their turn. `take` copies a batch once, into a
+1. A request is one call of a method, and Ray makes the calls of one actor in order. The caller gives each
+   worker at most `prefetch_factor` requests, and the next one after `take`, which frees the object of the
+   batch. So no more objects are alive.
+2. All replies that exist are fetched to this machine before their turn. `take` copies a batch once, into a
    slot, which is lent as those of worker processes are.
 3. Ray ends the actors with the job that made them. `close` asks them to exit, and kills the others.
-4. Ray does not restart actors or repeat tasks: a new actor would not have the state of the old one.
+4. Ray does not restart actors or repeat calls: a new actor would not have the state of the old one.
    `max_worker_restarts` replaces a dead one, and all batches of it that were not taken are made again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import sys
-import threading
 import time
-from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.packing import Packer, pack, unpack
+from fastload.batch.packing import unpack
 from fastload.batch.read_ahead import reads_ahead
 from fastload.errors import (
     BatchLostError,
-    FastloadError,
     LoaderClosedError,
     SharedMemoryError,
     WorkerDiedError,
     WorkerStartError,
 )
-from fastload.memory.lease import BufferPool, shared_memory
+from fastload.memory.lease import shared_memory
+from fastload.memory.ring import Ring
 from fastload.memory.segment import pickled_for_other_machines
-from fastload.system import remote_error
-from fastload.system.budget import parse_prefetch_memory
-from fastload.system.logs import log, say_once
+from fastload.system.logs import say_once
 from fastload.system.notes import add_note, short_repr
 from fastload.system.remote_error import RemoteError
-from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.lending import Lender
-from fastload.workers.messages import Answer, Begin, Kind, Task, Work, of_plain, to_plain
-from fastload.workers.worker_spec import Job, explain
+from fastload.version import __version__
+from fastload.workers.messages import BatchReply, BeginEpoch, ReplyKind, WorkerCounters
+from fastload.workers.pool import GRACE_S
+from fastload.workers.ray_worker import RayWorker
+from fastload.workers.slot_pool import WATCH_INTERVAL_S, SlotPool, WorkerHandle, limit_s
+from fastload.workers.worker_spec import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Mapping
 
-    from fastload.batch.dataset_state import DatasetState
-    from fastload.batch.packing import Packed
-    from fastload.memory.ring import Ring
-    from fastload.rng.keys import BatchKey
+    from fastload.workers.messages import PendingBatch
+    from fastload.workers.pool import PoolSettings
+    from fastload.workers.worker_spec import WorkerSpec
 
-_GRACE_S = 5.0  # for workers to finish their current sample
-_WATCH_INTERVAL_S = 5.0  # how often a waiting caller looks whether its worker has started
 _REACH_S = 5.0  # for a cluster to accept a connection
 _START_LIMIT_S = 30.0  # for an actor whose machine has what it asks for
-_BUFFERS = 2  # of an actor: Ray copies a batch before the next task
-_CAUSE = 700  # characters of Ray's own text about the end of an actor
+_CAUSE_CHARACTERS = 700  # of Ray's own text about the end of an actor
 _AHEAD = "ahead"  # the concurrency group in which indices arrive while a batch is made
 
 _START = (
     "start one with 'ray start --head' and set RAY_ADDRESS=auto, or pass "
     'worker_type=fastload.RayWorkers(address="HOST:PORT"), or "local" for a cluster of this machine alone'
 )
+
+
+_CHOSEN_RAY_OPTIONS = frozenset(
+    {
+        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
+        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
+    }
+)
+
+
+@dataclass(frozen=True, init=False)
+class RayWorkers:
+    """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
+
+    ``worker_type="ray"`` is `RayWorkers()`.
+
+    Args:
+        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
+            None is that of ``RAY_ADDRESS``.
+        exclude_driver_node: Use no CPUs of this machine.
+        placement_group: Place the actors in this group of Ray.
+        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
+            ``resources={"decoders": 1}``.
+
+    Raises:
+        ValueError: fastload chooses this option itself.
+    """
+
+    options: Mapping[str, Any]
+
+    def __init__(
+        self,
+        *,
+        address: str | None = None,
+        exclude_driver_node: bool = False,
+        placement_group: Any = None,
+        **actor_options: Any,
+    ) -> None:
+        chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
+        if chosen:
+            raise ValueError(
+                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
+                "restarted and called; max_worker_restarts allows restarts"
+            )
+        own = {
+            "address": address,
+            "exclude_driver_node": exclude_driver_node,
+            "placement_group": placement_group,
+        }
+        object.__setattr__(self, "options", {**own, **actor_options})
 
 
 def connect(options: Mapping[str, Any]) -> Any:
@@ -119,55 +162,40 @@ def _reach(address: str) -> None:
             raise ConnectionError(str(error)) from error
 
 
-class _Handle:
-    """This process's state of one worker."""
+class _ActorHandle(WorkerHandle):
+    """This process's state of one actor."""
 
     def __init__(self, worker_id: int, actor: Any, place: Any) -> None:
-        self.id = worker_id
+        super().__init__(worker_id)
         self.actor = actor
         self.place = place  # the reference of where it runs; known once it has started
-        self.sent: deque[tuple[Task, Any]] = deque()  # with the references of their answers
-        self.begin = Begin(None, None)  # as in `pool`
-        self.end: Any = None  # the reference of its exit; set once it was asked to
+        self.exit: Any = None  # the reference of its exit; set once it was asked to
 
 
-class RayPool(Lender):
-    """The worker actors of one iterator, from `start` on.
-
-    Args:
-        job: Their job.
-        ring: The state of the slots of this process, all of one worker.
-        note_work: Called with the work of the actors.
-        num_restarts: How many dead actors can be replaced.
-        options: The options of its `RayWorkers`.
+class RayPool(SlotPool[_ActorHandle]):
+    """The worker actors of one iterator; see `WorkerPool`.
 
     Raises:
         ImportError: Ray is not installed.
         WorkerStartError: There is no cluster, or none was named.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        ring: Ring,
-        note_work: Callable[[Work], None],
-        *,
-        num_restarts: int,
-        options: Mapping[str, Any],
-    ) -> None:
-        super().__init__(ring, note_work)
-        self.processes: list[Any] = []
-        self.lock = threading.RLock()  # between the consumer's thread and the thread that pins batches
-        self._pid = os.getpid()
-        self._is_closed = False
-        self._death = ""
-        self._restarts_left = num_restarts
-        self._workers: list[_Handle] = []
+    runs_elsewhere = True
+
+    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
+        if not settings.is_persistent:
+            say_once(
+                "each epoch starts its Ray actors again, which takes seconds, and loses the caches in RAM of "
+                "other machines: persistent_workers=True keeps both"
+            )
+        # The slots are this process's, all of one worker; one batch at a time is copied into them.
+        super().__init__(spec, settings, Ring(1, 1, settings.max_bytes))
         self._began_s = time.monotonic()
         self._all_started = False
-        self._local: set[Any] = set()  # references of answers that are on this machine
-        self._job: Any = job  # until it has a reference in the object store
-        self._reads_ahead = reads_ahead(job.dataset)
+        self._local: set[Any] = set()  # references of replies that are on this machine
+        self._spec_reference: Any = None  # of the spec in the object store
+        self._reads_ahead = reads_ahead(spec.dataset)
+        options = settings.worker_type.options if isinstance(settings.worker_type, RayWorkers) else {}
         self._ray = connect(options)
         self._class = self._class_with(options)
 
@@ -200,23 +228,22 @@ class RayPool(Lender):
             raise ValueError(f"RayWorkers has an option that Ray does not accept: {error}") from error
 
     def start(self) -> None:
-        """Put the job into the object store, and start the actors; does not wait for them.
+        """Put the spec into the object store, and start the actors; does not wait for them.
 
         Raises:
             Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
         """
-        job = self._job
         try:
             with pickled_for_other_machines():
-                self._job = self._ray.put(job)
+                self._spec_reference = self._ray.put(self._spec)
         except Exception as error:
             advice = (
                 "Ray pickles functions and classes of the script too, but no open files, connections and "
                 "locks: open these in the worker, on first use."
             )
-            add_note(error, explain(job, self._can_be_put, advice))
+            add_note(error, explain(self._spec, self._can_be_put, advice))
             raise
-        for worker_id in range(job.num_workers):
+        for worker_id in range(self._spec.num_workers):
             self._workers.append(self._start(worker_id))
 
     def _can_be_put(self, value: Any) -> bool:
@@ -227,90 +254,78 @@ class RayPool(Lender):
             return False
         return True
 
-    def _start(self, worker_id: int) -> _Handle:
-        # In a list, or Ray would load the job before the constructor, where an error would kill the actor.
-        actor = self._class.remote(worker_id, [self._job], _release())
-        return _Handle(worker_id, actor, actor.place.remote())
+    def _start(self, worker_id: int) -> _ActorHandle:
+        # In a list, or Ray would load the spec before the constructor, where an error would kill the actor.
+        actor = self._class.remote(worker_id, [self._spec_reference], __version__)
+        return _ActorHandle(worker_id, actor, actor.place.remote())
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process started the actors."""
-        return os.getpid() == self._pid
-
-    def submit(self, worker_id: int, task: Task) -> None:
-        """Give a worker its next task."""
+    def submit(self, worker_id: int, pending: PendingBatch) -> None:
+        """Request a batch from a worker."""
         with self.lock:
             self.expect_open()
-            self._send(self._workers[worker_id], task)
+            self._send(self._workers[worker_id], pending)
 
-    def _send(self, worker: _Handle, task: Task) -> None:
+    def _send(self, worker: _ActorHandle, pending: PendingBatch) -> None:
         try:
             if self._reads_ahead and worker.sent:
-                worker.actor.announce.options(concurrency_group=_AHEAD).remote(task.index)
-            reference = worker.actor.answer.remote(task.index, task.key)
+                worker.actor.announce.options(concurrency_group=_AHEAD).remote(pending.index)
+            reference = worker.actor.make.remote(pending.index, pending.key)
         except Exception as error:
-            text = f"fastload: the index of batch {task.number} could not be sent to worker {worker.id}"
-            add_note(error, text)
+            self._note_unsent(error, pending, worker)
             raise
-        worker.sent.append((task, reference))
+        pending.reference = reference
+        worker.sent.append(pending)
 
     def finish(self, worker_id: int) -> None:
-        """Let an actor exit when it has done its tasks, which gives its CPUs back."""
+        """Let an actor exit when it has replied to its requests, which gives its CPUs back."""
         with self.lock:
             self.expect_open()
             self._finish(self._workers[worker_id])
 
-    def _finish(self, worker: _Handle) -> None:
-        worker.end = worker.end or worker.actor.__ray_terminate__.remote()
+    def _finish(self, worker: _ActorHandle) -> None:
+        worker.exit = worker.exit or worker.actor.__ray_terminate__.remote()
 
-    def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
-        """Begin an epoch in each worker; the answers to older tasks are dropped."""
-        with self.lock:
-            for worker in self._workers:
-                self._local.difference_update(reference for _, reference in worker.sent)
-                worker.sent.clear()
-                state = None if dataset_states is None else dataset_states[worker.id]
-                self._begin(worker, Begin(epoch, state))
+    def _drop_requests(self, worker: _ActorHandle) -> None:
+        self._local.difference_update(pending.reference for pending in worker.sent)
+        worker.sent.clear()
 
-    def _begin(self, worker: _Handle, message: Begin) -> None:
-        state = message.dataset_state
-        if state is None or state.has_state or worker.begin.dataset_state is None:
-            worker.begin = message
-        else:  # the copy of a persistent worker keeps its state
-            worker.begin = worker.begin._replace(epoch=message.epoch)
+    def _begin(self, worker: _ActorHandle, message: BeginEpoch) -> None:
+        worker.begin_epoch(message)
         worker.actor.begin_epoch.remote(*message)
 
-    def take(self, worker_id: int) -> Task | None:
-        """The next answered task; a batch is a view of a slot, lent to the caller, or a copy."""
+    def take(self, worker_id: int) -> PendingBatch | None:
+        """The worker's next batch with its reply, as a view of a slot or a copy; None: no reply yet."""
         with self.lock:
             self.expect_open()
             worker = self._workers[worker_id]
             self._note_local(0.0)
-            if not worker.sent or worker.sent[0][1] not in self._local:
+            if not worker.sent or worker.sent[0].reference not in self._local:
                 return None
-            task, reference = worker.sent[0]
+            pending = worker.sent[0]
             errors = self._ray.exceptions
             try:
-                plain, data = self._ray.get(reference)
+                plain, data = self._ray.get(pending.reference)
             except errors.RayTaskError as error:  # of Ray's own work in the actor, such as storing the batch
-                task.answer = Answer(Kind.ERROR, _lost(f"a Ray actor could not send a batch: {error}"))
+                text = f"a Ray actor could not send a batch: {error}"
+                pending.reply = BatchReply(ReplyKind.ERROR, _lost(text))
             except errors.RayError as error:
-                self._bury(worker, error)
+                self._handle_death(worker, error)
                 return None
             else:
-                self._accept(worker, task, of_plain(plain), data)
+                self._accept(worker, pending, BatchReply.from_plain(plain), data)
             worker.sent.popleft()
-            self._local.discard(reference)
-            return task
+            self._local.discard(pending.reference)
+            pending.reference = None  # frees the object
+            return pending
 
     def _note_local(self, timeout_s: float) -> None:
-        """Note which answers are on this machine; Ray begins to fetch those that exist elsewhere.
+        """Note which replies are on this machine; Ray begins to fetch those that exist elsewhere.
 
         Args:
             timeout_s: How long to wait for the first one.
         """
         with self.lock:
-            sent = [reference for worker in self._workers for _, reference in worker.sent]
+            sent = [pending.reference for worker in self._workers for pending in worker.sent]
             awaited = [reference for reference in sent if reference not in self._local]
         if awaited:
             number = 1 if timeout_s else len(awaited)
@@ -318,60 +333,52 @@ class RayPool(Lender):
             with self.lock:
                 self._local.update(ready if self._workers else ())
 
-    def _accept(self, worker: _Handle, task: Task, answer: Answer, data: Any) -> None:
-        """Record an answer, and copy its batch out of the object store."""
-        if answer.dataset_state is not None and worker.begin.dataset_state is not None:
-            worker.begin = worker.begin._replace(dataset_state=answer.dataset_state)
-        self._note_work(answer.work)
-        task.answer = answer
-        if answer.kind is not Kind.BATCH:
+    def _accept(self, worker: _ActorHandle, pending: PendingBatch, reply: BatchReply, data: Any) -> None:
+        """Record a reply, and copy its batch out of the object store."""
+        worker.note_state(reply.dataset_state)
+        self._count(reply.counters)
+        pending.reply = reply
+        if reply.kind is not ReplyKind.BATCH:
             return
         slot = self.ring.acquire(0)
         if slot is None:  # the caller keeps all batches that were lent
-            self._note_work(Work(num_copies=1))
-            answer.nbytes = answer.payload.used_bytes
-            answer.payload = unpack(answer.payload, b"" if data is None else np.array(data))
+            self._count(WorkerCounters(num_copies=1))
+            reply.nbytes = reply.payload.used_bytes
+            reply.payload = unpack(reply.payload, b"" if data is None else np.array(data))
             return
         memory = slot.memory
         try:
             if data is not None and (memory is None or memory.nbytes < data.nbytes):
                 memory = shared_memory(data.nbytes)
         except SharedMemoryError as error:
-            answer.kind, answer.payload = Kind.ERROR, _lost(f"there is no memory for a batch: {error}")
+            reply.kind, reply.payload = ReplyKind.ERROR, _lost(f"there is no memory for a batch: {error}")
         else:
             if data is not None and memory is not None:
                 np.frombuffer(memory.lease(), np.uint8, data.nbytes)[:] = data
         self.ring.fill(slot, memory)
-        task.slot = slot
-        self._open(task)
+        pending.slot = slot
+        self._open(pending)
 
     def expect_open(self) -> None:
         """Raise LoaderClosedError if the pool or Ray was closed, WorkerDiedError if a worker died."""
-        if self._death:
-            raise WorkerDiedError(self._death)
-        if self._is_closed:
-            raise LoaderClosedError
+        super().expect_open()
         if not self._ray.is_initialized():
             raise LoaderClosedError("ray.shutdown() has ended the workers of this iterator")
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
-        """Wait until a worker has answered or died, or `close` was called."""
-        wait_s = _WATCH_INTERVAL_S
-        if deadline is not None:
-            wait_s = min(wait_s, deadline - time.monotonic())
-            if wait_s <= 0:
-                raise TimeoutError
+        """Wait until a worker has replied or died, or `close` was called."""
+        wait_s = limit_s(deadline)
         workers = self._workers
         if self._is_closed or not workers:
             return
         self._note_local(wait_s)
-        if not self._all_started and time.monotonic() - self._began_s >= _WATCH_INTERVAL_S:
+        if not self._all_started and time.monotonic() - self._began_s >= WATCH_INTERVAL_S:
             self._say_unplaced(workers[worker_id])
 
-    def _has_started(self, worker: _Handle) -> bool:
+    def _has_started(self, worker: _ActorHandle) -> bool:
         return bool(self._ray.wait([worker.place], timeout=0)[0])
 
-    def _say_unplaced(self, worker: _Handle) -> None:
+    def _say_unplaced(self, worker: _ActorHandle) -> None:
         if self._has_started(worker):
             self._all_started = all(map(self._has_started, self._workers))
             return
@@ -384,45 +391,39 @@ class RayPool(Lender):
                 "workers, or ask for less in fastload.RayWorkers"
             )
 
-    def _bury(self, worker: _Handle, error: Exception) -> None:
+    def _handle_death(self, worker: _ActorHandle, error: Exception) -> None:
         """Replace a dead actor, or raise an error."""
         cause = self._cause_of_death(worker, error)
         if not self._restarts_left:
-            self._death = f"DataLoader worker (Ray actor) exited unexpectedly: {cause}"
-            log.error("%s", self._death)
+            self._note_death("Ray actor", cause)
             self.close(0.0)
             raise WorkerDiedError(self._death)
-        self._restarts_left -= 1
-        log.warning(
-            "%s A new worker reads its unfinished batches again; max_worker_restarts allows %d more",
-            cause,
-            self._restarts_left,
-        )
+        self._use_restart(cause)
         self._ray.kill(worker.actor)  # it can be alive on a machine that cannot be reached
         new = self._workers[worker.id] = self._start(worker.id)
-        self._note_work(Work(num_restarts=1))
+        self._count(WorkerCounters(num_restarts=1))
         self._begin(new, worker.begin)
-        for task, reference in worker.sent:
-            self._local.discard(reference)
-            self._send(new, task)
-        if worker.end is not None:
+        for pending in worker.sent:
+            self._local.discard(pending.reference)
+            self._send(new, pending)
+        if worker.exit is not None:
             self._finish(new)
 
-    def _cause_of_death(self, worker: _Handle, error: Exception) -> str:
+    def _cause_of_death(self, worker: _ActorHandle, error: Exception) -> str:
         """Where a worker ran, how it ended, and what it was doing."""
         try:
             place = " on {} ({}, process {})".format(*self._ray.get(worker.place, timeout=0))
         except Exception:  # noqa: BLE001  # it did not start, or nobody knows anymore
             place = ""
         text = " ".join(str(error).split())
-        text = text if len(text) <= _CAUSE else text[:_CAUSE] + "..."
-        task, _ = worker.sent[0]
+        text = text if len(text) <= _CAUSE_CHARACTERS else text[:_CAUSE_CHARACTERS] + "..."
+        pending = worker.sent[0]
         return (
-            f"worker {worker.id}{place} ended: {text}. It was working on batch {task.number}, index "
-            f"{short_repr(task.index)}, or had made it. num_workers=0 runs the same code in this process."
+            f"worker {worker.id}{place} ended: {text}. It was working on batch {pending.number}, index "
+            f"{short_repr(pending.index)}, or had made it. num_workers=0 runs the same code in this process."
         )
 
-    def close(self, grace_s: float = _GRACE_S) -> None:
+    def close(self, grace_s: float = GRACE_S) -> None:
         """End the actors and free their batches; batches that the caller holds stay valid.
 
         If an exception interrupts this call, the actors are killed immediately.
@@ -440,20 +441,21 @@ class RayPool(Lender):
                     self._end(workers, grace_s)
             finally:
                 self._local.clear()
-                self._job = None
+                self._spec_reference = None
                 self.ring.clear()
-                self.unregister()
+                self.stop_reading_slots()
 
-    def _end(self, workers: list[_Handle], grace_s: float) -> None:
+    def _end(self, workers: list[_ActorHandle], grace_s: float) -> None:
         try:
             for worker in workers:
-                for _, reference in worker.sent:
-                    self._ray.cancel(reference)  # those that have not begun
-            asked = [worker for worker in workers if self._has_started(worker)]
-            for worker in asked:
+                for pending in worker.sent:
+                    self._ray.cancel(pending.reference)  # those that have not begun
+            running = [worker for worker in workers if self._has_started(worker)]
+            for worker in running:
                 self._finish(worker)
-            if asked and grace_s:
-                self._ray.wait([one.end for one in asked], num_returns=len(asked), timeout=grace_s)
+            if running and grace_s:
+                exits = [worker.exit for worker in running]
+                self._ray.wait(exits, num_returns=len(exits), timeout=grace_s)
         finally:
             for worker in workers:
                 self._ray.kill(worker.actor)
@@ -461,103 +463,3 @@ class RayPool(Lender):
 
 def _lost(text: str) -> RemoteError:
     return RemoteError(BatchLostError(text))
-
-
-def _release() -> str:
-    """The release of fastload in this process."""
-    return str(getattr(sys.modules["fastload"], "__version__", "unknown"))
-
-
-class RayWorker:
-    """One worker; Ray calls its methods in an actor's process.
-
-    Args:
-        worker_id: Its number.
-        job: A list with the reference of its job.
-        release: The release of fastload that the consumer runs.
-    """
-
-    def __init__(self, worker_id: int, job: list[Any], release: str) -> None:
-        import ray.cloudpickle
-
-        class CloudPacker(Packer, ray.cloudpickle.Pickler):  # type: ignore[misc]
-            """Packs batches with objects of classes that the script defines, which Ray has sent here."""
-
-        remote_error.use_pickle(ray.cloudpickle)
-        self._packer = CloudPacker
-        self._buffers = BufferPool(parse_prefetch_memory("auto"), _BUFFERS)
-        self._ahead: deque[Any] = deque()
-        self._core = BatchMaker(worker_id, _PutJob(job, release), self._buffers, self._pack)
-        self._core.begin()
-        self._since_ns = time.perf_counter_ns()
-
-    def place(self) -> tuple[str, str, int]:
-        """The host, the address and the process of this worker."""
-        import ray.util
-
-        return socket.gethostname(), ray.util.get_node_ip_address(), os.getpid()
-
-    def begin_epoch(self, epoch: int | None, dataset_state: DatasetState | None) -> None:
-        """Begin an epoch; an error is the answer to its tasks."""
-        self._core.begin_epoch(epoch, dataset_state)
-        self._since_ns = time.perf_counter_ns()
-
-    def announce(self, index: Any) -> None:
-        """Note the index of a later task."""
-        self._ahead.append(index)
-
-    def answer(self, index: Any, key: BatchKey | None) -> tuple[tuple[Any, ...], Any]:
-        """The answer to a task as built-in types, and the bytes of its batch; None without any."""
-        self._core.meter.waited(self._since_ns)
-        self._buffers.begin()
-        answer = self._core.answer(index, key, self._coming())
-        arena, data = self._buffers, None
-        if answer.kind is Kind.BATCH and answer.payload.used_bytes:
-            data = np.frombuffer(arena.lease, np.uint8, answer.payload.used_bytes)
-        arena.end()
-        self._since_ns = time.perf_counter_ns()
-        return to_plain(answer), data
-
-    def _coming(self) -> Iterator[Any]:
-        with contextlib.suppress(IndexError):
-            while True:
-                yield self._ahead.popleft()
-
-    def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._buffers, self._packer)
-
-
-class _PutJob:
-    """A job in the object store; `BatchMaker` loads it."""
-
-    def __init__(self, references: list[Any], release: str) -> None:
-        self._references = references
-        self._release = release
-
-    def load(self) -> Job:
-        """The job; large arrays in it are read-only views of memory that all workers of a node share.
-
-        Raises:
-            WorkerStartError: This machine has a different release of fastload, or cannot import a class.
-            FastloadError: The worker cannot open a cache.
-        """
-        import ray
-
-        host = socket.gethostname()
-        if _release() != self._release:
-            raise WorkerStartError(
-                f"the consumer runs fastload {self._release}, but {host} has {_release()}: install the same "
-                "release on all machines of the cluster"
-            )
-        try:
-            job: Job = ray.get(self._references[0])
-        except FastloadError:
-            raise
-        except Exception as error:
-            cause = str(error).partition("\n")[0].removeprefix("System error: ")  # then Ray has a traceback
-            raise WorkerStartError(
-                f"a worker on {host} cannot unpickle the dataset, or what is sent with it: {cause}. Ray "
-                "sends the code of the script itself, but no modules: install them on all machines, or pass "
-                'ray.init(runtime_env={"working_dir": "."})'
-            ) from error
-        return job

@@ -2,12 +2,12 @@
 
 Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
 
-1. Tasks are numbered in the order in which the sampler gave their indices.
-2. Task k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch. With all
+1. Batches are numbered in the order in which the sampler gave their indices.
+2. Batch k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch. With all
    workers active this is worker k mod W, so each worker's random streams are reproducible.
-3. Batches are delivered in the order of their tasks.
-4. A worker whose share of an iterable dataset has ended gets no more tasks. The worker answers "ended" to its
-   remaining tasks, once for each and in order, and these answers are skipped.
+3. Batches are delivered in the order of their numbers.
+4. A worker whose share of an iterable dataset has ended gets no more requests. The worker replies "ended" to
+   those that it has, once for each and in order, and these replies are skipped.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from collections import deque
 
 
 class Schedule:
-    """The order of one epoch.
+    """The order of the batches of one epoch.
 
     Args:
         num_workers: How many workers there are; all start active.
-        first_worker: The worker that gets the first task.
+        first_worker: The worker that makes the first batch.
     """
 
     def __init__(self, num_workers: int, first_worker: int = 0) -> None:
         self._active = [True] * num_workers
         self._cursor = first_worker
         self._pending: deque[tuple[int, int]] = deque()
-        self._num_tasks = 0
+        self._num_assigned = 0
 
     def assign(self) -> tuple[int, int] | None:
-        """Number a new task and choose its worker: ``(task, worker)``, or None when no worker is active."""
+        """Number a new batch and choose its worker: ``(number, worker)``; None when no worker is active."""
         for _ in self._active:
             worker = self._cursor
             self._cursor = (worker + 1) % len(self._active)
             if self._active[worker]:
-                task = self._num_tasks
-                self._num_tasks += 1
-                self._pending.append((task, worker))
-                return task, worker
+                number = self._num_assigned
+                self._num_assigned += 1
+                self._pending.append((number, worker))
+                return number, worker
         return None
 
     def head(self) -> tuple[int, int] | None:
-        """The unanswered task whose answer is due next, or None at the end of the epoch."""
+        """The batch that is due next and its worker; None at the end of the epoch."""
         return self._pending[0] if self._pending else None
 
-    def answer(self) -> tuple[int, int]:
-        """Remove the head: its worker has answered.
+    def pop(self) -> tuple[int, int]:
+        """Remove the head: its worker has replied.
 
         Raises:
-            IndexError: No task is pending.
+            IndexError: No batch is pending.
         """
         return self._pending.popleft()
 

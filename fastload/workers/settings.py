@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, MapDataPipe
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    MapDataPipe,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torch.utils.data.dataloader import _DatasetKind
 
 from fastload.batch.failures import check_max_errors
 from fastload.batch.read_ahead import reads_ahead
@@ -17,77 +26,23 @@ from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of
+from fastload.transforms.compose import compose
+from fastload.workers.ray_pool import RayWorkers
+from fastload.workers.worker_spec import WorkerSpec
+from fastload.workers.worker_types import WORKER_TYPES, pool_type_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
 
 
-_CHOSEN_RAY_OPTIONS = frozenset(
-    {
-        *("name", "namespace", "get_if_exists", "lifetime", "max_restarts", "max_task_retries"),
-        *("max_concurrency", "concurrency_groups", "max_pending_calls"),
-    }
-)
-
-
-@dataclass(frozen=True, init=False)
-class RayWorkers:
-    """Worker actors on a Ray cluster, for `DataLoader(worker_type=RayWorkers(num_cpus=2))`.
-
-    ``worker_type="ray"`` is `RayWorkers()`.
-
-    Args:
-        address: The cluster to connect to, unless `ray.init()` has; ``"local"`` starts one on this machine.
-            None is that of ``RAY_ADDRESS``.
-        exclude_driver_node: Use no CPUs of this machine.
-        placement_group: Place the actors in this group of Ray.
-        **actor_options: Other options of Ray's actors, such as ``num_cpus=2`` (1 by default) or
-            ``resources={"decoders": 1}``.
-
-    Raises:
-        ValueError: fastload chooses this option itself.
-    """
-
-    options: Mapping[str, Any]
-
-    def __init__(
-        self,
-        *,
-        address: str | None = None,
-        exclude_driver_node: bool = False,
-        placement_group: Any = None,
-        **actor_options: Any,
-    ) -> None:
-        chosen = sorted(_CHOSEN_RAY_OPTIONS.intersection(actor_options))
-        if chosen:
-            raise ValueError(
-                f"RayWorkers cannot have {', '.join(chosen)}, because fastload chooses how actors are named, "
-                "restarted and called; max_worker_restarts allows restarts"
-            )
-        own = {
-            "address": address,
-            "exclude_driver_node": exclude_driver_node,
-            "placement_group": placement_group,
-        }
-        object.__setattr__(self, "options", {**own, **actor_options})
-
-
-def ray_workers(worker_type: object) -> RayWorkers | None:
-    """The Ray workers that a loader's `worker_type` asks for; None if it asks for processes or threads."""
-    if worker_type == "ray":
-        return RayWorkers()
-    return worker_type if isinstance(worker_type, RayWorkers) else None
-
-
-_WORKER_TYPES = ("process", "thread", "ray")
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
     "seeding": one_of("worker", "sample"),
     "worker_type": Check(
-        '"process", "thread", "ray" or fastload.RayWorkers(...)',
-        lambda value: value in _WORKER_TYPES or isinstance(value, RayWorkers),
+        ", ".join(f'"{name}"' for name in WORKER_TYPES) + " or fastload.RayWorkers(...)",
+        lambda value: value in tuple(WORKER_TYPES) or isinstance(value, RayWorkers),
     ),
     "on_error": one_of("raise", "replace", or_callable=True),
     "max_worker_restarts": integer(0),
@@ -157,18 +112,20 @@ class Options:
         if self.seeding == "sample":
             # The samples of a dataset that reads ahead are fetched one by one.
             check_dataset(dataset, auto_collation=loader._auto_collation and not reads_ahead(dataset))
-        if self.worker_type != "process" and loader.multiprocessing_context is not None:
+        pool_type = pool_type_of(self.worker_type)
+        if not pool_type.uses_multiprocessing and loader.multiprocessing_context is not None:
             raise ValueError(
                 f"multiprocessing_context is for worker processes, but worker_type is {self.worker_type!r}: "
                 "omit one"
             )
-        if is_auto and ray_workers(self.worker_type) is not None:
+        if is_auto and pool_type.runs_elsewhere:
             raise ValueError(
-                'num_workers="auto" counts the CPUs of this machine, but worker_type="ray" starts workers on '
-                "others: pass a number, such as the cluster's free CPUs (`fastload doctor` shows them)"
+                f'num_workers="auto" counts the CPUs of this machine, but worker_type="{self.worker_type}" '
+                "starts workers on others: pass a number, such as the cluster's free CPUs (`fastload doctor` "
+                "shows them)"
             )
         needs_map = {
-            'worker_type="thread"': self.worker_type == "thread",
+            f'worker_type="{self.worker_type}"': pool_type.runs_in_consumer,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,
@@ -199,3 +156,46 @@ if TYPE_CHECKING:
 
 else:
     LoaderSettings = torch.utils.data.DataLoader
+
+
+def worker_spec(loader: LoaderSettings, base_seed: int) -> WorkerSpec:
+    """What workers run for this loader, and what runs without workers.
+
+    Args:
+        loader: Its settings are read; it is not kept.
+        base_seed: The seed drawn when the iterator was made.
+    """
+    return WorkerSpec(
+        dataset=loader.dataset,
+        is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
+        auto_collation=loader._auto_collation,
+        collate_fn=vars(loader)["collate_fn"],
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        base_seed=base_seed,
+        num_workers=loader.num_workers,
+        seed_albumentations=loader.seed_albumentations,
+        channels_last=loader.memory_format is torch.channels_last,
+        seeds_samples=loader.seeding == "sample",
+        on_error=loader.on_error,
+        replacements=_replacements(loader),
+        batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
+    )
+
+
+def _replacements(loader: LoaderSettings) -> Sequence[Any]:
+    """The indices that the sampler can return, if `on_error` needs them and the sampler is one of torch's.
+
+    A custom batch sampler chooses its own indices and does not use the sampler that torch makes.
+    """
+    if loader.on_error == "raise":
+        return ()
+    sampler: Any = loader.sampler
+    if loader.batch_sampler is not None:
+        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
+        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        return range(len(loader.dataset)) if source is loader.dataset else ()
+    return ()

@@ -1,7 +1,7 @@
-"""The job of the workers (dataset and settings), and its transfer to them: pickled once for all workers.
+"""What workers run (dataset and settings), and how it gets to worker processes: pickled once for all.
 
-Under fork nothing is pickled. Under spawn and forkserver the parent pickles the job once into a segment.
-Each worker gets the segment's descriptor, and duplicates of the descriptors that the job refers to (pipes of
+Under fork nothing is pickled. Under spawn and forkserver the parent pickles the spec once into a segment.
+Each worker gets the segment's descriptor, and duplicates of the descriptors that the spec refers to (pipes of
 locks and queues, shared tensors, caches).
 """
 
@@ -16,30 +16,17 @@ from dataclasses import dataclass
 from multiprocessing import context, reduction
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
-from torch.utils.data.dataloader import _DatasetKind
-
 from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
 from fastload.system.notes import add_note
-from fastload.transforms.compose import compose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastload.workers.settings import LoaderSettings
+    from collections.abc import Callable
 
 
 @dataclass(kw_only=True)
-class Job(FetchSettings):
+class WorkerSpec(FetchSettings):
     """The dataset and settings that all workers of one iterator share; also used without workers.
 
     Attributes:
@@ -58,67 +45,24 @@ class Job(FetchSettings):
     seed_albumentations: bool
     seeds_samples: bool
 
-    @classmethod
-    def of(cls, loader: LoaderSettings, base_seed: int) -> Job:
-        """The job for an epoch of this loader.
-
-        Args:
-            loader: Its settings are read; it is not kept.
-            base_seed: The seed drawn when the iterator was made.
-        """
-        return cls(
-            dataset=loader.dataset,
-            is_iterable=loader._dataset_kind == _DatasetKind.Iterable,
-            auto_collation=loader._auto_collation,
-            collate_fn=vars(loader)["collate_fn"],
-            drop_last=loader.drop_last,
-            worker_init_fn=loader.worker_init_fn,
-            base_seed=base_seed,
-            num_workers=loader.num_workers,
-            seed_albumentations=loader.seed_albumentations,
-            channels_last=loader.memory_format is torch.channels_last,
-            seeds_samples=loader.seeding == "sample",
-            on_error=loader.on_error,
-            replacements=_replacements(loader),
-            batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
-        )
-
-    def load(self) -> Job:
-        """Return the job itself: under fork nothing was pickled."""
+    def load(self) -> WorkerSpec:
+        """This object itself: under fork nothing was pickled."""
         return self
 
     def close(self) -> None:
         """Do nothing, as there is nothing to free."""
 
 
-def _replacements(loader: LoaderSettings) -> Sequence[Any]:
-    """The indices that the sampler can return, if `on_error` needs them and the sampler is one of torch's.
-
-    A custom batch sampler chooses its own indices and does not use the sampler that torch makes.
-    """
-    if loader.on_error == "raise":
-        return ()
-    sampler: Any = loader.sampler
-    if loader.batch_sampler is not None:
-        sampler = loader.batch_sampler.sampler if type(loader.batch_sampler) is BatchSampler else None
-    if type(sampler) is SubsetRandomSampler:
-        return sampler.indices
-    if type(sampler) in (SequentialSampler, RandomSampler, DistributedSampler):
-        source = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
-        return range(len(loader.dataset)) if source is loader.dataset else ()
-    return ()
-
-
-class PickledJob:
-    """A job as a segment and its descriptors; can be pickled for a process that is being started."""
+class PickledWorkerSpec:
+    """A spec as a segment and its descriptors; can be pickled for a process that is being started."""
 
     def __init__(self, segment: Segment, sizes: list[int], fds: list[int]) -> None:
         self._segment = segment
         self._sizes = sizes
         self._fds = fds
 
-    def load(self) -> Job:
-        """Unpickle the job, in the worker.
+    def load(self) -> WorkerSpec:
+        """Unpickle the spec, in the worker.
 
         Large arrays are views of private copy-on-write pages: all workers share the pages they do not change.
 
@@ -136,7 +80,7 @@ class PickledJob:
             offset += round_up(size, mmap.PAGESIZE)
         _received_fds[:] = self._fds
         try:
-            job = pickle.loads(parts[0], buffers=parts[1:])
+            spec = pickle.loads(parts[0], buffers=parts[1:])
         except FastloadError:
             raise  # of a cache that this process cannot open
         except Exception as error:  # the user's objects can raise anything
@@ -151,9 +95,9 @@ class PickledJob:
         finally:
             _received_fds.clear()
             self.close()
-        if not isinstance(job, Job):
-            raise TypeError(f"expected a pickled Job, got {type(job)}")
-        return job
+        if not isinstance(spec, WorkerSpec):
+            raise TypeError(f"expected a pickled WorkerSpec, got {type(spec)}")
+        return spec
 
     def close(self) -> None:
         """Close the descriptors; the parent calls this once all workers have been started."""
@@ -162,15 +106,15 @@ class PickledJob:
 
     def __reduce__(self) -> tuple[Any, ...]:
         duplicates = [reduction.DupFd(fd) for fd in self._fds]
-        return _attach_job, (self._segment, self._sizes, duplicates)
+        return _attach_spec, (self._segment, self._sizes, duplicates)
 
 
-def _attach_job(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledJob:
-    return PickledJob(segment, sizes, [duplicate.detach() for duplicate in duplicates])
+def _attach_spec(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledWorkerSpec:
+    return PickledWorkerSpec(segment, sizes, [duplicate.detach() for duplicate in duplicates])
 
 
-def pickle_job(job: Job) -> PickledJob:
-    """Pickle ``job`` once for any number of workers.
+def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
+    """Pickle ``spec`` once for any number of workers.
 
     Raises:
         Exception: The error of pickle, with a note that names the attribute that cannot be pickled.
@@ -181,20 +125,20 @@ def pickle_job(job: Job) -> PickledJob:
         undo.callback(lambda: _close_all(fds))
         try:
             with _collect_descriptors(fds):
-                head = _dump(job, buffers)
+                head = _dump(spec, buffers)
         except Exception as error:
-            add_note(error, explain(job, _can_be_sent, _ADVICE))
+            add_note(error, explain(spec, _can_be_sent, _ADVICE))
             raise
         views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
         nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
-        segment = Segment.create(nbytes, name="fastload-job")
+        segment = Segment.create(nbytes, name="fastload-spec")
         undo.callback(segment.close)
         offset = 0
         for view in views:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
         undo.pop_all()
-    return PickledJob(segment, [len(view) for view in views], fds)
+    return PickledWorkerSpec(segment, [len(view) for view in views], fds)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -224,7 +168,7 @@ _received_fds: list[int] = []
 
 
 class _InheritedFd:
-    """A descriptor, named by its place in the job's list; stands in for multiprocessing's DupFd."""
+    """A descriptor, named by its place in the spec's list; stands in for multiprocessing's DupFd."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -264,16 +208,16 @@ _ADVICE = (
 )
 
 
-def explain(job: Job, can_be_sent: Callable[[Any], bool], advice: str) -> str:
-    """A note for an error that kept ``job`` from being pickled: which attribute it is, and what to do.
+def explain(spec: WorkerSpec, can_be_sent: Callable[[Any], bool], advice: str) -> str:
+    """A note for an error that kept ``spec`` from being pickled: which attribute it is, and what to do.
 
     Args:
-        job: The job.
+        spec: The spec.
         can_be_sent: Whether a part of it can be pickled.
         advice: What to do.
     """
     for name in ("dataset", "collate_fn", "worker_init_fn", "batch_transform"):
-        owner = getattr(job, name)
+        owner = getattr(spec, name)
         attributes = getattr(owner, "__dict__", {})
         for path, value in [*((f"{name}.{key}", part) for key, part in attributes.items()), (name, owner)]:
             if not can_be_sent(value):

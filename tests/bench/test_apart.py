@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from fastload.bench import subprocess_runner
-from fastload.bench.subprocess_runner import RunFailedError, call
+from fastload.bench.subprocess_runner import RunFailedError, run_isolated
 from tests.kit.processes import still_running
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def lose_parent(pids: str) -> None:
 @pytest.mark.slow
 def test_what_a_run_leaves_behind_does_not_meet_the_next_one() -> None:
     """Each call has a process of its own, and starts from the same state."""
-    (first, seen), (second, seen_again) = call(remember, 1), call(remember, 2)
+    (first, seen), (second, seen_again) = run_isolated(remember, 1), run_isolated(remember, 2)
     assert len({os.getpid(), first, second}) == 3
     assert (seen, seen_again, state) == ([1], [2], [])
 
@@ -81,12 +81,12 @@ CAUGHT = RuntimeError("Caught it.\nOriginal Traceback (most recent):\nKeyError: 
 def test_a_run_that_fails_says_why_in_a_line(function: Any, argument: Any, said: str) -> None:
     """Errors by their class and text, deaths by their signal or exit code."""
     with pytest.raises(RunFailedError, match=said):
-        call(function, argument)
+        run_isolated(function, argument)
 
 
 def test_the_output_of_a_run_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
     """Standard output has results alone."""
-    call(shout)
+    run_isolated(shout)
     out, err = capfd.readouterr()
     assert out == ""
     assert {"from Python", "from below"} <= set(err.splitlines())
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_run_and_its_workers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(subprocess_runner, "_PATIENCE_S", 0.1)
     pids = tmp_path / "pids"
     with pytest.raises(KeyboardInterrupt):
-        call(sleep_deaf, str(pids))
+        run_isolated(sleep_deaf, str(pids))
     assert still_running(map(int, pids.read_text().split()), 60) == []
 
 
@@ -113,7 +113,7 @@ def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: Any) -> N
 
     monkeypatch.setattr(popen_fork.Popen, "_launch", launch_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
-        call(signal.pause)
+        run_isolated(signal.pause)
     assert len(started) == 1
     assert still_running(started, 60) == []
 
@@ -122,7 +122,7 @@ def test_a_signal_at_the_start_of_a_run_leaves_no_process(monkeypatch: Any) -> N
 def test_a_run_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     """Also after SIGKILL, which nobody can handle."""
     pids = tmp_path / "pids"
-    waiting = multiprocessing.get_context("fork").Process(target=call, args=(lose_parent, str(pids)))
+    waiting = multiprocessing.get_context("fork").Process(target=run_isolated, args=(lose_parent, str(pids)))
     waiting.start()
     waiting.join()
     assert waiting.exitcode == -signal.SIGKILL

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import fastload
 from fastload.bench.contenders import CACHES, Contender, contenders_of
-from fastload.bench.measure import spread_indices
 from fastload.bench.run import default_workers, in_turn
+from fastload.cache.build.random_check import spread_indices
 from fastload.system.cpus import CpuTimes, busy_share, others_share
 from tests.bench.made_up import PLAIN, row
 

@@ -32,8 +32,8 @@ from fastload import errors
 from fastload.cache.build import inventory
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
-from fastload.cache.build.build_lock import lock_name, only_builder
 from fastload.cache.build.on_executor import build_on
+from fastload.cache.build.staging import lock_name, only_builder
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.build.writer import writing
 from fastload.cache.dataset import CachedDataset

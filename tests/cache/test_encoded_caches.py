@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.sources import encoded_source
 from fastload.cache.dataset import CachedDataset, CacheInfo
-from fastload.cache.encoded import decode_images, encoded_source
+from fastload.cache.format.undecoded import decode_images
 from fastload.cli import main
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.images.encoded import EncodedImage

@@ -21,9 +21,9 @@ from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint
+from fastload.cache.lmdb.files import OpenFile
 from fastload.cache.lmdb.format import PADDING, pack_key
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.open_file import OpenFile
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.loader import DataLoader
 from tests.cache.build_zoo import BrokenImages

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from fastload.cache.ram import arena
-from fastload.cache.ram.layout import CURSOR_AT, TABLE_AT
+from fastload.cache.ram.arena import CURSOR_AT, TABLE_AT
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages

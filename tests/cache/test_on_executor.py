@@ -73,7 +73,7 @@ def test_a_cache_that_is_being_built_is_neither_built_nor_removed(
         ):
             with pytest.raises(CacheBusyError, match=r"cache is being built by another thread"):
                 attempt()
-        said.extend(one.state for one in inventory.list_caches(str(tmp_path)))
+        said.extend(item.state for item in inventory.list_caches(str(tmp_path)))
 
     if way == "here":
         build_lmdb(Calling(20, 14, meanwhile), path, num_workers=0, shards=2).close()

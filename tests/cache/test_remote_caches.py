@@ -98,7 +98,7 @@ def change(name: str, data: bytes, url: str = URL) -> None:
 
 def copied() -> list[str]:
     """The names of copies and unfinished downloads."""
-    return sorted(path.name for path in Path(mirror.copies_directory()).glob("*"))
+    return sorted(path.name for path in Path(mirror.mirrors_directory()).glob("*"))
 
 
 def copy_of(url: str = URL) -> Path:
@@ -460,7 +460,7 @@ def test_processes_that_open_at_once_download_once(store: str, tmp_path: Path) -
 def test_a_copy_that_changes_at_its_opening_is_downloaded_again(moment: str, monkeypatch: Any) -> None:
     """Whoever may write in the directory of several users can also rename the directories in it."""
     build()
-    copy, inner, opened = copy_of(), mirror.open_cache, []
+    copy, inner, opened = copy_of(), mirror.open_files, []
     good, shard = Path(shutil.copy(copy / SHARDS[0], f"{copy}.good")), copy / SHARDS[0]
     before = {"removed before": lambda: shutil.rmtree(copy), "exchanged": lambda: shard.chmod(0o666)}
     after = {"removed after": lambda: shutil.rmtree(copy), "exchanged": lambda: good.replace(shard)}
@@ -474,7 +474,7 @@ def test_a_copy_that_changes_at_its_opening_is_downloaded_again(moment: str, mon
         after.get(moment, str)()
         return found
 
-    monkeypatch.setattr(mirror, "open_cache", open_cache)
+    monkeypatch.setattr(mirror, "open_files", open_cache)
     assert copy_of() == copy
     assert opened == [str(copy)] * 2
 
@@ -514,7 +514,7 @@ def test_a_download_or_a_build_that_was_killed_continues(
     run = (LMDBCache, store) if is_download else (build, None, store)
     dying = functools.partial(die_at, calls, method, *run)
     assert exit_codes(dying) == [-signal.SIGKILL]
-    kept = len(list(Path(mirror.copies_directory()).rglob("*.lmdb"))) if is_download else 0
+    kept = len(list(Path(mirror.mirrors_directory()).rglob("*.lmdb"))) if is_download else 0
     assert kept == (max(0, calls - 1) if is_download else 0)  # one call reads the manifest
 
     build(url=store, shards=None)
@@ -609,11 +609,11 @@ def test_no_room_is_an_error_with_the_numbers(three: list[str], monkeypatch: pyt
 def test_the_limit_has_the_forms_of_sizes(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default it is 80% of what is free and what copies take; what is no size names the variable."""
     build()
-    os.makedirs(mirror.copies_directory())
+    os.makedirs(mirror.mirrors_directory())
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 900))  # type: ignore[attr-defined]
     for text, nbytes in {"1000": 1000, "2kB": 2000, "1MiB": 1 << 20, "auto": 800, "": 800}.items():
         monkeypatch.setenv(mirror.BYTES_VARIABLE, text)
-        assert mirror.allowed_bytes(100) == nbytes
+        assert mirror.quota_bytes(100) == nbytes
     for text in ("0", "-1", "many", "5 parsecs"):
         monkeypatch.setenv(mirror.BYTES_VARIABLE, text)
         with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):

@@ -135,7 +135,7 @@ def test_odd_samples_and_rows_together_stay_within_the_budget(dataset: Any, shar
 def test_every_ragged_sample_that_fits_is_cached_and_no_other(max_memory: int) -> None:
     """Records lie one after another: a sample is left out only where less is left than its record takes."""
     cache = make(dataset := RaggedImages(30), max_memory)
-    left_bytes, fitting = cache._arena.plan.room_bytes, []
+    left_bytes, fitting = cache._plan.room_bytes, []
     for index in range(30):
         nbytes = round_up(FRAME_BYTES + record_parts(*flatten(dataset.sample(index)))[1], ALIGNMENT_BYTES)
         if nbytes <= left_bytes:

@@ -22,14 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from fastload.cache import open_cache
 from fastload.cache.build.upload import build_at_url
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import Fingerprint, fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.ram import registry, sharing
-from fastload.cache.ram.layout import DESCRIPTION_AT, Layout
+from fastload.cache.ram import arena, registry, shared
+from fastload.cache.ram.arena import DESCRIPTION_AT
+from fastload.cache.ram.layout import Layout
 from fastload.cache.ram.registry import Entry
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
@@ -154,7 +154,7 @@ def test_ranks_are_warned_once_of_private_caches(num_ranks: int, monkeypatch: An
 
 def test_ranks_divide_the_memory_among_private_caches(num_ranks: int, monkeypatch: Any) -> None:
     """A shared cache can take all that is allowed; a private one never more than its rank's share."""
-    monkeypatch.setattr(open_cache, "available_bytes", lambda: 1200 * MB)
+    monkeypatch.setattr(arena, "available_bytes", lambda: 1200 * MB)
 
     def limit(dataset: Images, max_memory: Any) -> Any:
         return CachedDataset(dataset, max_memory=max_memory).cache_info().max_bytes
@@ -288,7 +288,7 @@ def test_what_is_no_cache_is_passed_over(fault: str, start: Any) -> None:
             os.dup2(other, segment.fd)
     registry.register(fingerprint.name, number or segment.fd)
 
-    assert sharing.find(fingerprint, 3) is None
+    assert shared.find(fingerprint, 3) is None
     mine = CachedDataset(dataset, max_memory=MB)
     assert start(look, dataset).answer() == (os.getpid(), 3)
     assert mine.cache.origin.created_s > cache.origin.created_s
@@ -312,15 +312,15 @@ def test_live_caches_are_listed_until_they_are_closed(start: Any) -> None:
     other = start(fill, Images(30), "photos")
     other.answer()
     one.cache.close()
-    (live,) = sharing.live_caches()
+    (live,) = shared.live_caches()
     nbytes, mode = two.cache.nbytes, os.fstat(two.cache._fd).st_mode
     with pytest.raises(PermissionError):
         os.ftruncate(two.cache._fd, 0)
     two.cache.close()
-    assert set(live.owners) == {os.getpid(), other.pid}
-    assert (live.key, live.num_samples, live.num_cached) == ("photos", 30, 30)
-    assert live.parts["num_samples"] == "30"
-    assert (live.nbytes, live.max_bytes) == (nbytes, 64 * MB)
+    assert set(live["owners"]) == {os.getpid(), other.pid}
+    assert (live["key"], live["num_samples"], live["num_cached"]) == ("photos", 30, 30)
+    assert live["parts"]["num_samples"] == "30"
+    assert (live["nbytes"], live["max_bytes"]) == (nbytes, 64 * MB)
     assert stat.S_IMODE(mode) == 0o600
     assert [entry.pid for entry in registry.entries()] == [other.pid]
 
@@ -490,7 +490,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     """It stores what fits, and all samples are right."""
     source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
     first, limit = CachedDataset(source, max_memory=MB), MB // 2
-    monkeypatch.setattr(sharing, "parse_memory", lambda _: limit)
+    monkeypatch.setattr(shared, "parse_memory", lambda _: limit)
     there = pickle.loads(from_elsewhere(first))
     assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
     assert there.cache_info().max_bytes == limit

@@ -23,7 +23,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.tiers import Stack
+from fastload.cache.tiers import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.memory import segment
 from fastload.system import locks
@@ -162,7 +162,7 @@ def test_tiers_explain_both_and_pickle_as_handles(tmp_path: Any) -> None:
     other = pickle.loads(pickle.dumps(ds))
     other._view(1)
     assert 1 in ds.cache
-    assert isinstance(ds.cache, Stack)
+    assert isinstance(ds.cache, TieredCache)
     assert ds.cache.layout == "uniform over lmdb"
     assert "shared memory" in ds.cache.explain()
     assert os.fspath(tmp_path / "x.lmdb") in ds.cache.explain()

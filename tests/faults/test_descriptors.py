@@ -9,7 +9,7 @@ import pytest
 
 import fastload
 from fastload.errors import SharedMemoryError
-from fastload.workers import pool
+from fastload.workers import process_pool
 from fastload.workers.channel import Channel
 from tests.faults import zoo
 from tests.kit import datasets
@@ -104,7 +104,7 @@ def test_what_cannot_reach_a_worker_without_descriptors_ends_it(tmp_path: Any, w
 def test_memory_that_cannot_be_mapped_closes_the_iterator(monkeypatch: pytest.MonkeyPatch) -> None:
     """The address space is used up for a moment: an error at its turn, and the rest comes from the state."""
     refused = iter([False] * 2 + [True] + [False] * 100)
-    original, parent = pool.Segment.map, os.getpid()
+    original, parent = process_pool.Segment.map, os.getpid()
 
     def map_or_refuse(self: Any, *, writable: bool) -> Any:
         if os.getpid() == parent and next(refused):
@@ -113,7 +113,7 @@ def test_memory_that_cannot_be_mapped_closes_the_iterator(monkeypatch: pytest.Mo
 
     options: dict[str, Any] = {"num_workers": 2, "collate_fn": zoo.KeepsBatches(), "timeout": 60}
     loader = fastload.DataLoader(datasets.Made(zoo.array, 40), 2, **options)
-    monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
+    monkeypatch.setattr(process_pool.Segment, "map", map_or_refuse)
     iterator = iter(loader)
 
     with pytest.raises(fastload.errors.BatchLostError, match="out of address space"):

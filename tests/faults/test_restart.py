@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import fastload
-from fastload.workers import pool
+from fastload.workers import process_pool
 from tests.faults import zoo
 from tests.faults.zoo import rows
 from tests.kit import datasets
@@ -81,13 +81,13 @@ def test_a_copy_goes_on_where_its_dead_worker_had_answered(tmp_path: Any, dies_a
 def test_a_copy_goes_on_behind_answers_that_nobody_took(tmp_path: Any, method: str, monkeypatch: Any) -> None:
     """Worker 0 is killed with an answer on its way, while the caller waits for worker 1."""
     held = multiprocessing.get_context(method).Event()
-    replace = pool.Pool._replace
+    replace = process_pool.ProcessPool._replace
 
     def replace_and_let_go(self: Any, worker_id: int) -> None:
         replace(self, worker_id)
         held.set()
 
-    monkeypatch.setattr(pool.Pool, "_replace", replace_and_let_go)
+    monkeypatch.setattr(process_pool.ProcessPool, "_replace", replace_and_let_go)
     options: dict[str, Any] = {"max_worker_restarts": 1, "multiprocessing_context": method}
     loader = fastload.DataLoader(zoo.Counts(str(tmp_path), held=held), 2, num_workers=2, **options)
     iterator = iter(loader)
@@ -167,7 +167,7 @@ def test_a_restart_that_fails_ends_the_iterator(tmp_path: Any, monkeypatch: pyte
     def refuse(*_: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(pool, "make_channel", refuse)
+    monkeypatch.setattr(process_pool, "make_channel", refuse)
 
     with pytest.raises(BlockingIOError):
         next(iterator)
@@ -204,7 +204,7 @@ def _reap(*_: object) -> None:
 def test_a_death_is_always_seen(hidden_by: str, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a child holds the worker's pipe, or a handler takes the exit code; the cgroup's count told."""
     counts = iter([3, 4])
-    monkeypatch.setattr(pool, "oom_kills", lambda: next(counts, 4))
+    monkeypatch.setattr(process_pool, "oom_kills", lambda: next(counts, 4))
     make = functools.partial(zoo.killed_with_child, gate) if hidden_by == "a child" else datasets.killed
     cause = "was killed by SIGKILL .*memory.events of the cgroup counts 1 more"
     told = rf"worker 0 {'.*' if hidden_by == 'a handler' else cause}.* working on batch 6,"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import fastload
-from fastload.workers import pool
+from fastload.workers import process_pool
 from tests.faults import zoo
 from tests.kit import datasets, leaks
 
@@ -64,7 +64,7 @@ def test_no_handler_of_the_parent_runs_in_a_worker(handlers: None, method: str) 
 @pytest.mark.timeout(60)
 def test_close_that_is_interrupted_may_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C while workers are given time: they are killed at once, and the interruption goes on."""
-    original, errors = pool.wait_for_all, [KeyboardInterrupt]
+    original, errors = process_pool.wait_for_all, [KeyboardInterrupt]
 
     def wait_or_interrupt(processes: Any, limit_s: float) -> bool:
         if errors:
@@ -75,7 +75,7 @@ def test_close_that_is_interrupted_may_be_called_again(monkeypatch: pytest.Monke
     iterator: Any = iter(loader)
     next(iterator)
     pids = [one.pid for one in iterator._workers]
-    monkeypatch.setattr(pool, "wait_for_all", wait_or_interrupt)
+    monkeypatch.setattr(process_pool, "wait_for_all", wait_or_interrupt)
     with pytest.raises(KeyboardInterrupt):
         loader.close()
 

@@ -25,8 +25,8 @@ import fastload
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import Arena
 from fastload.files import file_systems, retry
-from fastload.workers import pool
 from fastload.workers import process as starting
+from fastload.workers import process_pool, slot_pool
 from tests.faults import table_zoo as zoo
 from tests.kit import datasets, leaks
 from tests.kit.jobs import Job
@@ -94,8 +94,8 @@ AFTER = [first for first in ALL if first > zoo.FAULTY]
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is waited for in vain, or noticed late, is a time-out of the test, not a pause of seconds."""
-    for name in ("_GRACE_S", "_WATCH_INTERVAL_S"):
-        monkeypatch.setattr(pool, name, 1000.0)
+    monkeypatch.setattr(process_pool, "GRACE_S", 1000.0)
+    monkeypatch.setattr(slot_pool, "WATCH_INTERVAL_S", 1000.0)
 
 
 def assert_death(error: Exception | None, name: str, task: str) -> None:
@@ -315,8 +315,8 @@ def test_a_handler_that_raises_while_a_worker_is_started_leaves_nothing_behind(
 
 def assert_close_ends_workers(name: str, stage: str, method: str, patch: pytest.MonkeyPatch) -> None:
     """Close the loader when one has its fault: no batch comes after that, and those that are held stay."""
-    patch.setattr(pool, "_GRACE_S", 0.1)
-    patch.setattr(pool, "_TERMINATE_S", 0.1)
+    patch.setattr(process_pool, "GRACE_S", 0.1)
+    patch.setattr(process_pool, "_TERMINATE_S", 0.1)
     loader = zoo.make_loader(name, stage, method)
     begins = loader.worker_init_fn.fault.begins = multiprocessing.get_context(method).Event()
     iterator = iter(loader)
@@ -342,14 +342,14 @@ def test_close_is_not_disturbed_by_what_happens(
     number: signal.Signals, method: str, monkeypatch: Any
 ) -> None:
     """One dies or is stopped after it was told to leave, and before it has left."""
-    original, numbers = pool.wait_for_all, [number]
+    original, numbers = process_pool.wait_for_all, [number]
 
     def wait_and_kill(processes: Any, limit_s: float) -> bool:
         while numbers:
             processes[0].send_signal(numbers.pop())
         return original(processes, limit_s)
 
-    monkeypatch.setattr(pool, "wait_for_all", wait_and_kill)
+    monkeypatch.setattr(process_pool, "wait_for_all", wait_and_kill)
     assert_close_ends_workers("hangs", "fetch", method, monkeypatch)
 
 

@@ -53,7 +53,7 @@ TESTS = {
     "workers/worker.py": "tests/transport/test_fetch.py tests/transport/test_process.py"
     " tests/survival/test_start.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py -m 'not slow' -k 'not sampler_that and not timeout'",
-    "workers/pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
+    "workers/process_pool.py": "tests/transport/test_fetch.py tests/survival/test_going_on.py"
     " tests/faults/test_descriptors.py tests/faults/test_restart.py -m 'not slow'"
     " -k 'not sampler_that and not timeout'",
     "workers/process.py": "tests/transport/test_process.py tests/survival/test_start.py"

@@ -15,7 +15,7 @@ import torch
 from fastload import DataLoader
 from fastload.epochs import on_device
 from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SharedMemoryError
-from fastload.workers import pool
+from fastload.workers import process_pool
 from tests.device.fake import FakeBackend
 from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
 from tests.resume.loaders import make as make_kind
@@ -288,7 +288,7 @@ def test_samplers_are_asked_the_same_way(num_workers: int) -> None:
 
 def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatch: Any) -> None:
     """It brings no state of its worker's stream, which stands where it stood before."""
-    parent, original = os.getpid(), pool.Segment.map
+    parent, original = os.getpid(), process_pool.Segment.map
     refusals = iter([False, True])
 
     def map_or_refuse(self: Any, *, writable: bool) -> Any:
@@ -296,7 +296,7 @@ def test_a_batch_that_is_lost_on_its_way_is_read_again_after_a_resume(monkeypatc
             raise SharedMemoryError("out of address space")
         return original(self, writable=writable)
 
-    monkeypatch.setattr(pool.Segment, "map", map_or_refuse)
+    monkeypatch.setattr(process_pool.Segment, "map", map_or_refuse)
     with DataLoader(Stream(), 3, num_workers=1) as loader:
         iterator = iter(loader)
         first = next(iterator)

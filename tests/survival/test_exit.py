@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _SHARED = """
 import multiprocessing, threading
 import fastload
-from fastload.workers import pool
+from fastload.workers import process_pool
 from tests.faults import table_zoo
 from tests.kit import datasets
 from tests.kit.accelerator import pretend_accelerator
@@ -45,7 +45,7 @@ def begin(consume):
 def exit_with_a_fault(name, stage, method):
     # Of a worker, at batch 4 or after an epoch.
     global held, iterator, batches
-    pool._GRACE_S = pool._TERMINATE_S = 0.1
+    process_pool.GRACE_S = process_pool._TERMINATE_S = 0.1
     is_idle = stage == "idle"
     held = table_zoo.make_loader(name, stage, method, persistent_workers=is_idle)
     fault, context = held.worker_init_fn.fault, multiprocessing.get_context(method)

@@ -14,7 +14,7 @@ import torch
 
 import fastload
 from fastload.device.pin_thread import PinThread
-from fastload.workers import pool
+from fastload.workers import process_pool, slot_pool
 from tests.kit import datasets
 from tests.kit.batches import compare_with_torch
 from tests.survival import zoo
@@ -38,7 +38,7 @@ def pinned(request: pytest.FixtureRequest, pretend_accelerator: Any) -> bool:
 
 def _call_when_waited_for(call: Callable[[], None], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
     """Call `call` once the consumer is about to wait."""
-    place: Any = PinThread if pinned else pool.Pool
+    place: Any = PinThread if pinned else process_pool.ProcessPool
     wait = place.wait
     calls = [call]
 
@@ -76,7 +76,7 @@ def test_a_wait_that_was_ended_may_be_taken_up_again(
 
 def test_after_a_timeout_a_new_epoch_has_nothing_old(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """The late batch of the old epoch is dropped when it comes."""
-    monkeypatch.setattr(pool, "_GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
+    monkeypatch.setattr(process_pool, "GRACE_S", 0.2)  # the worker behind the gate does not leave by itself
     dataset = zoo.Held(gate, 9)
     loader = fastload.DataLoader(dataset, 4, num_workers=2, timeout=60, persistent_workers=True)
     iterator = iter(loader)
@@ -113,7 +113,7 @@ def test_close_in_another_thread_ends_a_wait(
 @pytest.mark.timeout(60)
 def test_a_new_epoch_takes_the_only_slot_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer to the epoch that was left had the slot; nothing else would wake the one who waits."""
-    monkeypatch.setattr(pool, "_WATCH_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(slot_pool, "WATCH_INTERVAL_S", 1000.0)
     options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "max_prefetch_memory": "4096B"}
     with fastload.DataLoader(NUMBERED, 4, **options) as loader:
         for _ in range(3):
@@ -223,7 +223,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
     """Also when the consumer comes to it much later; the log has its text once, and a new epoch begins."""
     pretend_accelerator()
     is_found = threading.Event()
-    report = pool.Pool._bury
+    report = process_pool.ProcessPool._handle_deaths
 
     def report_and_tell(self: Any, *args: Any) -> None:
         try:
@@ -231,7 +231,7 @@ def test_a_death_that_the_pin_thread_finds_first_is_still_a_death(
         finally:
             is_found.set()
 
-    monkeypatch.setattr(pool.Pool, "_bury", report_and_tell)
+    monkeypatch.setattr(process_pool.ProcessPool, "_handle_deaths", report_and_tell)
     dataset = datasets.Made(datasets.killed, 24)
     loader = fastload.DataLoader(dataset, 4, num_workers=2, prefetch_factor=3, persistent_workers=True)
     iterator = iter(loader)

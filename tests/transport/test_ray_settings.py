@@ -126,9 +126,9 @@ def test_a_shared_list_is_pickled_as_a_copy_for_other_machines() -> None:
 
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job would be read wrongly; the error names both releases."""
-    from fastload.workers.ray_pool import _PutJob
+    from fastload.workers.ray_worker import load_spec
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
 
     with pytest.raises(WorkerStartError, match=r"the consumer runs fastload 0\.0\.1, but .* has "):
-        _PutJob([None], "0.0.1").load()
+        load_spec([None], "0.0.1")

@@ -262,7 +262,7 @@ class Transport(RuleBasedStateMachine):
         assert self.sent[worker]
         assert self.sent[worker][0][0] == task
         _, slot = self.sent[worker].pop(0)
-        assert self.schedule.answer() == head
+        assert self.schedule.pop() == head
         self.due += 1
         if self.shares is not None and self.num_given[worker] >= self.shares[worker]:
             self._end(worker, slot)

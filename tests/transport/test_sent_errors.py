@@ -91,7 +91,7 @@ def told(transform: Any, **options: Any) -> str:
     dataset = fastload.CachedDataset([np.full(2, i) for i in range(4)], transform=transform, cache=None)
     with pytest.raises((ValueError, ZeroDivisionError)) as caught:
         list(fastload.DataLoader(dataset, 4, num_workers=1, **options))
-    return "".join(traceback.format_exception(caught.value)).rpartition("sent.reraise()\n")[2]
+    return "".join(traceback.format_exception(caught.value)).rpartition("remote_error.reraise()\n")[2]
 
 
 @pytest.mark.parametrize("options", WORKERS[::2])

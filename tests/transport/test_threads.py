@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info as torch_worker_info
 import fastload
 from fastload import CachedDataset, DataLoader
 from fastload.rng.generators import Search
-from fastload.workers.threads import copies_for_threads
+from fastload.workers.thread_pool import copies_for_threads
 from tests.kit import datasets
 from tests.rng.draws_zoo import Pictures
 from tests.rng.pipelines_zoo import Crops, crop
@@ -124,7 +124,7 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
     loader = threads(datasets.Made(int, num_batches), 1, num_workers=1, prefetch_factor=num_batches)
     iterator: Any = iter(loader)
     worker = iterator._pool._workers[0]
-    while not worker.tasks.empty():
+    while not worker.requests.empty():
         worker.thread.join(0.01)
 
     for _ in iterator:

@@ -2,7 +2,7 @@
 
 A shard is the unit of resumption, of upload (see `upload`) and of a task (see `on_executor`). Rules:
 
-1. All files are written below PATH.partial (see `unfinished`). When all shards are complete and on disk, the
+1. All files are written below PATH.partial (see `staging`). When all shards are complete and on disk, the
    cache is moved to PATH, so a process that sees PATH sees the complete cache.
 2. Workers decode and encode (see `tasks`); this process only writes.
 3. The files do not depend on who builds them, or in which order, except for the cache's id and build time.
@@ -17,22 +17,20 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
-from fastload.cache.build.build_lock import only_builder
 from fastload.cache.build.plan import as_stored, check_source, make_plan
-from fastload.cache.build.staging import REPORT, Unfinished
-from fastload.cache.build.tasks import TASKS_A_WORKER, Failed, RecordTasks, Value, cut
+from fastload.cache.build.random_check import read_unnoticed, spread_indices
+from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
+from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.format.codecs import check_codec
+from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import encode
-from fastload.cache.lmdb.files import check_openable, shard_name
+from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.random_check import read_unnoticed
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.system.checks import check_arguments, integer, one_of, optional
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -43,25 +41,27 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.description import Plan
 
 _GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
-_MAX_LOOKED_AT = 1000  # samples whose shapes are compared
+_CHECKS = {
+    "shards": optional(integer(1)),
+    "codec": optional(CODEC_CHECK),
+    "quality": optional(QUALITY_CHECK),
+    "on_error": one_of("raise", "skip"),
+}
+_MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
-def build_lmdb(
-    dataset: Any, path: str | os.PathLike[str], *, shards: int | None = None, **options: Any
-) -> LMDBCache:
+def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LMDBCache:
     """The finished cache of a dataset at `path`: opened if it exists, else built, or its build is resumed.
 
     Args:
         dataset: Map-style and deterministic.
         path: The file, or with several shards the directory.
-        shards: Number of files of the cache; None accepts any number, and builds files of about 1 GiB, at
-            most 128. An interrupted build continues with the first unfinished shard.
         **options: See `Build`.
 
     Raises:
         CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
             other settings.
-        CacheBusyError: A different process is building it.
+        CacheBusyError: Another process is building it.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process cannot open as many files as the shards
             need.
@@ -69,7 +69,7 @@ def build_lmdb(
             kept.
         ValueError: An argument is invalid.
     """
-    build = Build(dataset, os.path.abspath(path), shards, **options)
+    build = Build(dataset, os.path.abspath(path), **options)
     return build.cache(
         lambda files: build.write(files, range(files.plan.num_shards), f"building {build.path}")
     )
@@ -82,7 +82,8 @@ class Build:
     Args:
         dataset: Map-style and deterministic.
         path: The absolute path of the cache.
-        num_shards: Number of files; None accepts that of a cache or an unfinished build.
+        shards: Number of files of the cache; None accepts that of a cache or an unfinished build, and builds
+            files of about 1 GiB, at most 128. An interrupted build continues with the first unfinished shard.
         num_workers: Number of decoding processes; None for one per usable CPU, 0 for none.
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
@@ -96,12 +97,12 @@ class Build:
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
         fingerprint: Of the samples; identifies a cache without reading a sample.
-        kept: The place of finished shards, for messages; None for PATH.partial.
+        kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
 
     dataset: Any
     path: str
-    num_shards: int | None = None
+    shards: int | None = None
     num_workers: int | None = None
     progress: bool = True
     probed: dict[int, Any] = field(default_factory=dict)
@@ -114,20 +115,15 @@ class Build:
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
 
     def __post_init__(self) -> None:
-        check_codec(self.codec or "raw", 1 if self.quality is None else self.quality)
-        shards = self.num_shards
-        if shards is not None and (isinstance(shards, bool) or not isinstance(shards, int) or shards < 1):
-            raise ValueError(f"shards should be an int from 1, but got {shards!r}")
         if self.on_error == "replace":  # the word of DataLoader
             raise ValueError('a build replaces no samples: write on_error="skip", which leaves them out')
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f'on_error should be "raise" or "skip", but got {self.on_error!r}')
+        check_arguments(vars(self), _CHECKS)
         check_max_errors(self.max_errors)
         self.probed = dict(self.probed)
-        self.kept = f"Finished shards are kept at {self.kept or f'{self.path}.partial'}"
+        self.kept = f"Finished shards are kept at {self.kept or self.path + PARTIAL_SUFFIX}"
         self._is_skipping = self.on_error == "skip"
 
-    def cache(self, write: Callable[[Unfinished], object]) -> LMDBCache:
+    def cache(self, write: Callable[[StagingDirectory], object]) -> LMDBCache:
         """The finished cache: opened if it exists, else built.
 
         Args:
@@ -136,9 +132,9 @@ class Build:
         if os.path.lexists(self.path):
             return self.opened()
         with only_builder(self.path):
-            if os.path.lexists(self.path):  # a different process has just built it
+            if os.path.lexists(self.path):  # another process has just built it
                 return self.opened()
-            files = Unfinished(self.path)
+            files = StagingDirectory(self.path)
             files.begin(self.plan(files.plan if files.open() else None))
             try:
                 check_openable(files.plan.num_shards)
@@ -170,41 +166,35 @@ class Build:
             and (fingerprint is None or cache.description.parts is None)
         ):
             first = read_unnoticed(dataset, 0)
-        shards = None if self.num_shards is None else max(1, min(self.num_shards, num_samples))
+        shards = None if self.shards is None else max(1, min(self.shards, num_samples))
         quality = None if cache.description.quality is None else self.quality
-        asked = {"codec": self.codec, "quality": quality, "num_shards": shards}
-        settings = {name: value for name, value in asked.items() if value is not None}
+        settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
+        settings = {name: value for name, value in settings.items() if value is not None}
         check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
         return cache
 
-    def plan(self, found: Plan | None) -> Plan:
+    def plan(self, earlier: Plan | None) -> Plan:
         """The plan of this build; reads sample 0, unless it was probed.
 
         Args:
-            found: The plan of an earlier build, whose settings replace those that are None.
+            earlier: The plan of an earlier build, whose settings replace those that are None.
         """
-        codec = self.codec or (None if found is None else found.codec)
+        codec, quality, num_shards = self.codec or "raw", self.quality, self.shards
+        if earlier is not None:
+            codec, quality = self.codec or earlier.codec, quality or earlier.quality
+            num_shards = num_shards or earlier.num_shards
         self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, codec)
         if 0 not in self.probed and len(self.dataset):
             try:
                 self.probed[0] = self.dataset[0]
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
                 if not self._is_skipping:
-                    self._explain(Failed(0, error, ""))
-                    raise
-        return make_plan(
-            self.dataset,
-            self.probed.get(0),
-            codec=codec,
-            quality=self.quality,
-            num_shards=self.num_shards,
-            fingerprint=self.fingerprint,
-            found=found,
-        )
+                    Failure.of(0, error).reraise()
+        return make_plan(self.dataset, self.probed.get(0), self.fingerprint, codec, quality, num_shards)
 
     def write(
         self,
-        files: Unfinished,
+        files: StagingDirectory,
         shards: Sequence[int],
         title: str,
         completed: Callable[[int, list[FailedSample]], object] = lambda *_: None,
@@ -246,7 +236,7 @@ class Build:
         finally:
             processes.stop(answers)
 
-    def finished(self, files: Unfinished, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
+    def finished(self, files: StagingDirectory, shards: Iterable[int]) -> dict[int, list[FailedSample]]:
         """The finished ones of these shards, and the samples that each leaves out, which count from now on.
 
         Raises:
@@ -275,23 +265,14 @@ class Build:
         """The index of each sample with its value, or with why it has none."""
         for indices, values in zip(ranges, answers, strict=True):
             for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
-                if isinstance(value, Failed):
-                    self._explain(value)
-                    raise value.error
+                if isinstance(value, Failure):
+                    value.reraise()
                 yield index, value
             nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
             progress.advance(nbytes, len(values))
 
-    def _explain(self, failed: Failed) -> None:
-        error = failed.error
-        add_note(error, f"in sample {failed.index} of the dataset")
-        if failed.trace:
-            add_note(error, f"raised in a worker process:\n{failed.trace}")
-        if not isinstance(error, UnsupportedSampleError):
-            add_note(error, 'on_error="skip" leaves out samples that cannot be read')
-
     def _write_shard(
-        self, files: Unfinished, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
+        self, files: StagingDirectory, shard: int, values: Iterable[tuple[int, Value | FailedSample]]
     ) -> list[FailedSample]:
         """Write one shard; returns the samples that it leaves out."""
         left_out: list[FailedSample] = []
@@ -318,7 +299,7 @@ class Build:
         what_to_do = f"{self.kept}: raise max_errors or repair the files, and build again to resume"
         check_left_out(self.left_out, self.max_errors, plan.num_samples, what_to_do)
 
-    def _publish(self, files: Unfinished) -> LMDBCache:
+    def _publish(self, files: StagingDirectory) -> LMDBCache:
         """The finished cache of a directory whose shards are all finished.
 
         Raises:
@@ -327,12 +308,12 @@ class Build:
         """
         path, plan, left_out = self.path, files.plan, []
         for shard in range(plan.num_shards):
-            found = files.finished(shard)
-            if found is None:
+            left_out_here = files.finished(shard)
+            if left_out_here is None:
                 raise CacheError(
                     f"{files.path_of(shard)} was removed or changed while the cache was built: build again"
                 )
-            left_out += found
+            left_out += left_out_here
         check_left_out(
             left_out,
             self.max_errors,
@@ -355,20 +336,20 @@ class Build:
 
 def _report_shapes(cache: LMDBCache) -> None:
     """Log if arrays of samples differ in shape, which would fail in the first training batch."""
-    looked_at = np.linspace(0, cache.num_samples - 1, min(cache.num_samples, _MAX_LOOKED_AT)).astype(int)
-    specs = {spec for index in looked_at.tolist() if (spec := cache.spec_of(index)) is not None}
+    indices = spread_indices(cache.num_samples, _MAX_COMPARED)
+    specs = {spec for index in indices if (spec := cache.spec_of(index)) is not None}
     shapes: dict[str, set[tuple[int, ...]]] = {}
     for spec in specs:
-        for place, leaf in zip(spec.paths(), spec.leaves, strict=True):
+        for path, leaf in zip(spec.paths(), spec.leaves, strict=True):
             if leaf.kind in ("array", "tensor"):
-                shapes.setdefault(place, set()).add(leaf.shape)
-    place, found = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
-    if len(found) > 1:
-        first, second = sorted(found)[:2]
+                shapes.setdefault(path, set()).add(leaf.shape)
+    path, different = max(shapes.items(), key=lambda item: len(item[1]), default=("", set()))
+    if len(different) > 1:
+        first, second = sorted(different)[:2]
         log.info(
             "%s: the samples have at least %d different shapes at %s, such as %s and %s, but torch's "
             "default_collate makes batches of equal shapes only. Scale every image to one height and width "
             "(--size 256x256 on the command line, ImageFolder(root, size=(256, 256)) in Python), crop in the "
             "transform, or pass a collate_fn",
-            *(cache.path, len(found), place, first, second),
+            *(cache.path, len(different), path, first, second),
         )

@@ -2,11 +2,10 @@
 
 Rules:
 
-1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `build`, `unfinished` and
-   `build_lock`).
-2. A file is ours if it ends as fastload's caches do. A directory is ours if a build uses all names in it.
-   Other files are never removed, and nothing is removed if a foreign file is among ours.
-3. Nothing is removed while a builder of this machine is at work. A builder on a different machine fails, and
+1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
+2. A file is a cache if it ends as fastload's caches do. A directory is one if a build uses all names in it.
+   Other files are never removed, and nothing is removed if a foreign file is among those of a cache.
+3. Nothing is removed while a builder of this machine is at work. A builder on another machine fails, and
    says why.
 """
 
@@ -16,18 +15,23 @@ import contextlib
 import os
 from dataclasses import dataclass
 
-from fastload.cache.build.build_lock import is_being_built, only_builder
-from fastload.cache.build.staging import NAMES, REPORT, Unfinished, foreign_part
+from fastload.cache.build.staging import (
+    NAMES,
+    REPORT,
+    StagingDirectory,
+    foreign_part,
+    is_being_built,
+    only_builder,
+)
+from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.cache.lmdb.mirror import manifest_of_copy
+from fastload.cache.lmdb.mirror import manifest_in
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-
-_PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
-class Found:
+class CacheOnDisk:
     """A cache, or an unfinished build of one.
 
     Attributes:
@@ -36,7 +40,7 @@ class Found:
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
-        url: The URL of which the cache is a local copy; None if it is not a copy.
+        url: The URL of which the cache is a mirror; None if it is not one.
     """
 
     path: str
@@ -47,7 +51,7 @@ class Found:
     url: str | None = None
 
 
-def list_caches(directory: str) -> list[Found]:
+def list_caches(directory: str) -> list[CacheOnDisk]:
     """The caches and unfinished builds in a directory, but not in its subdirectories, sorted by path.
 
     A directory of shards is listed as one cache. Files and directories that this user cannot read are
@@ -64,12 +68,12 @@ def list_caches(directory: str) -> list[Found]:
         names = os.listdir(directory)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no directory at {directory}") from None
-    found = []
-    for path in sorted({os.path.join(directory, name.removesuffix(_PARTIAL)) for name in names}):
+    caches = []
+    for path in sorted({os.path.join(directory, name.removesuffix(PARTIAL_SUFFIX)) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            if _is_finished(path) or _is_partial(path + _PARTIAL):
-                found.append(_look(path))
-    return found
+            if _is_finished(path) or _is_partial(path + PARTIAL_SUFFIX):
+                caches.append(_look(path))
+    return caches
 
 
 def files_of(path: str) -> list[str]:
@@ -80,22 +84,22 @@ def files_of(path: str) -> list[str]:
         CacheMismatchError: Something else is at the path.
         PermissionError: A directory cannot be entered.
     """
-    found = []
-    for place, is_ours in ((path, _is_finished), (path + _PARTIAL, _is_partial)):
+    files = []
+    for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, _is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(place)  # raises if the directory cannot be entered
-        if not os.path.lexists(place):
+            os.lstat(root)  # raises if the directory cannot be entered
+        if not os.path.lexists(root):
             continue
-        if not is_ours(place):
+        if not is_own(root):
             raise CacheMismatchError(
-                f"{place} is not a cache of fastload, or holds other files too: nothing was removed. "
+                f"{root} is not a cache of fastload, or holds other files too: nothing was removed. "
                 "If it is a truncated cache, delete it by hand"
             )
-        inside = sorted(os.listdir(place)) if os.path.isdir(place) else []
-        found += [*(os.path.join(place, name) for name in inside), place]
-    if not found:
+        inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
+        files += [*(os.path.join(root, name) for name in inside), root]
+    if not files:
         raise FileNotFoundError(f"there is neither a cache nor an unfinished build at {path}")
-    return found + [path + REPORT] * os.path.isfile(path + REPORT)
+    return files + [path + REPORT] * os.path.isfile(path + REPORT)
 
 
 def remove(path: str) -> tuple[list[str], int]:
@@ -132,7 +136,7 @@ def size_of(files: list[str]) -> int:
     return nbytes
 
 
-def _look(path: str) -> Found:
+def _look(path: str) -> CacheOnDisk:
     is_finished = _is_finished(path)
     try:
         nbytes = size_of(files_of(path))
@@ -140,19 +144,19 @@ def _look(path: str) -> Found:
         nbytes = size_of([path])
     if not is_finished:
         state = "building" if is_being_built(path) else "unfinished"
-        return Found(path, state, nbytes, problem=_what_is_missing(path))
+        return CacheOnDisk(path, state, nbytes, problem=_what_is_missing(path))
     try:
-        return Found(path, "finished", nbytes, LMDBCache(path), url=url_of_copy(path))
+        return CacheOnDisk(path, "finished", nbytes, LMDBCache(path), url=url_of_mirror(path))
     except (CacheCorruptError, CacheMismatchError) as error:
-        return Found(path, "damaged", nbytes, problem=str(error))
+        return CacheOnDisk(path, "damaged", nbytes, problem=str(error))
 
 
 def _what_is_missing(path: str) -> str:
     """What is left to do in a build or in a download."""
-    url = url_of_copy(path + _PARTIAL)
+    url = url_of_mirror(path + PARTIAL_SUFFIX)
     if url is not None:
         return f"an unfinished copy of {url}: open that cache again to continue"
-    files = Unfinished(path)
+    files = StagingDirectory(path)
     try:
         num_shards = files.plan.num_shards if files.open() else 0
         missing = [shard for shard in range(num_shards) if files.finished(shard) is None]
@@ -162,9 +166,9 @@ def _what_is_missing(path: str) -> str:
     return f"{state}: run the build again to continue"
 
 
-def url_of_copy(directory: str) -> str | None:
-    """The URL of which a directory is a copy; None if it is not a copy."""
-    manifest = manifest_of_copy(directory)
+def url_of_mirror(directory: str) -> str | None:
+    """The URL of which a directory is a mirror; None if it is not one."""
+    manifest = manifest_in(directory)
     return None if manifest is None else manifest.url
 
 
@@ -172,9 +176,11 @@ def _is_finished(path: str) -> bool:
     if os.path.islink(path):
         return False  # removing a link would not remove the cache itself
     if not os.path.isdir(path):
-        return _ends_as_ours(path)
+        return _ends_as_a_cache(path)
     names = os.listdir(path)
-    return all(map(NAMES.fullmatch, names)) and any(_ends_as_ours(os.path.join(path, name)) for name in names)
+    return all(map(NAMES.fullmatch, names)) and any(
+        _ends_as_a_cache(os.path.join(path, name)) for name in names
+    )
 
 
 def _is_partial(path: str) -> bool:
@@ -182,7 +188,7 @@ def _is_partial(path: str) -> bool:
     return os.path.lexists(path) and foreign_part(path) is None
 
 
-def _ends_as_ours(path: str) -> bool:
+def _ends_as_a_cache(path: str) -> bool:
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -6,7 +6,7 @@ The driver is the user's process. An executor with `concurrent.futures`' interfa
 1. The driver makes the plan, counts results, and publishes the cache. It can die at any time: the next driver
    builds only the missing shards. A task follows the plan, after comparing it with its own dataset.
 2. A task returns permanent failures, such as a damaged sample, as text, because errors of users' own classes
-   might not be picklable. It raises TransientTaskError for failures that can go away on a different machine,
+   might not be picklable. It raises TransientTaskError for failures that can go away on another machine,
    such as a full disk.
 3. A failed shard does not end the build: the others are finished and kept, and one error at the end names all
    failures. If more samples are skipped than `max_errors` allows, the build ends at once.
@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import max_failures
 from fastload.cache.build.build import Build
 from fastload.cache.build.plan import MAX_SHARDS, source_of_build
-from fastload.cache.build.staging import Unfinished
+from fastload.cache.build.random_check import reject_random
+from fastload.cache.build.staging import StagingDirectory
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.random_check import reject_random
 from fastload.errors import CacheError, TooManyFailuresError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _MAX_LETTERS = 500  # of a failure
 
 
 class TransientTaskError(Exception):
-    """A task failed for a transient reason, or one that a different machine might not have."""
+    """A task failed for a transient reason, or one that another machine might not have."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Task:
 
     def _build(self, shard: int) -> tuple[int, int]:
         source, fingerprint = source_of_build(self.open_dataset(), self.settings["codec"])
-        files = Unfinished(self.path)
+        files = StagingDirectory(self.path)
         if not files.open():
             raise CacheError(f"{files.path} was removed while the cache was built: build again")
         build = Build(
@@ -130,7 +130,7 @@ def build_on(
     path = os.path.abspath(path)
     dataset = open_dataset()
     reject_random(dataset)
-    if shards is None and not os.path.lexists(path) and not Unfinished(path).open():
+    if shards is None and not os.path.lexists(path) and not StagingDirectory(path).open():
         shards = max(1, min(MAX_SHARDS, SHARDS_PER_CPU * num_cpus))
     source, fingerprint = source_of_build(dataset, options.get("codec"))
     build = Build(source, path, shards, fingerprint=fingerprint, **options)
@@ -138,7 +138,7 @@ def build_on(
     return build.cache(lambda files: _run(executor, Task(open_dataset, path, settings), files, build))
 
 
-def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> None:
+def _run(executor: Executor, task: Task, files: StagingDirectory, build: Build) -> None:
     """Build the missing shards."""
     plan = files.plan
     maximum = max_failures(build.max_errors, plan.num_samples)
@@ -154,15 +154,15 @@ def _run(executor: Executor, task: Task, files: Unfinished, build: Build) -> Non
         ) as progress:
             for future in as_completed(futures):
                 try:
-                    built = future.result()
+                    result = future.result()
                 except TransientTaskError as error:
-                    built = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
+                    result = str(getattr(error, "cause", error))  # Ray's has the whole traceback for a text
                 except Exception as error:  # noqa: BLE001 - of the executor: a process or a machine has died
-                    built = f"failed: {_in_one_line(error)}"
-                if isinstance(built, str):
-                    failed[futures[future]] = built
+                    result = f"failed: {_in_one_line(error)}"
+                if isinstance(result, str):
+                    failed[futures[future]] = result
                     continue
-                left_out_here, nbytes = built
+                left_out_here, nbytes = result
                 progress.advance(nbytes, len(plan.indices_of(futures[future])))
                 num_left_out += left_out_here
                 if num_left_out > maximum:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL.Image  # the submodule, so encoding workers, which are forked from here, inherit it
 
+from fastload.cache.build.sources import decoded_source, encoded_source
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.encoded import encoded_source, holds_images
 from fastload.cache.format.codecs import BEST_QUALITY, LOSSY, SOURCE
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
+from fastload.cache.format.undecoded import holds_images
 from fastload.cache.lmdb.description import Plan, why_different
-from fastload.cache.sources import decoded_source
 from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested import tree
@@ -59,32 +59,26 @@ def as_stored(
 def make_plan(
     dataset: Any,
     first: Any,
-    *,
-    codec: str | None,
+    fingerprint: Fingerprint | None,
+    codec: str,
     quality: int | None,
     num_shards: int | None,
-    fingerprint: Fingerprint | None,
-    found: Plan | None,
 ) -> Plan:
     """A plan of a new build.
 
     Args:
         dataset: The samples to store.
         first: Sample 0; None without samples, or if it cannot be read.
-        codec: The user's argument.
-        quality: The user's argument.
-        num_shards: The user's argument.
         fingerprint: Of the samples.
-        found: The plan of an earlier build, whose settings replace those that the user did not set.
+        codec: As of a build.
+        quality: Of a lossy codec; None for the default.
+        num_shards: None for files of about 1 GiB.
 
     Raises:
         ValueError: The codec is "source", and sample 0 has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
-    codec = codec or ("raw" if found is None else found.codec)
-    if found is not None:
-        quality, num_shards = quality or found.quality, num_shards or found.num_shards
     quality = (quality or _QUALITY) if codec in LOSSY else None
     if codec == SOURCE and first is not None and not holds_images(first):
         raise ValueError(
@@ -142,7 +136,7 @@ def check_source(
     """Check that a cache was made from these samples, and has these settings.
 
     Args:
-        cache: The cache.
+        cache: The finished cache; its `reason` becomes that it matches.
         num_samples: Of the dataset.
         first: Sample 0 of the dataset, if it is needed.
         fingerprint: Of the dataset.

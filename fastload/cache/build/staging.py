@@ -1,7 +1,7 @@
 """The directory of an unfinished cache, DEST.partial: its plan, its finished shards, and their reports.
 
-One build at a time works in it, and holds the lock of the destination (see `build_lock`). Tasks of its
-executor write shards there, too, also on other machines that share the file system. Rules:
+One build at a time works in it, and holds the lock of the destination, as the removal of a cache does. Tasks
+of the build's executor write shards there, also on other machines that share the file system. Rules:
 
 1. A process writes each file under a temporary name, syncs it, and renames it. A shard with its final name is
    finished. A process that dies loses only the shard that it is writing.
@@ -11,11 +11,13 @@ executor write shards there, too, also on other machines that share the file sys
 4. On a file system without locks, two builds can work here at once. A shard of another plan does not count,
    and of two shards of one plan the last one wins.
 5. Only files with names that a build gives are changed or removed.
+6. The lock ends with the process that holds it, and forked workers do not hold it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -29,17 +31,18 @@ from fastload.batch.failures import FailedSample
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import (
     FORMAT_VERSION,
-    check_version,
-    parse_json,
     parse_plan,
+    parse_versioned,
     why_different,
 )
-from fastload.cache.lmdb.files import MANIFEST_NAME, open_file, shard_name
-from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_file, shard_name
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
+from fastload.system.locks import is_lock_file_held, lock_file
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from fastload.cache.lmdb.description import Plan
 
@@ -48,14 +51,19 @@ _REPORTED = ("index", "path", "type", "reason", "worker")
 _PLAN_NAME = "plan.json"
 _SHARD = r"\d{5,}-of-\d{5,}"
 _LASTING = rf"plan\.json|{_SHARD}\.lmdb|{_SHARD}\.errors\.jsonl"
-# The second is a file being written, the last two are those of a local copy (see `lmdb.copies`).
+# The second is a file being written, the last two are those of a mirror (see `lmdb.mirror`).
 NAMES = re.compile(
     rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part"
 )
 _SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
 
+# Destinations that this process builds, with its id, and an object per builder: the lock belongs to the
+# process, and does not exclude its threads.
+_building: dict[tuple[int, str], object] = {}
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
-class Unfinished:
+
+class StagingDirectory:
     """The directory of an unfinished cache.
 
     Args:
@@ -69,7 +77,7 @@ class Unfinished:
     plan: Plan
 
     def __init__(self, destination: str) -> None:
-        self.path = f"{destination}.partial"
+        self.path = destination + PARTIAL_SUFFIX
         self._destination = destination
         self._remove = f"'fastload cache rm {shlex.quote(destination)}'"
 
@@ -91,8 +99,7 @@ class Unfinished:
             )
         try:
             with writing(self.path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                fields = parse_json(Path(self.path, _PLAN_NAME).read_bytes())
-                check_version(fields)
+                fields = parse_versioned(Path(self.path, _PLAN_NAME).read_bytes())
                 self.plan = parse_plan(fields.get("plan"))
                 return True
         except ValueError as error:  # CacheMismatchError is a ValueError
@@ -161,8 +168,7 @@ class Unfinished:
             file = open_file(path)
         except (FileNotFoundError, CacheCorruptError, CacheMismatchError):
             return None
-        found = file.description
-        if (found.plan.build_id, found.shard) != (self.plan.build_id, shard):
+        if (file.plan.build_id, file.shard) != (self.plan.build_id, shard):
             return None
         left_out = file.left_out_indices.tolist()
         report = read_report(_report_name(path)) if left_out else []
@@ -224,8 +230,8 @@ def foreign_part(path: str) -> str | None:
             return path
         with os.scandir(path) as entries:
             for entry in entries:
-                is_ours = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-                if not is_ours and os.path.lexists(entry.path):  # else it was removed just now
+                is_known = NAMES.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+                if not is_known and os.path.lexists(entry.path):  # else it was removed just now
                     return entry.path
     except (FileNotFoundError, NotADirectoryError):
         pass  # another process might have just removed the directory
@@ -254,18 +260,19 @@ def _report_name(shard_file: str) -> str:
 
 def report_text(samples: Iterable[FailedSample]) -> str:
     """The report about left-out samples: one line of JSON each."""
-    return "".join(json.dumps({name: getattr(one, name) for name in _REPORTED}) + "\n" for one in samples)
+    lines = [json.dumps({name: getattr(sample, name) for name in _REPORTED}) for sample in samples]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parse_report(text: str) -> list[FailedSample]:
     """The samples in a report; damaged lines are left out."""
-    found = []
+    samples = []
     for line in text.splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            sample = FailedSample(**parse_json(line))
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            sample = FailedSample(**json.loads(line))
             if type(sample.index) is int:
-                found.append(sample)
-    return found
+                samples.append(sample)
+    return samples
 
 
 def read_report(path: str) -> list[FailedSample]:
@@ -274,3 +281,63 @@ def read_report(path: str) -> list[FailedSample]:
         return parse_report(Path(path).read_text(errors="replace"))
     except FileNotFoundError:
         return []
+
+
+# --- the lock ---------------------------------------------------------------------------------------------
+
+
+def lock_name(path: str) -> str:
+    """The path of the lock file of a destination; no other program uses this name."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, f".{name}.fastload-lock")
+
+
+@contextlib.contextmanager
+def only_builder(path: str, title: str | None = None) -> Iterator[None]:
+    """Hold the lock on a destination; never waits.
+
+    On a file system without locks nothing is locked, and a log line says so: rule 4 keeps the files safe.
+
+    Args:
+        path: The path of the cache.
+        title: Its name in messages; None for its path.
+
+    Raises:
+        CacheBusyError: Another builder holds it.
+        CacheError: The lock file cannot be made.
+    """
+    name, key, own = lock_name(path), _key(path), object()
+    title = title or path
+    with contextlib.ExitStack() as stack:
+        if _building.setdefault(key, own) is not own:
+            raise CacheBusyError(f"{title} is being built by another thread: wait until it has finished")
+        stack.callback(_building.pop, key)
+        with writing(path):
+            try:
+                has_lock = stack.enter_context(lock_file(name, by_process=True))
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name)
+                log.info("%s: not locked, because this file system does not have locks", path)
+                has_lock = True
+        if not has_lock:
+            raise CacheBusyError(f"{title} is being built by {_holder(name)}: wait until it has finished")
+        yield
+
+
+def is_being_built(path: str) -> bool:
+    """Whether a builder holds the lock on a destination now."""
+    return _key(path) in _building or is_lock_file_held(lock_name(path))
+
+
+def _key(path: str) -> tuple[int, str]:
+    return os.getpid(), os.path.realpath(path)
+
+
+def _holder(name: str) -> str:
+    try:
+        return f"process {int(Path(name).read_text())}"
+    except (OSError, ValueError):  # it has just ended, or has not written its id yet
+        return "another process"

@@ -5,18 +5,19 @@ from __future__ import annotations
 import pickle
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
-from fastload.cache.encoded import check_headers
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
+from fastload.cache.format.undecoded import check_headers
 from fastload.cache.lmdb.format import PADDING
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.spec import flatten
+from fastload.system.notes import add_note
 from fastload.system.remote_error import text_of
 
 if TYPE_CHECKING:
@@ -35,30 +36,37 @@ class Value(NamedTuple):
     crc32: int
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A sample that could not be read, which ends the build; from a worker with the text of the error."""
+class Failure(NamedTuple):
+    """The error of a sample, which ends the build, and notes about it; picklable."""
 
-    index: int
     error: Exception
-    trace: str
+    notes: list[str]
 
     @classmethod
-    def of(cls, index: int, error: Exception) -> Failed:
-        """A failure of this process, in picklable form."""
-        if get_worker_info() is None:
-            return cls(index, error, "")
-        trace = text_of(error)
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - send its text instead, with the type that torch's loader uses
-            error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
-        return cls(index, error, trace)
+    def of(cls, index: int, error: Exception) -> Failure:
+        """The failure of a sample in this process."""
+        notes = [f"in sample {index} of the dataset"]
+        if get_worker_info() is not None:
+            notes.append(f"raised in a worker process:\n{text_of(error)}")
+        if not isinstance(error, UnsupportedSampleError):
+            notes.append('on_error="skip" leaves out samples that cannot be read')
+        if get_worker_info() is not None:
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # noqa: BLE001 - send its text instead, with the type that torch's loader uses
+                error = RuntimeError(f"{type(error).__name__}, which cannot be pickled: {error}")
+        return cls(error, notes)
+
+    def reraise(self) -> NoReturn:
+        """Raise the error, with the notes."""
+        for note in self.notes:
+            add_note(self.error, note)
+        raise self.error
 
 
 @dataclass(eq=False)
-class RecordTasks(Dataset[list[Value | FailedSample | Failed]]):
-    """Reads ranges of samples; each item is the values of one range, which end with the first `Failed`.
+class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
+    """Reads ranges of samples; each item is the values of one range, which end with the first `Failure`.
 
     Args:
         dataset: Map-style.
@@ -76,8 +84,8 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failed]]):
     quality: int | None
     skips: bool
 
-    def __getitem__(self, number: int) -> list[Value | FailedSample | Failed]:
-        values: list[Value | FailedSample | Failed] = []
+    def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
+        values: list[Value | FailedSample | Failure] = []
         codec = "raw" if self.codec == SOURCE else self.codec
         read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
@@ -87,14 +95,14 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failed]]):
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self.skips:
-                    return [*values, Failed.of(index, error)]
+                    return [*values, Failure.of(index, error)]
                 worker = get_worker_info()
                 values.append(FailedSample.of(index, error, None if worker is None else worker.id))
                 continue
             try:
                 parts, _ = record_parts(*flatten(sample), codec, self.quality or BEST_QUALITY)
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
-                return [*values, Failed.of(index, error)]
+                return [*values, Failure.of(index, error)]
             data = b"".join((PADDING, *parts))
             values.append(Value(data, zlib.crc32(memoryview(data)[len(PADDING) :])))
         return values

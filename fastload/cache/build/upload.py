@@ -24,11 +24,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.build.build import Build, build_lmdb
-from fastload.cache.build.build_lock import only_builder
-from fastload.cache.build.staging import REPORT, Unfinished, parse_report, read_report, report_text
+from fastload.cache.build.staging import (
+    REPORT,
+    StagingDirectory,
+    only_builder,
+    parse_report,
+    read_report,
+    report_text,
+)
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import why_different
-from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
+from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.manifest import (
     REMOTE_PLAN_NAME,
@@ -55,16 +61,13 @@ if TYPE_CHECKING:
 _REMOVE = "use a different URL, or remove all files at that URL with your store's own tool"
 
 
-def build_at_url(
-    dataset: Any, url: str, *, path: str | None = None, shards: int | None = None, **options: Any
-) -> tuple[Manifest, bool]:
+def build_at_url(dataset: Any, url: str, *, path: str | None = None, **options: Any) -> tuple[Manifest, bool]:
     """The cache of a dataset at a URL: built and uploaded, unless it is there already.
 
     Args:
         dataset: Map-style and deterministic.
         url: Any fsspec URL to which files can be written.
         path: Where the cache is built and also kept on the local disk; None to keep no uploaded shards.
-        shards: As in `build_lmdb`.
         **options: See `Build`. The report about left-out samples is `errors.jsonl` below the URL.
 
     Returns:
@@ -73,7 +76,7 @@ def build_at_url(
     Raises:
         CacheMismatchError: The URL or the path has a cache, or a build, of other samples or settings.
         CacheCorruptError: The plan or the manifest at the URL is damaged.
-        CacheBusyError: A different process of this host builds for this URL.
+        CacheBusyError: Another process of this host builds for this URL.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are
@@ -83,29 +86,28 @@ def build_at_url(
     """
     files = remote_files(url)
     scratch = os.path.join(own_directory("builds"), digest_of_url(files.url))
-    build = Build(dataset, path or scratch, shards, kept=files.url, **options)
+    build = Build(dataset, path or scratch, kept=files.url, **options)
     try:
         with contextlib.ExitStack() as stack:
             with writing(scratch):
                 make_private_directory(os.path.dirname(scratch))
             stack.enter_context(only_builder(scratch, files.url))
             finished = _read(files, MANIFEST_NAME)
-            found = finished or _read(files, REMOTE_PLAN_NAME)
+            existing = finished or _read(files, REMOTE_PLAN_NAME)
             if path is not None:
-                _check_one_build(files.url, found, path)
-                with contextlib.closing(build_lmdb(dataset, path, shards=shards, **options)) as cache:
-                    return finished or _upload_cache(
-                        _Upload(files, found, cache.description), cache
-                    ), not finished
-            plan = build.plan(None if found is None else found.plan)
-            if found is not None and (why := why_different(found.plan, plan)) is not None:
+                _check_one_build(files.url, existing, path)
+                with contextlib.closing(build_lmdb(dataset, path, **options)) as cache:
+                    manifest = finished or _upload_cache(_Upload(files, existing, cache.description), cache)
+                return manifest, not finished
+            plan = build.plan(None if existing is None else existing.plan)
+            if existing is not None and (why := why_different(existing.plan, plan)) is not None:
                 state = "an unfinished build" if finished is None else "a finished cache"
                 raise CacheMismatchError(
                     f"{files.url} has {state} of other samples or settings: {why} (here: this command, "
                     f"there: the URL). Nothing was changed: build with its samples and settings, {_REMOVE}"
                 )
-            manifest = finished or _build(build, _Upload(files, found, plan))
-            shutil.rmtree(f"{scratch}.partial", ignore_errors=True)
+            manifest = finished or _build(build, _Upload(files, existing, plan))
+            shutil.rmtree(scratch + PARTIAL_SUFFIX, ignore_errors=True)
             return manifest, not finished
     except RemoteFolderError as error:
         raise CacheError(f"{error}. {build.kept}: build again to resume") from error
@@ -122,11 +124,11 @@ def _read(files: RemoteFolder, name: str) -> Manifest | None:
         return None
 
 
-def _check_one_build(url: str, found: Manifest | None, path: str) -> None:
+def _check_one_build(url: str, existing: Manifest | None, path: str) -> None:
     """Check that a local cache is of the build whose files are at the URL."""
-    if found is None:
+    if existing is None:
         return
-    if not os.path.lexists(path) or LMDBCache(path).description.build_id != found.plan.build_id:
+    if not os.path.lexists(path) or LMDBCache(path).description.build_id != existing.plan.build_id:
         raise CacheMismatchError(f"{url} has a different build from {path}: omit the local DEST, {_REMOVE}")
 
 
@@ -134,15 +136,21 @@ def _upload_cache(upload: _Upload, cache: LMDBCache) -> Manifest:
     """Upload the shards of a cache on the disk."""
     report = read_report(cache.path + REPORT)
     for shard in upload.missing():
-        name, indices = shard_name(cache.description, shard), cache.description.indices_of(shard)
-        file = cache.path if os.path.isfile(cache.path) else os.path.join(cache.path, name)
-        upload.put(shard, file, [sample for sample in report if sample.index in indices])
+        file, plan = cache.path, cache.description
+        if os.path.isdir(file):
+            file = os.path.join(file, shard_name(plan, shard))
+        upload.put(shard, file, _left_out_of(plan, shard, report))
     return upload.finish()
+
+
+def _left_out_of(plan: Plan, shard: int, report: list[FailedSample]) -> list[FailedSample]:
+    indices = plan.indices_of(shard)
+    return [sample for sample in report if sample.index in indices]
 
 
 def _build(build: Build, upload: _Upload) -> Manifest:
     """Build the shards that are not at the URL; each is removed from the disk once uploaded."""
-    plan, local = upload.manifest.plan, Unfinished(build.path)
+    plan, local = upload.manifest.plan, StagingDirectory(build.path)
     uploads: list[Future[None]] = []
     for shard, left_out in upload.left_out.items():
         build.check_may_leave_out(shard, left_out)
@@ -178,7 +186,7 @@ class _Upload:
 
     Args:
         files: The files at the URL.
-        found: What is already there; None for nothing.
+        existing: What is already there; None for nothing.
         plan: The plan of the cache, if nothing is there.
 
     Attributes:
@@ -186,17 +194,16 @@ class _Upload:
         left_out: By shard, the samples that it leaves out.
     """
 
-    def __init__(self, files: RemoteFolder, found: Manifest | None, plan: Plan) -> None:
-        self.manifest = found or Manifest(files.url, plan, ())
+    def __init__(self, files: RemoteFolder, existing: Manifest | None, plan: Plan) -> None:
+        self.manifest = existing or Manifest(files.url, plan, ())
         self.left_out: dict[int, list[FailedSample]] = {}
         self._files = files
-        if found is None:
+        if existing is None:
             self._write_plan()
-        elif found.num_left_out:
+        elif existing.num_left_out:
             report = parse_report(files.load(REMOTE_REPORT_NAME).decode(errors="replace"))
-            for shard in range(found.plan.num_shards):
-                indices = found.plan.indices_of(shard)
-                self.left_out[shard] = [sample for sample in report if sample.index in indices]
+            for shard in range(existing.plan.num_shards):
+                self.left_out[shard] = _left_out_of(existing.plan, shard, report)
 
     def missing(self) -> list[int]:
         """The shards that are not uploaded."""
@@ -206,19 +213,19 @@ class _Upload:
     def put(self, shard: int, path: str, left_out: list[FailedSample]) -> None:
         """Upload a shard, and note it in the plan."""
         plan = self.manifest.plan
-        found = _read(self._files, REMOTE_PLAN_NAME)
-        if found is None or found.plan.build_id != plan.build_id:
+        current = _read(self._files, REMOTE_PLAN_NAME)
+        if current is None or current.plan.build_id != plan.build_id:
             raise CacheError(
                 f"{self._files.url}/{REMOTE_PLAN_NAME} was removed or replaced while the cache was built, "
-                "for example by a build on a different machine: run one build, and build again"
+                "for example by a build on another machine: run one build, and build again"
             )
         file = shard_file(path, shard_name(plan, shard), len(left_out))
         self._files.put(file.name, path)
         self.left_out[shard] = left_out
         if left_out:
-            lines = report_text(one for number in sorted(self.left_out) for one in self.left_out[number])
-            self._files.write(REMOTE_REPORT_NAME, lines.encode())
-        shards = sorted([*self.manifest.shards, file], key=lambda one: one.name)
+            report = [sample for number in sorted(self.left_out) for sample in self.left_out[number]]
+            self._files.write(REMOTE_REPORT_NAME, report_text(report).encode())
+        shards = sorted([*self.manifest.shards, file], key=lambda shard: shard.name)
         self.manifest = replace(self.manifest, shards=tuple(shards))
         self._write_plan()
         log.info("%s: %d of %d shards are uploaded", self._files.url, len(shards), plan.num_shards)

@@ -1,4 +1,4 @@
-"""Writes one LMDB file: keys in order, with regular commits; at its end the places of the records.
+"""Writes one LMDB file: keys in order, with regular commits; at its end the table of the records.
 
 Rules:
 
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.cache.lmdb.format import PADDING, pack_key, unpack_key, write_end
-from fastload.cache.lmdb.table import Table
+from fastload.cache.lmdb.format import PADDING, Table, pack_key, unpack_key, write_end
 from fastload.errors import CacheError
 from fastload.system.os_errors import write_errors_as
 
@@ -30,13 +29,7 @@ _COMMIT_BYTES = 8 << 20  # small enough that workers do not run out of tasks dur
 
 
 class ShardWriter:
-    """Writes values to a new file.
-
-    Args:
-        path: The file.
-        plan: The plan of the cache.
-        shard: The number of the file.
-    """
+    """Writes the values of a shard to a new file."""
 
     def __init__(self, path: str, plan: Plan, shard: int) -> None:
         self._path, self._plan, self._shard = path, plan, shard
@@ -66,7 +59,7 @@ class ShardWriter:
                 transaction.commit()
 
     def finish(self) -> None:
-        """Write the places of the records and the description, sync the file to the disk, and close it."""
+        """Write the table of the records and the description, sync the file to the disk, and close it."""
         self._commit()
         with writing(self._path):
             page_bytes = int(self._environment.stat()["psize"])

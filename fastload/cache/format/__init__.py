@@ -1,4 +1,4 @@
 """What caches on disk and in RAM share: records, columns, codecs, fingerprints, and the interface of a cache.
 
-Read `record`, `codecs`, `columns`, `fingerprint`, then `sample_cache`.
+Read `record`, `codecs`, `columns`, `undecoded`, `fingerprint`, then `sample_cache`.
 """

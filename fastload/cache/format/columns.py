@@ -26,11 +26,11 @@ COLUMN_ALIGNMENT_BYTES = 64
 _LENGTH_BYTES = 4
 _MIN_TEXT_BYTES = 64
 _TEXT_MARGIN = 2  # a text column is twice as wide as the longest example; longer texts are stored elsewhere
-_INT64_BYTES = 8
+INT64_BYTES = 8
 
 
 class Column(NamedTuple):
-    """The array of one leaf: its place in the segment, and the dtype and shape of a row."""
+    """The array of one leaf: its offset in the segment, and the dtype and shape of a row."""
 
     leaf: Leaf
     dtype: np.dtype[Any]
@@ -48,7 +48,7 @@ class Column(NamedTuple):
         if self.leaf.kind in TEXT_KINDS:
             room = self.row_shape[0] - _LENGTH_BYTES
             return len(payload).to_bytes(_LENGTH_BYTES, "little") + payload if len(payload) <= room else None
-        if self.leaf.kind == "int" and len(payload) != _INT64_BYTES:
+        if self.leaf.kind == "int" and len(payload) != INT64_BYTES:
             return None
         return payload
 

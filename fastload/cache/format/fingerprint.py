@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
-
-_DIGEST_BYTES = 16
+from fastload.files.listing import DIGEST_BYTES
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,12 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """The differences, one clause per part: `size is "256" here and "224" there`."""
-        found = []
+        differences = []
         for part in sorted({*self.parts, *other.parts}):
             here, there = self.parts.get(part), other.parts.get(part)
             if here != there:
-                found.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
-        return found
+                differences.append(f"{part} is {_shown(here)} here and {_shown(there)} there")
+        return differences
 
 
 def fingerprint_of(
@@ -88,9 +87,9 @@ def fingerprint_of(
 def _label_of(dataset: Any) -> str:
     """The class of a dataset, and the file or folder that it reads if an attribute says so."""
     attributes = getattr(_within(dataset), "__dict__", {})
-    places = (attributes.get(name) for name in ("root", "path"))
-    place = next((os.fsdecode(place) for place in places if isinstance(place, (str, os.PathLike))), "")
-    label = f"{type(dataset).__name__}({place!r})" if place else type(dataset).__name__
+    paths = (attributes.get(name) for name in ("root", "path"))
+    path = next((os.fsdecode(path) for path in paths if isinstance(path, (str, os.PathLike))), "")
+    label = f"{type(dataset).__name__}({path!r})" if path else type(dataset).__name__
     return label.encode(errors="backslashreplace").decode()
 
 
@@ -157,7 +156,7 @@ def why_private(dataset: Any, pre_transform: Any | None) -> str:
 def digest_of(value: Any) -> str:
     """A short digest of any JSON value; the order of a dict's keys does not matter."""
     text = json.dumps(dict(value) if isinstance(value, Mapping) else value, sort_keys=True)
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _source_parts(dataset: Any) -> dict[str, str] | None:
@@ -211,7 +210,7 @@ def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
 def _qualified_name(kind: Any) -> str:
     """The module and name of a class or function, or of the class of any other object."""
     named = kind if hasattr(kind, "__qualname__") else type(kind)
-    # multiprocessing imports the main script under a different name in spawned workers.
+    # multiprocessing imports the main script under another name in spawned workers.
     module = "__main__" if named.__module__ == "__mp_main__" else named.__module__
     return f"{module}.{named.__qualname__}"
 

@@ -86,8 +86,8 @@ def record_parts(
 
 
 def _payload(leaf: Leaf, value: Any, codec: str, quality: int) -> Any:
-    way = codec_of_leaf(codec, leaf)
-    return to_bytes(leaf, value) if way == "raw" else encode_image(way, value, quality)
+    leaf_codec = codec_of_leaf(codec, leaf)
+    return to_bytes(leaf, value) if leaf_codec == "raw" else encode_image(leaf_codec, value, quality)
 
 
 class Outline(NamedTuple):
@@ -97,15 +97,15 @@ class Outline(NamedTuple):
         spec: The structure of the sample.
         codec: How its images are encoded.
         prefix: All bytes before the payloads.
-        places: Start and number of bytes of each leaf's payload.
-        ways: How each leaf is encoded: `"raw"`, or the codec of an image.
+        spans: Start and number of bytes of each leaf's payload.
+        codecs: How each leaf is encoded: `"raw"`, or the codec of an image.
     """
 
     spec: Spec
     codec: str
     prefix: bytes
-    places: list[tuple[int, int]]
-    ways: list[str]
+    spans: list[tuple[int, int]]
+    codecs: list[str]
 
 
 def outline(record: bytes | memoryview) -> Outline:
@@ -137,18 +137,18 @@ def _outline_of(prefix: bytes) -> Outline:
     spec = Spec.parse(prefix[_HEADER.size : _HEADER.size + spec_bytes])
     if len(spec.leaves) != num_leaves:
         raise CacheCorruptError(f"a record describes {len(spec.leaves)} values, but holds {num_leaves}")
-    ways = [codec_of_leaf(codec, leaf) for leaf in spec.leaves]
+    codecs = [codec_of_leaf(codec, leaf) for leaf in spec.leaves]
     sizes = struct.unpack_from(f"<{num_leaves}Q", prefix, len(prefix) - _WORD_BYTES * num_leaves)
-    places = []
+    spans = []
     end = len(prefix)
-    for leaf, way, nbytes in zip(spec.leaves, ways, sizes, strict=True):
+    for leaf, leaf_codec, nbytes in zip(spec.leaves, codecs, sizes, strict=True):
         start = round_up(end, _alignment_bytes(leaf))
         end = start + nbytes
-        expected = fixed_nbytes(leaf) if way == "raw" else None
+        expected = fixed_nbytes(leaf) if leaf_codec == "raw" else None
         if end > total or (expected is not None and expected != nbytes):
             raise CacheCorruptError(f"a record's {leaf.kind} claims {nbytes:,} bytes, which is impossible")
-        places.append((start, nbytes))
-    return Outline(spec, codec, prefix, places, ways)
+        spans.append((start, nbytes))
+    return Outline(spec, codec, prefix, spans, codecs)
 
 
 def decode(record: bytes | memoryview, *, undecoded: bool = False) -> Any:
@@ -166,15 +166,15 @@ def decode(record: bytes | memoryview, *, undecoded: bool = False) -> Any:
         CacheError: The class of a namedtuple is not imported in this process.
     """
     memory = memoryview(record)
-    spec, _, _, places, ways = outline(memory)
+    spec, _, _, spans, codecs = outline(memory)
     values = []
-    for leaf, way, (start, nbytes) in zip(spec.leaves, ways, places, strict=True):
-        if way == "raw":
+    for leaf, leaf_codec, (start, nbytes) in zip(spec.leaves, codecs, spans, strict=True):
+        if leaf_codec == "raw":
             values.append(from_bytes(leaf, memory, start, nbytes))
         else:
             payload = memory[start : start + nbytes]
-            image = encoded_image(way, payload, leaf) if undecoded else None
-            values.append(decode_image(way, bytes(payload), leaf) if image is None else image)
+            image = encoded_image(leaf_codec, payload, leaf) if undecoded else None
+            values.append(decode_image(leaf_codec, bytes(payload), leaf) if image is None else image)
     return spec.build(values)
 
 

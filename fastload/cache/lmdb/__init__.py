@@ -1,6 +1,6 @@
 """Finished cache files: their format, and the code that reads them.
 
-Read in this order: `format`, `table` and `description` (the bytes of a file, where its records are, and what
-it says about itself), `files` and `open_file` (finding and opening files), `lmdb_cache` (the cache), `gather`
-(batches without a copy of each record); then `manifest` and `copies` (caches in object stores).
+Read in this order: `format` and `description` (the bytes of a file, and what it says about itself), `files`
+(finding, opening and reading files), `lmdb_cache`, `lmdb_dataset` (the samples of a cache as a dataset),
+`gather` (batches without a copy of each record); then `manifest` and `mirror` (caches in object stores).
 """

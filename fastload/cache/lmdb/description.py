@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS
+from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.errors import CacheMismatchError
 from fastload.system.checks import (
@@ -77,68 +77,51 @@ class Plan:
         return range(first, stop)
 
 
-def why_different(found: Plan, plan: Plan) -> str | None:
-    """The differences that prevent a build from continuing a different one; None if it can continue.
+def why_different(existing: Plan, plan: Plan) -> str | None:
+    """The differences that prevent a build from continuing another one; None if it can continue.
 
     Samples are compared by both fingerprints, or else by sample 0.
 
     Args:
-        found: The plan of the existing files.
+        existing: The plan of the existing files.
         plan: The plan of this build.
     """
     names, differences = list(_COMPARED), []
-    if found.parts is not None and plan.parts is not None:
-        differences = Fingerprint(plan.parts).differences(Fingerprint(found.parts))
+    if existing.parts is not None and plan.parts is not None:
+        differences = Fingerprint(plan.parts).differences(Fingerprint(existing.parts))
         names = names[:-2]
     for name in names:
-        here, there = getattr(plan, name), getattr(found, name)
+        here, there = getattr(plan, name), getattr(existing, name)
         if here != there:
             differences.append(f"the {_COMPARED[name]} is {here} here and {there} there")
     return "; ".join(differences) or None
 
 
-@dataclass(frozen=True)
-class Description:
-    """The facts that one finished file holds about itself.
+def description_text(plan: Plan, shard: int, table_crc32: int) -> bytes:
+    """What one finished file says about itself: JSON in ASCII.
 
-    Attributes:
+    Args:
         plan: The plan of the whole cache.
         shard: Number of this file.
         table_crc32: Checksum of the table of its records.
     """
-
-    plan: Plan
-    shard: int
-    table_crc32: int
-
-    @property
-    def indices(self) -> range:
-        """The indices of this file."""
-        return self.plan.indices_of(self.shard)
+    fields = {"version": FORMAT_VERSION, "plan": asdict(plan), "shard": shard, "table_crc32": table_crc32}
+    return json.dumps(fields).encode("ascii")
 
 
-def description_text(description: Description) -> bytes:
-    """The description as text: JSON in ASCII."""
-    return json.dumps({"version": FORMAT_VERSION, **asdict(description)}).encode("ascii")
-
-
-def parse_description(text: bytes) -> Description:
-    """Read the description from its text.
-
-    Args:
-        text: The result of `description_text`, or anything else.
+def parse_description(text: bytes) -> tuple[Plan, int, int]:
+    """The plan, the shard and the checksum of the table, from the text of a description or from any other.
 
     Raises:
         ValueError: The text is not a description; the error gives the reason.
         CacheMismatchError: The description has a different format version. The caller adds the path.
     """
-    fields = parse_json(text)
-    check_version(fields)
+    fields = parse_versioned(text)
     check_fields(fields, _DESCRIPTION_FIELDS, "the description")
-    plan = parse_plan(fields["plan"])
-    if fields["shard"] >= plan.num_shards:
-        raise ValueError(f"shard is {fields['shard']:,} of {plan.num_shards:,}, from 0")
-    return Description(plan, fields["shard"], fields["table_crc32"])
+    plan, shard = parse_plan(fields["plan"]), fields["shard"]
+    if shard >= plan.num_shards:
+        raise ValueError(f"shard is {shard:,} of {plan.num_shards:,}, from 0")
+    return plan, shard, fields["table_crc32"]
 
 
 def parse_plan(fields: Any) -> Plan:
@@ -154,30 +137,23 @@ def parse_plan(fields: Any) -> Plan:
     return plan
 
 
-def parse_json(text: bytes | str) -> Any:
-    """Parse JSON text.
+def parse_versioned(text: bytes) -> dict[str, Any]:
+    """The fields of a JSON text of this format version, which determines the meaning of all other fields.
 
     Raises:
-        ValueError: It is not valid JSON.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def check_version(fields: Any) -> None:
-    """Check the format version, which determines the meaning of all other fields.
-
-    Raises:
-        ValueError: There is no version.
+        ValueError: It is not a JSON object with a version.
         CacheMismatchError: This release does not read this version.
     """
+    try:
+        fields: Any = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     version = fields.get("version") if isinstance(fields, dict) else None
     if type(version) is not int:
         raise ValueError("it has no format version")
     if version != FORMAT_VERSION:
         raise CacheMismatchError(f"is a cache of format {version}, but this release reads {FORMAT_VERSION}")
+    return fields  # type: ignore[no-any-return]
 
 
 # --- fields ----------------------------------------------------------------------------------------------
@@ -189,8 +165,8 @@ _PLAN_FIELDS = {
     "num_shards": integer(1, _MAX_SAMPLES),
     "spec": optional(TEXT),
     "crc32": optional(integer(0, _32_BITS)),
-    "codec": one_of(*CACHE_CODECS),
-    "quality": optional(integer(1, BEST_QUALITY + 1)),
+    "codec": CODEC_CHECK,
+    "quality": optional(QUALITY_CHECK),
     "parts": optional(dict_of(TEXT)),
     "classes": optional(list_of(TEXT)),
     "libraries": dict_of(TEXT),

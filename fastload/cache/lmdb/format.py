@@ -5,13 +5,14 @@ consecutive ranges of indices. The file is one LMDB environment in the data form
 what LMDB does not see:
 
 * key: the index in 8 big-endian bytes; value: 48 zero bytes, and the record (see `record`);
-* the places of the records in the file, and their crc32 (see `table`);
-* the description, in JSON: format version, the fields of `Plan` and `Description`;
+* the table of the records: where each is in the file, and its crc32 (see `Table`);
+* the description, in JSON: format version, `Plan`, number of the file, crc32 of the table;
 * at the end of the file: crc32 and length of the description (4 and 8 little-endian bytes), the 7 letters
   "FLlmdb1" and a zero byte.
 
 The description holds the table's crc32, and the table those of the records: so each part is compared before
-anything that it says is used.
+anything that it says is used. LMDB crashes if its tree is damaged. So the builder asks LMDB once for the
+positions of all records and writes them down, and readers never use the tree.
 """
 
 from __future__ import annotations
@@ -19,17 +20,15 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.cache.lmdb.description import (
-    MAX_TEXT_BYTES,
-    Description,
-    Plan,
-    description_text,
-    parse_description,
-)
-from fastload.cache.lmdb.table import ROW_BYTES, Table
+import numpy as np
+
+from fastload.cache.lmdb.description import MAX_TEXT_BYTES, Plan, description_text, parse_description
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 _KEY = struct.Struct(">Q")
 _TRAILER = struct.Struct("<IQ8s")
@@ -37,7 +36,9 @@ TRAILER_MAGIC = b"FLlmdb1\0"
 # LMDB puts a large value 16 bytes behind the start of a page, so the arrays of its record lie at multiples of
 # 64 bytes. At odd multiples of 16, copying them takes 5% longer.
 PADDING = bytes(48)
-CURE = "delete the file, and build or download it again"  # it can be the copy of a cache at a URL
+_TABLE_COLUMNS = ("<i8", "<u4", "<u4")
+_ROW_BYTES = sum(np.dtype(column).itemsize for column in _TABLE_COLUMNS)
+CURE = "delete the file, and build or download it again"  # it can be the mirror of a cache at a URL
 
 
 def pack_key(index: int) -> bytes:
@@ -50,18 +51,63 @@ def unpack_key(key: bytes) -> int:
     return int.from_bytes(key, "big")
 
 
+class Table(NamedTuple):
+    """Where the records of a file are; row p is the p-th index of the file.
+
+    Attributes:
+        starts: Offsets of the records in the file, `(n,)`.
+        sizes: Their lengths in bytes, `(n,)`; 0 for a left-out sample.
+        crcs: Their checksums (crc32), `(n,)`.
+    """
+
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.uint32]
+    crcs: npt.NDArray[np.uint32]
+
+    @classmethod
+    def empty(cls, num_rows: int) -> Table:
+        """A table of left-out samples."""
+        return cls(*(np.zeros(num_rows, column) for column in _TABLE_COLUMNS))
+
+    def to_bytes(self) -> bytes:
+        """The columns one after another, little-endian."""
+        return b"".join(column.tobytes() for column in self)
+
+    @classmethod
+    def parse(cls, data: bytes, environment_bytes: int) -> Table:
+        """Read a table, which can come from an untrusted source: a right checksum proves nothing.
+
+        Args:
+            data: The result of `to_bytes`, or any other whole number of rows.
+            environment_bytes: Number of bytes of the file before the table, which hold the records.
+
+        Raises:
+            ValueError: A record is outside of these bytes, or records overlap.
+        """
+        num_rows, at, columns = len(data) // _ROW_BYTES, 0, []
+        for column in _TABLE_COLUMNS:
+            columns.append(np.frombuffer(data, column, num_rows, at))
+            at += columns[-1].nbytes
+        table = cls(*columns)
+        if ((table.starts < 0) | (table.starts > environment_bytes - table.sizes.astype(np.int64))).any():
+            raise ValueError("a record is outside the file")
+        if int(table.sizes.sum(dtype=np.int64)) > environment_bytes:
+            raise ValueError("the records are longer together than the file, so they overlap")
+        return table
+
+
 def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard: int) -> None:
     """Append the table and the description to a complete environment, and sync the file to the disk.
 
     Args:
         path: Path of the file.
         environment_bytes: Length of the environment; whatever LMDB left behind it is cut off.
-        table: The places of the records.
+        table: Where the records are.
         plan: The plan of the cache.
         shard: Number of the file.
     """
     rows = table.to_bytes()
-    text = description_text(Description(plan, shard, zlib.crc32(rows)))
+    text = description_text(plan, shard, zlib.crc32(rows))
     if len(text) > MAX_TEXT_BYTES:
         raise CacheError(
             f"the description of {path} would take {len(text):,} bytes, but at most {MAX_TEXT_BYTES:,} can "
@@ -78,22 +124,8 @@ def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard
         os.close(fd)
 
 
-class End(NamedTuple):
-    """What a finished file holds behind LMDB's environment.
-
-    Attributes:
-        text: The text of the description.
-        description: The parsed description.
-        table: The places of the records.
-    """
-
-    text: bytes
-    description: Description
-    table: Table
-
-
-def read_end(fd: int, path: str, nbytes: int) -> End:
-    """Read and check what lies behind the environment.
+def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, int, Table]:
+    """Read and check what lies behind the environment: text of the description, plan, shard, and table.
 
     Args:
         fd: Of the file.
@@ -107,10 +139,11 @@ def read_end(fd: int, path: str, nbytes: int) -> End:
     text = read_text(fd, path, nbytes)
     text_at = nbytes - _TRAILER.size - len(text)
     try:
-        description = parse_description(text)
-        environment_bytes = text_at - ROW_BYTES * len(description.indices)
+        plan, shard, table_crc32 = parse_description(text)
+        num_rows = len(plan.indices_of(shard))
+        environment_bytes = text_at - _ROW_BYTES * num_rows
         if environment_bytes < 0:
-            raise ValueError(f"it states {len(description.indices):,} samples, but the file is too short")
+            raise ValueError(f"it states {num_rows:,} samples, but the file is too short")
     except CacheMismatchError as error:
         raise CacheMismatchError(
             f"{path} {error}. Delete it to build it again, or use a different path"
@@ -118,10 +151,10 @@ def read_end(fd: int, path: str, nbytes: int) -> End:
     except ValueError as error:
         raise CacheCorruptError(f"{path}: its description is not valid: {error}: {CURE}") from None
     rows = read_at(fd, environment_bytes, text_at - environment_bytes)
-    if zlib.crc32(rows) != description.table_crc32:
+    if zlib.crc32(rows) != table_crc32:
         raise CacheCorruptError(f"{path}: its index is damaged: {CURE}")
     try:
-        return End(text, description, Table.parse(rows, environment_bytes))
+        return text, plan, shard, Table.parse(rows, environment_bytes)
     except ValueError as error:
         raise CacheCorruptError(f"{path}: its index is not valid: {error}: {CURE}") from None
 

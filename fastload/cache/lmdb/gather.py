@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.record import outline
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from fastload.cache.format.columns import Allocate
 
-_INT64_BYTES = 8
 _MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
@@ -42,39 +42,39 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
         return None
     size = len(first.prefix)
-    end = max((sum(place) for place in first.places), default=size)
-    places = []
+    end = max((sum(span) for span in first.spans), default=size)
+    spans = []
     for record in records:
         if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
-            places.append(first.places)
+            spans.append(first.spans)
             continue
-        found = outline(record)
-        if found.spec != first.spec or found.codec != "raw":
+        other = outline(record)
+        if other.spec != first.spec or other.codec != "raw":
             return None
-        places.append(found.places)
+        spans.append(other.spans)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
-    if any(place[number][1] != _INT64_BYTES for place in places for number in ints):
+    if any(span[number][1] != INT64_BYTES for span in spans for number in ints):
         return None  # beyond 64 bits
     columns = [
-        _column(leaf, records, [place[number] for place in places], allocate)
+        _column(leaf, records, [span[number] for span in spans], allocate)
         for number, leaf in enumerate(first.spec.leaves)
     ]
     return build_batch(first.spec.node, iter(columns))
 
 
 def _column(
-    leaf: Leaf, records: Sequence[memoryview], places: Sequence[tuple[int, int]], allocate: Allocate
+    leaf: Leaf, records: Sequence[memoryview], spans: Sequence[tuple[int, int]], allocate: Allocate
 ) -> Any:
     """One leaf of all samples: a list of texts, or a tensor `(len(records), ...)`."""
     if leaf.kind in TEXT_KINDS:
         return [
             text_value(leaf.kind, bytes(record[start : start + nbytes]))
-            for record, (start, nbytes) in zip(records, places, strict=True)
+            for record, (start, nbytes) in zip(records, spans, strict=True)
         ]
     out = allocate((len(records), *leaf.shape), storage_dtype(leaf))
     row_bytes = out.nbytes // len(records)
     if row_bytes:
         rows = out.reshape(-1).view(np.uint8).data
-        for row, (record, (start, _)) in enumerate(zip(records, places, strict=True)):
+        for row, (record, (start, _)) in enumerate(zip(records, spans, strict=True)):
             rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
     return tensor_functions().batch_tensor(leaf, out)

@@ -19,11 +19,10 @@ import numpy as np
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.format.record import decode, spec_text
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.lmdb.files import open_cache
+from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.gather import stack_records
-from fastload.cache.lmdb.mirror import open_copy
-from fastload.cache.lmdb.open_file import damaged
+from fastload.cache.lmdb.mirror import open_mirror
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory.segment import is_for_other_machines
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
     from fastload.cache.format.columns import Allocate
     from fastload.cache.lmdb.description import Plan
-    from fastload.cache.lmdb.open_file import OpenFile
+    from fastload.cache.lmdb.files import OpenFile
 
 
 class LMDBCache(BaseCache):
@@ -77,24 +76,30 @@ class LMDBCache(BaseCache):
         self._spec: Spec | None = None  # of an unpickled cache that is not open yet
         self._files: tuple[OpenFile, ...] | None
         if is_url(name):
-            self.path, self._files = open_copy(name, storage_options, progress=progress)
+            self.path, self._files = open_mirror(name, storage_options, progress=progress)
             self.reason = f"opened from the local copy of {name}"
         else:
             if storage_options is not None:
                 raise ValueError(f"storage_options= is for URLs, but path is {name!r}: omit storage_options=")
             self.path = os.path.abspath(local_path(name))
-            self._files = open_cache(self.path)
+            self._files = open_files(self.path)
             self.reason = "opened by its path"
-        self._plan: Plan | None = self._files[0].description.plan
+        self._plan: Plan | None = self._files[0].plan
         self._build_id = self._plan.build_id
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Other machines make their own copy of a cache at a URL.
-        source = self._source if is_for_other_machines() else None
-        return _unopened, (self.path, self._build_id, self.reason, self._known_spec(), source)
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **vars(self),
+            "_files": None,
+            "_plan": None,
+            "_is_closed": False,
+            "_spec": self._spec_to_pickle(),
+            # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
+            "_source": self._source if is_for_other_machines() else None,
+        }
 
-    def _known_spec(self) -> Spec | None:
-        """The structure of sample 0; it takes the classes of its namedtuples along to a different process.
+    def _spec_to_pickle(self) -> Spec | None:
+        """The structure of sample 0; it takes the classes of its namedtuples along to another process.
 
         None if it is unknown, or if this process has not imported those classes.
         """
@@ -120,7 +125,7 @@ class LMDBCache(BaseCache):
     def description(self) -> Plan:
         """What the files say about the cache, such as its codec, the number of its files and the classes."""
         if self._plan is None:
-            self._plan = self._opened()[0].description.plan
+            self._plan = self._opened()[0].plan
         return self._plan
 
     @property
@@ -149,9 +154,9 @@ class LMDBCache(BaseCache):
         """Why this cache is in use, and the parts of its fingerprint."""
         parts = "".join(f"\n  {name}: {value}" for name, value in (self.description.parts or {}).items())
         size = readable_size(self.nbytes)
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.description.codec}"
+        content = f"{self.num_cached:,} of {self.num_samples:,} samples, {size}, {self.description.codec}"
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(self.description.created_s))
-        return f"LMDB at {self.path}, {held}, made {made}: {self.reason}{parts}"
+        return f"LMDB at {self.path}, {content}, made {made}: {self.reason}{parts}"
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -159,10 +164,10 @@ class LMDBCache(BaseCache):
         files = self._files
         if files is None:
             if self._source is not None and not os.path.exists(self.path):
-                self.path, files = open_copy(*self._source, progress=False)
+                self.path, files = open_mirror(*self._source, progress=False)
             else:
-                files = open_cache(self.path)
-            if files[0].description.plan.build_id != self._build_id:
+                files = open_files(self.path)
+            if files[0].plan.build_id != self._build_id:
                 raise CacheMismatchError(f"{self.path} was replaced by a different cache while it was in use")
             if not self._is_closed:
                 self._files = files
@@ -232,10 +237,10 @@ class LMDBCache(BaseCache):
             first, stop = np.searchsorted(ascending, [file.indices.start, file.indices.stop]).tolist()
             if first == stop:
                 continue
-            found = file.records(ascending[first:stop])
-            if found is None:
+            in_file = file.records(ascending[first:stop])
+            if in_file is None:
                 return None
-            for position, record in zip(order[first:stop].tolist(), found, strict=True):
+            for position, record in zip(order[first:stop].tolist(), in_file, strict=True):
                 records[position] = record
         try:
             return stack_records(records, allocate)
@@ -268,18 +273,3 @@ class LMDBCache(BaseCache):
         """Release this object's files; samples that were handed out stay valid."""
         self._files = None
         self._is_closed = True
-
-
-def _unopened(
-    path: str,
-    build_id: str,
-    reason: str,
-    spec: Spec | None,
-    source: tuple[str, Mapping[str, Any] | None] | None = None,
-) -> LMDBCache:
-    """Unpickle; pickle imports the modules of the classes in `spec`."""
-    cache = LMDBCache.__new__(LMDBCache)
-    cache.path, cache.reason, cache._build_id, cache._spec = path, reason, build_id, spec
-    cache._source = source
-    cache._files, cache._plan, cache._is_closed = None, None, False
-    return cache

@@ -23,7 +23,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.lmdb.description import FORMAT_VERSION, check_version, parse_json, parse_plan
+from fastload.cache.lmdb.description import FORMAT_VERSION, parse_plan, parse_versioned
 from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, RemoteFolderError
 from fastload.files.remote import RemoteFolder
@@ -122,8 +122,7 @@ def parse_manifest(text: bytes, *, is_finished: bool = True) -> Manifest:
         ValueError: It is not valid; the error gives the reason.
         CacheMismatchError: It has a different format version. The caller adds the URL.
     """
-    fields = parse_json(text)
-    check_version(fields)
+    fields = parse_versioned(text)
     plan = parse_plan(fields.get("plan"))
     if not _BUILD_ID.fullmatch(plan.build_id):
         raise ValueError(f"build_id should be hexadecimal digits, but is {plan.build_id[:40]!r}")
@@ -183,12 +182,12 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
     except RemoteFolderError as error:
         raise CacheError(str(error)) from error
     try:
-        found = parse_manifest(text, is_finished=name == MANIFEST_NAME)
+        manifest = parse_manifest(text, is_finished=name == MANIFEST_NAME)
     except CacheMismatchError as error:
         raise CacheMismatchError(f"{files.url} {error}") from None
     except ValueError as error:
         raise CacheCorruptError(
             f"{files.url}/{name} is damaged: {error}. Remove all files at that URL, and build the cache again"
         ) from error
-    # A bucket can be copied to a different URL.
-    return Manifest(files.url, found.plan, found.shards)
+    # A bucket can be copied to another URL.
+    return Manifest(files.url, manifest.plan, manifest.shards)

@@ -1,20 +1,20 @@
-"""Local copies of caches in object stores: downloaded once per host, checked, limited in size.
+"""Local mirrors of caches in object stores: downloaded once per host, checked, limited in size.
 
-A copy is the directory `copies-UID/DIGEST-BUILD_ID` below `FASTLOAD_CACHE_DIR`: the digest of the URL, and
+A mirror is the directory `copies-UID/DIGEST-BUILD_ID` below `FASTLOAD_CACHE_DIR`: the digest of the URL, and
 the id of the build. It holds the shards and the manifest, and is a cache on disk like any other. Rules:
 
-1. A copy gets its name when all its shards are complete, checked and on the disk. Until then its files are in
-   a directory whose name ends in `.partial`. A shard in it gets its final name once it was checked, so an
+1. A mirror gets its name when all its shards are complete, checked and on the disk. Until then its files are
+   in a directory whose name ends in `.partial`. A shard in it gets its final name once it was checked, so an
    interrupted download continues with the next shard.
-2. One process downloads a copy: it holds the lock on `NAME.lock`, which is the lock of builds and removals
+2. One process downloads a mirror: it holds the lock on `NAME.lock`, which is the lock of builds and removals
    too. Other processes wait.
-3. The manifest is read on every opening, so a cache that was rebuilt at the URL gets a new copy. If the store
-   cannot be reached and there is a complete copy of the URL, it is opened with a warning. A store that
-   answers that there is no cache, or that denies access, is always an error.
-4. Each open file of a copy holds a shared lock (see `files`). Copies are removed only under the exclusive
+3. The manifest is read on every opening, so a cache that was rebuilt at the URL gets a new mirror. If the
+   store cannot be reached and there is a complete mirror of the URL, it is opened with a warning. If the
+   store answers that there is no cache, or denies access, this is always an error.
+4. Each open file of a mirror holds a shared lock (see `files`). Mirrors are removed only under the exclusive
    lock of their first file, least recently used first. They lose their name at once.
-5. One lock guards decisions about room. A copy counts with its full size as soon as its download begins.
-6. Several users can share `FASTLOAD_CACHE_DIR`. What a different user can have written is neither read nor
+5. One lock guards the quota. A mirror counts with its full size as soon as its download begins.
+6. Several users can share `FASTLOAD_CACHE_DIR`. What another user can have written is neither read nor
    continued: files that are not this user's or root's, that others can write, and links. Open files are
    checked again, because whoever can write in that directory can exchange the directories in it.
 """
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.lmdb.files import MANIFEST_NAME, open_cache
+from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_files
 from fastload.cache.lmdb.manifest import (
     Manifest,
     manifest_text,
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
+    from fastload.cache.lmdb.files import OpenFile
     from fastload.cache.lmdb.manifest import ShardFile
-    from fastload.cache.lmdb.open_file import OpenFile
     from fastload.files.remote import RemoteFolder
 
 DIRECTORY_VARIABLE = "FASTLOAD_CACHE_DIR"
@@ -65,8 +65,8 @@ BYTES_VARIABLE = "FASTLOAD_CACHE_BYTES"
 
 _AT_ONCE = 8  # shards
 _PART_BYTES = 16 << 20  # of a shard, that one request reads
-_PARTIAL = ".partial"
-_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{1,32}}({re.escape(_PARTIAL)})?")
+_QUOTA_LOCK = "quota.lock"
+_NAME = re.compile(rf"[0-9a-f]{{16}}-[0-9a-f]{{1,32}}({re.escape(PARTIAL_SUFFIX)})?")
 
 
 def own_directory(name: str) -> str:
@@ -76,8 +76,8 @@ def own_directory(name: str) -> str:
     return os.path.abspath(os.path.join(root, name + user))
 
 
-def copies_directory() -> str:
-    """The directory of copies."""
+def mirrors_directory() -> str:
+    """The directory of mirrors."""
     return own_directory("copies")
 
 
@@ -86,10 +86,10 @@ def digest_of_url(url: str) -> str:
     return hashlib.blake2b(url.rstrip("/").encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
-def open_copy(
+def open_mirror(
     url: str, storage_options: Mapping[str, Any] | None = None, *, progress: bool = True
 ) -> tuple[str, tuple[OpenFile, ...]]:
-    """The path and the open files of the local copy of a cache, downloaded if missing.
+    """The path and the open files of the mirror of a cache, downloaded if missing.
 
     Args:
         url: The URL of the cache.
@@ -100,23 +100,22 @@ def open_copy(
         FileNotFoundError: There is no finished cache at the URL.
         CacheCorruptError: The manifest or a shard is damaged, or a shard is missing.
         CacheMismatchError: The cache has a different format.
-        CacheError: The store cannot be read, the copy cannot be written, or it exceeds the limit of all
-            copies.
+        CacheError: The store cannot be read, the mirror cannot be written, or it exceeds the quota of all
+            mirrors.
         ImportError: A package for the URL is missing.
         ValueError: The URL has an unknown protocol, or `FASTLOAD_CACHE_BYTES` is not a size.
     """
     files = remote_files(url, storage_options)
-    root = copies_directory()
+    root = mirrors_directory()
     with _writing(root):
         make_private_directory(root)
     try:
         manifest = read_manifest(files)
     except CacheError as error:
-        cause = error.__cause__
-        found = _newest_copy(files.url)
-        if found is None or not isinstance(cause, RemoteFolderError) or not is_transient(cause):
+        cause, newest = error.__cause__, _newest_manifest(files.url)
+        if newest is None or not isinstance(cause, RemoteFolderError) or not is_transient(cause):
             raise
-        manifest = found
+        manifest = newest
         log.warning(
             "%s. Using the local copy of the cache, whose build began on %s: if the cache was rebuilt "
             "since it was downloaded, this process does not notice",
@@ -128,7 +127,7 @@ def open_copy(
         with _writing(path):
             _make(files, manifest, path, progress)
         try:
-            opened = open_cache(path)
+            opened = open_files(path)
         except FileNotFoundError:
             continue  # another process has just removed it
         # Else it was removed before its files were locked.
@@ -144,33 +143,35 @@ def _writing(path: str) -> AbstractContextManager[None]:
     return write_errors_as(CacheError, "the copy", path, advice=advice)
 
 
-def _newest_copy(url: str) -> Manifest | None:
-    """The manifest of the complete copy of a URL whose build is the newest."""
-    found = [
-        copy.manifest
-        for copy in copies()
-        if copy.manifest is not None and copy.manifest.url == url and _is_complete(copy.path, copy.manifest)
+def _newest_manifest(url: str) -> Manifest | None:
+    """The manifest of the complete mirror of a URL whose build is the newest."""
+    manifests = [
+        mirror.manifest
+        for mirror in mirrors()
+        if mirror.manifest is not None
+        and mirror.manifest.url == url
+        and _is_complete(mirror.path, mirror.manifest)
     ]
-    return max(found, key=lambda manifest: manifest.plan.created_s, default=None)
+    return max(manifests, key=lambda manifest: manifest.plan.created_s, default=None)
 
 
-def manifest_of_copy(path: str) -> Manifest | None:
-    """The manifest of a copy, complete or not; None if there is no valid one."""
+def manifest_in(directory: str) -> Manifest | None:
+    """The manifest of a mirror, complete or not; None if there is no valid one."""
     try:
-        return parse_manifest(Path(path, MANIFEST_NAME).read_bytes())
+        return parse_manifest(Path(directory, MANIFEST_NAME).read_bytes())
     except (OSError, ValueError):  # CacheMismatchError is a ValueError
         return None
 
 
 def _is_complete(path: str, manifest: Manifest) -> bool:
-    """Whether all files of a copy exist, with the lengths and digests of this manifest."""
+    """Whether all files of a mirror exist, with the lengths and digests of this manifest."""
     try:
         if untrusted_path(path) is not None:
             return False
     except OSError:
         return False
-    found = manifest_of_copy(path)
-    return found is not None and found.shards == manifest.shards and not _missing(path, manifest)
+    actual = manifest_in(path)
+    return actual is not None and actual.shards == manifest.shards and not _missing(path, manifest)
 
 
 def _missing(directory: str, manifest: Manifest) -> list[tuple[ShardFile, int]]:
@@ -195,7 +196,7 @@ def _sizes(directory: str) -> dict[str, int]:
 
 
 def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
-    """Download a copy, or wait while another process downloads it; returns when it is complete."""
+    """Download a mirror, or wait while another process downloads it; returns when it is complete."""
     if _is_complete(path, manifest):
         return
     with lock_file(f"{path}.lock") as is_free:
@@ -208,18 +209,18 @@ def _make(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> No
 
 
 def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -> None:
-    """Download the missing shards; the caller holds the lock of the copy."""
-    for place in (path, path + _PARTIAL):
-        if os.path.lexists(place) and (untrusted := untrusted_path(place)) is not None:
+    """Download the missing shards; the caller holds the lock of the mirror."""
+    for directory in (path, path + PARTIAL_SUFFIX):
+        if os.path.lexists(directory) and (untrusted := untrusted_path(directory)) is not None:
             log.warning(
                 "%s could be from a different user (who owns it or can write it, or it is a link): the "
                 "copy is downloaded again",
                 untrusted,
             )
-            os.unlink(place) if os.path.islink(place) else shutil.rmtree(place)
+            os.unlink(directory) if os.path.islink(directory) else shutil.rmtree(directory)
     partial = _unnamed(path)
-    found = manifest_of_copy(partial)
-    if found is None or found.shards != manifest.shards:
+    earlier = manifest_in(partial)
+    if earlier is None or earlier.shards != manifest.shards:
         shutil.rmtree(partial, ignore_errors=True)
     _reserve(manifest, path)
     missing = _missing(partial, manifest)
@@ -230,7 +231,7 @@ def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -
         ThreadPoolExecutor(_AT_ONCE, "fastload-download") as threads,
     ):
         try:
-            list(threads.map(lambda one: _fetch(files, partial, is_stopped, progress, *one), missing))
+            list(threads.map(lambda shard: _fetch(files, partial, is_stopped, progress, *shard), missing))
         finally:
             is_stopped.set()
     sync_directory(partial)
@@ -239,8 +240,8 @@ def _download(files: RemoteFolder, manifest: Manifest, path: str, shown: bool) -
 
 
 def _unnamed(path: str) -> str:
-    """Rename a copy away, at once for processes that open it; returns the directory of its files."""
-    partial = path + _PARTIAL
+    """Rename a mirror away, at once for processes that open it; returns the directory of its files."""
+    partial = path + PARTIAL_SUFFIX
     if os.path.lexists(path):
         shutil.rmtree(partial, ignore_errors=True)
         os.rename(path, partial)
@@ -289,18 +290,18 @@ def _open_again(directory: str) -> str:
     )
 
 
-# --- room ------------------------------------------------------------------------------------------------
+# --- the quota -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Copy:
-    """A copy, or an unfinished download.
+class LocalMirror:
+    """A mirror, or an unfinished download.
 
     Attributes:
         path: Its directory, without the suffix of an unfinished download.
         manifest: Its manifest; None if there is no valid one.
         nbytes: The bytes that count; for an unfinished download, its final size.
-        on_disk: The bytes of its files.
+        disk_bytes: The bytes of its files.
         used_s: When it was last opened, in seconds since 1970.
         is_finished: Whether it has its name.
     """
@@ -308,38 +309,38 @@ class Copy:
     path: str
     manifest: Manifest | None
     nbytes: int
-    on_disk: int
+    disk_bytes: int
     used_s: float
     is_finished: bool
 
 
-def copies() -> list[Copy]:
-    """All copies and unfinished downloads of this user, least recently used first."""
-    root = copies_directory()
-    found = []
+def mirrors() -> list[LocalMirror]:
+    """All mirrors and unfinished downloads of this user, least recently used first."""
+    root = mirrors_directory()
+    listed = []
     with contextlib.suppress(FileNotFoundError):
         for name in filter(_NAME.fullmatch, os.listdir(root)):
             directory = os.path.join(root, name)
-            manifest, on_disk = manifest_of_copy(directory), sum(_sizes(directory).values())
-            nbytes = on_disk if manifest is None else max(on_disk, manifest.nbytes)
+            manifest, disk_bytes = manifest_in(directory), sum(_sizes(directory).values())
+            nbytes = disk_bytes if manifest is None else max(disk_bytes, manifest.nbytes)
             with contextlib.suppress(FileNotFoundError):  # another process has just removed or renamed it
                 used_s = os.path.getmtime(directory)
-                path = directory.removesuffix(_PARTIAL)
-                found.append(Copy(path, manifest, nbytes, on_disk, used_s, path == directory))
-    return sorted(found, key=lambda copy: copy.used_s)
+                path = directory.removesuffix(PARTIAL_SUFFIX)
+                listed.append(LocalMirror(path, manifest, nbytes, disk_bytes, used_s, path == directory))
+    return sorted(listed, key=lambda mirror: mirror.used_s)
 
 
-def allowed_bytes(taken: int) -> int:
-    """The maximum size of all copies in bytes.
+def quota_bytes(disk_bytes: int) -> int:
+    """The maximum size of all mirrors.
 
     Args:
-        taken: Bytes of the files of all copies.
+        disk_bytes: Bytes of the files of all mirrors, which count as free.
 
     Raises:
         ValueError: `FASTLOAD_CACHE_BYTES` is not a size.
     """
     text = os.environ.get(BYTES_VARIABLE, "").strip() or "auto"
-    available = shutil.disk_usage(copies_directory()).free + taken
+    available = shutil.disk_usage(mirrors_directory()).free + disk_bytes
     try:
         return parse_memory(int(text) if text.isdecimal() else text, available=available)
     except ValueError:
@@ -350,65 +351,65 @@ def allowed_bytes(taken: int) -> int:
 
 
 def _reserve(manifest: Manifest, path: str) -> None:
-    """Make room for a copy, and count its bytes from now on.
+    """Make room for a mirror, and count its bytes from now on.
 
-    Unused copies are removed until the new copy fits; none is removed if it cannot fit.
+    Unused mirrors are removed until the new one fits; none is removed if it cannot fit.
 
     Raises:
-        CacheError: Copies in use leave too little room.
+        CacheError: Mirrors in use leave too little room.
     """
     root = os.path.dirname(path)
-    with lock_file(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
-        found = copies()
-        allowed = allowed_bytes(sum(copy.on_disk for copy in found))
-        others = [copy for copy in found if copy.path != path]
-        in_use = sum(copy.nbytes for copy in others)
-        chosen = []
-        for copy in others if manifest.nbytes <= allowed else []:
-            if in_use + manifest.nbytes > allowed and _locked(copy, locks):
-                chosen.append(copy)
-                in_use -= copy.nbytes
-        if in_use + manifest.nbytes > allowed:
+    with lock_file(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
+        listed = mirrors()
+        quota = quota_bytes(sum(mirror.disk_bytes for mirror in listed))
+        others = [mirror for mirror in listed if mirror.path != path]
+        taken_bytes = sum(mirror.nbytes for mirror in others)
+        unused = []
+        for mirror in others if manifest.nbytes <= quota else []:
+            if taken_bytes + manifest.nbytes > quota and _locked(mirror, locks):
+                unused.append(mirror)
+                taken_bytes -= mirror.nbytes
+        if taken_bytes + manifest.nbytes > quota:
             raise CacheError(
                 f"a copy of {manifest.url} takes {readable_size(manifest.nbytes)}, and all copies in {root} "
-                f"can take {readable_size(allowed)}, of which copies in use take {readable_size(in_use)}: "
+                f"can take {readable_size(quota)}, of which copies in use take {readable_size(taken_bytes)}: "
                 f"allow more with the environment variable {BYTES_VARIABLE}, free space on that disk, or "
                 f"name a directory on a different disk with {DIRECTORY_VARIABLE}"
             )
-        for copy in chosen:
-            log.info("cache: removes the copy %s of %s", copy.path, readable_size(copy.nbytes))
-            shutil.rmtree(_unnamed(copy.path))
-        partial = path + _PARTIAL
+        for mirror in unused:
+            log.info("cache: removes the copy %s of %s", mirror.path, readable_size(mirror.nbytes))
+            shutil.rmtree(_unnamed(mirror.path))
+        partial = path + PARTIAL_SUFFIX
         make_private_directory(partial)
         write_new(os.path.join(partial, MANIFEST_NAME), manifest_text(manifest))
 
 
-def remove_copies(before_s: float) -> list[Copy]:
-    """Remove the copies and interrupted downloads that are not in use; returns those that were removed.
+def remove_mirrors(before_s: float) -> list[LocalMirror]:
+    """Remove the mirrors and interrupted downloads that are not in use; returns those that were removed.
 
     Args:
         before_s: Keep what was opened later, in seconds since 1970.
     """
-    root, removed = copies_directory(), []
+    root, removed = mirrors_directory(), []
     if not os.path.isdir(root):
         return []
-    with lock_file(os.path.join(root, "room.lock"), waits=True), contextlib.ExitStack() as locks:
-        for copy in copies():
-            if copy.used_s <= before_s and _locked(copy, locks):
-                shutil.rmtree(_unnamed(copy.path))
-                removed.append(copy)
+    with lock_file(os.path.join(root, _QUOTA_LOCK), waits=True), contextlib.ExitStack() as locks:
+        for mirror in mirrors():
+            if mirror.used_s <= before_s and _locked(mirror, locks):
+                shutil.rmtree(_unnamed(mirror.path))
+                removed.append(mirror)
     return removed
 
 
-def _locked(copy: Copy, locks: contextlib.ExitStack) -> bool:
-    """Take the locks of a copy, unless a process has it open, downloads it or removes it."""
+def _locked(mirror: LocalMirror, locks: contextlib.ExitStack) -> bool:
+    """Take the locks of a mirror, unless a process has it open, downloads it or removes it."""
     try:
-        is_free = locks.enter_context(lock_file(f"{copy.path}.lock"))
-        if is_free and copy.is_finished and copy.manifest is not None:
-            first = os.path.join(copy.path, copy.manifest.shards[0].name)
+        is_free = locks.enter_context(lock_file(f"{mirror.path}.lock"))
+        if is_free and mirror.is_finished and mirror.manifest is not None:
+            first = os.path.join(mirror.path, mirror.manifest.shards[0].name)
             fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
             locks.callback(os.close, fd)
             is_free = flock_fd(fd)
-    except OSError:  # it was just removed, or belongs to a different user
+    except OSError:  # it was just removed, or belongs to another user
         return False
     return is_free

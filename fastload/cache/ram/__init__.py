@@ -1,5 +1,6 @@
 """Caches in RAM: shared memory that other processes can find, its layout, and a private fallback.
 
-Read in this order: `shared` (the cache), `arena` (its segment: how samples are read and stored), `layout`
-(the bytes of the segment), `registry` and `owners` (how processes find a cache), `private` (the fallback).
+Read in this order: `arena` (a segment, and the space in it), `registry` (how processes find it), `layout`
+(where samples lie in it), `shared` (the cache of samples), `private` (the fallback). `arena` and
+`registry` know nothing of samples: a cache with keys of its own can build on them.
 """

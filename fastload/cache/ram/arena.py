@@ -1,128 +1,176 @@
-"""Arena: the segment of a shared cache, mapped in this process, and how samples are read and stored.
+"""Arena: a segment of shared memory that describes itself, and the space in it, claimed under a budget.
 
-Space in it is claimed, and never given back: the memory goes with the last process that holds the segment.
+What is stored in the space, and under which keys, is up to the cache: `shared` stores samples by index. A
+segment has, in order:
+
+    header       magic, format version; crc32 and length of the description
+    cursor       at byte 64: how much space is claimed
+    description  at byte 128: JSON, ASCII
+    table        at 1 MiB, entries of 8 bytes; 0 = nothing is stored
+    space        as the description says
+
 Rules:
 
-1. Processes read through a PROT_READ mapping. They write samples with pwrite, which reports missing memory,
-   and then the entry of the table that publishes the sample. A writer that dies in between leaves an empty
-   entry and nothing to repair. A `fence` comes before the entry, which is one aligned store of 8 bytes
-   through a second mapping, of the table alone. Readers need no fence, because they compute the address of
-   a sample from its entry (see `memory.order`). Each read also checks the frame of a ragged record.
-2. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
-   bytes. All other space (ragged space, and rows of a cache that cannot hold all samples) is claimed by
-   increasing a number under a try-lock. A process that does not get the lock returns the sample uncached.
-3. The claims together never exceed `max_bytes`.
-4. The lock is taken on a file description opened for this purpose: flock does not exclude processes that
-   share an inherited one.
-5. The descriptor is closed with the object. Views of samples keep the mapping, and with it the memory.
+1. Space is claimed and never given back: the memory goes with the last process that holds the segment. The
+   claims together never exceed the limits.
+2. Processes read through a PROT_READ mapping. They write with pwrite, which reports missing memory, and then
+   publish an entry of the table. A writer that dies in between leaves an empty entry and nothing to repair.
+3. The lock on claims is a try-lock, on a file description opened for this purpose: flock does not exclude
+   processes that share an inherited one. A process that does not get the lock claims nothing.
+4. The descriptor is closed with the object. Views of the memory keep the mapping, and with it the memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from fastload.cache.format.columns import ColumnReader
-from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
-from fastload.cache.ram.layout import CURSOR_AT, ENTRY_BYTES, FRAME_BYTES, TABLE_AT, Layout
-from fastload.errors import SharedMemoryError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
-from fastload.memory.segment import PAGE_BYTES, populate, round_up
+from fastload.memory.segment import PAGE_BYTES, Segment, populate
+from fastload.system.budget import available_bytes, parse_memory
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from fastload.cache.format.columns import Allocate
-    from fastload.memory.segment import Segment
-    from fastload.nested.spec import Spec
+SEGMENT_NAME = "fastload-cache"
+CURSOR_AT = 64
+DESCRIPTION_AT = 128
+TABLE_AT = 1 << 20  # address space: unwritten pages take no memory
+ENTRY_BYTES = 8
 
-_EMPTY = 0
+_HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
+_MAGIC = b"FLcache\0"
+_VERSION = 7
 _CURSOR = struct.Struct("<qqqq")
-_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
-_FRAME_MAGIC = b"FLragged"
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
 
 
+def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
+    """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
+    free_bytes = available_bytes() // (1 if is_shared else count_ranks_of_host())
+    return max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+
+
+# --- segments --------------------------------------------------------------------------------------------
+
+
+def create_segment(nbytes: int, description: dict[str, Any]) -> tuple[Segment, mmap.mmap]:
+    """A new sealed segment with this description, and a read-only mapping; most of it takes no memory yet.
+
+    Raises:
+        SharedMemoryError: The memory could not be allocated.
+    """
+    text = json.dumps(description).encode("ascii")
+    if DESCRIPTION_AT + len(text) > TABLE_AT:
+        raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
+    segment = Segment.create(nbytes, name=SEGMENT_NAME, sealed=True)
+    try:
+        mapping = segment.map(writable=False)
+        segment.write(text, DESCRIPTION_AT)
+        # Last: a segment without a header is not a cache.
+        segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
+    except (SharedMemoryError, OSError) as error:
+        segment.close()
+        raise SharedMemoryError(f"cannot write to a new shared segment: {error}") from error
+    return segment, mapping
+
+
+def read_description(segment: Segment) -> dict[str, Any]:
+    """The description in a segment.
+
+    Raises:
+        CacheMismatchError: The segment is not a cache of this format version, or its size could change.
+    """
+    if not segment.is_sealed or not segment.is_own:
+        raise CacheMismatchError("not a shared cache: its size could change, or it belongs to another user")
+    magic, version, crc, length = _HEADER.unpack(os.pread(segment.fd, _HEADER.size, 0))
+    if magic != _MAGIC or version != _VERSION:
+        raise CacheMismatchError(
+            f"not a shared cache of format {_VERSION}, which this release of fastload uses: it starts with "
+            f"{magic!r} and {version}"
+        )
+    text = os.pread(segment.fd, min(length, TABLE_AT), DESCRIPTION_AT)
+    if zlib.crc32(text) != crc:
+        raise CacheMismatchError("not a shared cache: its description is damaged")
+    description: dict[str, Any] = json.loads(text)
+    return description
+
+
+# --- space -----------------------------------------------------------------------------------------------
+
+
 class Cursor(NamedTuple):
-    """How much of an arena is claimed.
+    """How much of an arena is claimed, or can be.
 
     Attributes:
-        ragged_bytes: Claimed bytes of the ragged area.
-        rows: Claimed rows, if rows are assigned one after another.
-        used_bytes: What the claims take of the room of the layout.
-        is_short: Whether the warning that the cache cannot hold all samples was logged, or is unwanted.
+        ragged_bytes: Bytes of the area in which records of any length follow one another.
+        rows: Rows of columns, if rows are assigned one after another.
+        used_bytes: What the claims take of the budget.
+        is_short: Whether the warning that the space is short was logged, or is unwanted.
     """
 
-    ragged_bytes: int
-    rows: int
-    used_bytes: int
-    is_short: int
+    ragged_bytes: int = 0
+    rows: int = 0
+    used_bytes: int = 0
+    is_short: int = 0
 
 
 class Arena:
-    """One segment of a shared cache, mapped; without a segment, it holds and stores nothing.
+    """A segment, mapped in this process; without a descriptor, it holds and stores nothing.
 
     Args:
         segment: The segment; the arena owns it from here on.
-        plan: Its layout.
+        num_entries: Length of the table.
+        limits: How much can be claimed.
         mapping: The segment, read-only; None to map it now.
 
     Attributes:
-        segment: As given.
-        plan: As given.
-        entries: The table of all samples, of Python numbers.
-        table: The same, `(num_samples,) intp`.
-        columns: Reads uniform samples; None if there are none.
-        is_full: Whether memory for a sample, or for the segment itself, could not be allocated.
+        memory: The bytes of the segment, read-only; those of an empty table if it cannot be mapped.
+        entries: The table as Python numbers.
+        table: The same, `(num_entries,) intp`.
+        is_full: Whether memory for an entry, or for the segment itself, could not be allocated.
     """
 
     __slots__ = (
-        *("__weakref__", "_allocated", "_cursor", "_memory", "_pages", "_words", "columns", "entries"),
-        *("is_full", "plan", "segment", "table"),
+        *("__weakref__", "_allocated", "_cursor", "_limits", "_table_end", "_writable"),
+        *("entries", "is_full", "memory", "segment", "table"),
     )
 
-    def __init__(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
+    def __init__(
+        self, segment: Segment, num_entries: int, limits: Cursor, mapping: mmap.mmap | None = None
+    ) -> None:
         self.segment = segment
-        self.plan = plan
-        memory: mmap.mmap | bytes | None = mapping
         if segment.fd >= 0:
             weakref.finalize(self, segment.close).atexit = False
             try:
-                memory = mapping or segment.map(writable=False)
+                mapping = mapping or segment.map(writable=False)
             except SharedMemoryError as error:  # for this process only: others can have other limits
                 log.warning(
                     "process %d reads all samples from the dataset, because it cannot map their cache: %s",
                     os.getpid(),
                     str(error),  # the error itself would keep this frame alive in a log handler
                 )
-        self.is_full = memory is None
-        if memory is None:
-            memory = bytes(TABLE_AT + plan.num_samples * ENTRY_BYTES)
-        self._memory = memoryview(memory)
-        self.entries = self._memory[TABLE_AT : TABLE_AT + plan.num_samples * ENTRY_BYTES].cast("Q")
+        self.is_full = mapping is None
+        self._limits = limits
+        self._table_end = TABLE_AT + num_entries * ENTRY_BYTES
+        self.memory = memoryview(bytes(self._table_end) if mapping is None else mapping)
+        self.entries = self.memory[TABLE_AT : self._table_end].cast("Q")
         self.table = np.frombuffer(self.entries, np.intp)
-        self._cursor = self._memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
-        self._pages: mmap.mmap | None = None  # writable, from the start to the end of the table
+        self._cursor = self.memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
+        self._writable: tuple[mmap.mmap, memoryview] | None = None  # up to the end of the table
         self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
-        self.columns: ColumnReader | None = None
-        if plan.spec is not None and not self.is_full:
-            self.columns = ColumnReader(plan.spec, plan.columns, plan.rows, memory)
-
-    # --- properties ---------------------------------------------------------------------------------------
-
-    @property
-    def num_cached(self) -> int:
-        """How many samples are stored now."""
-        return int(np.count_nonzero(self.table))
 
     @property
     def nbytes(self) -> int:
@@ -134,104 +182,48 @@ class Arena:
         """About how much is claimed now; without the lock, the figures can be of different moments."""
         return Cursor(*self._cursor)
 
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of missing samples that fit, ascending; the first ones if not all fit."""
-        if self.is_full:
-            return np.empty(0, np.intp)
-        plan, cursor = self.plan, self.cursor
-        empty = np.flatnonzero(self.table == _EMPTY)
-        if not plan.is_packed:
-            return empty
-        rows = min(plan.rows - cursor.rows, (plan.room_bytes - cursor.used_bytes) // max(1, plan.row_bytes))
-        return empty[: max(0, rows)]
+    def claim(
+        self, advance: Callable[[Cursor], Cursor | None], on_short: Callable[[], object]
+    ) -> Cursor | None:
+        """Claim space for this caller alone.
 
-    # --- reading ------------------------------------------------------------------------------------------
+        Args:
+            advance: Takes the cursor, and returns the cursor after the claim; None to claim nothing.
+            on_short: Called at the first claim of all processes that exceeds the limits.
 
-    def holds(self, index: int) -> bool:
-        """Whether a sample is stored now."""
-        entry: int = self.entries[index]
-        return entry != _EMPTY
-
-    def ragged_sample(self, index: int, offset: int) -> Any | None:
-        """The sample of a ragged record; None if the entry is not, or not completely, that of a record."""
-        plan = self.plan
-        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
-            return None
-        magic, owner, nbytes = _FRAME.unpack_from(self._memory, offset)
-        if magic != _FRAME_MAGIC or owner != index:
-            return None  # the entry is not completely written yet
-        start = offset + FRAME_BYTES
-        return decode(self._memory[start : start + nbytes])
-
-    def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
-        """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        if self.columns is None:
-            return None
-        entries = self.table.take(indices)
-        if not (entries & 1).all():
-            return None
-        return self.columns.gather(entries >> 1, allocate)  # not `indices`: see rule 1
-
-    # --- writing ------------------------------------------------------------------------------------------
-
-    def put(self, index: int, spec: Spec, values: list[Any]) -> bool:
-        """Store a sample; False if it does not fit, or another process holds the lock.
-
-        Raises:
-            OSError: The system has no memory left.
-            MemoryError: This process gets no more memory.
+        Returns:
+            The cursor before the claim; None if nothing was claimed.
         """
-        if self.holds(index):
-            return True
-        plan = self.plan
-        if plan.spec is not None and spec == plan.spec:
-            packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
-            if all(part is not None for part in packed):
-                row: int | None = index
-                if plan.is_packed:
-                    claimed = self._claim(index, plan.row_bytes, rows=1)
-                    row = None if claimed is None else claimed.rows
-                if row is None:
-                    return self.holds(index)
-                for column, part in zip(plan.columns, packed, strict=True):
-                    self._write([part], column.offset + row * column.row_bytes)
-                self.publish(index, 2 * row + 1)
-                return True
-        parts, nbytes = record_parts(spec, values)
-        record_bytes = round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES)
-        claimed = self._claim(index, record_bytes, ragged_bytes=record_bytes)
-        if claimed is None:
-            return self.holds(index)
-        offset = plan.ragged_at + claimed.ragged_bytes
-        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
-        self._write([frame, *parts], offset)
-        self.publish(index, offset)
-        return True
-
-    def _claim(self, index: int, nbytes: int, *, rows: int = 0, ragged_bytes: int = 0) -> Cursor | None:
-        """The cursor before this claim of space for this caller alone; None if there is none."""
-        if self._after(self.cursor, nbytes, rows, ragged_bytes) is None and self.cursor.is_short:
+        cursor = self.cursor
+        if cursor.is_short and not self._allows(advance(cursor)):
             return None  # usually `max_memory` is too small, and a warning has said so
         with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
-            if not has_lock or self.holds(index):
+            if not has_lock:
                 return None
             cursor = self._locked_cursor()
-            after = self._after(cursor, nbytes, rows, ragged_bytes)
-            self._set(after or cursor._replace(is_short=1))
-        if after is None and not cursor.is_short:
-            log_short(self.plan.max_bytes, self.num_cached, self.plan.num_samples)
-        return None if after is None else cursor
+            after = advance(cursor)
+            if after is None:
+                return None
+            is_allowed = self._allows(after)
+            self._set(after if is_allowed else cursor._replace(is_short=1))
+        if not is_allowed and not cursor.is_short:
+            on_short()
+        return cursor if is_allowed else None
 
-    def _after(self, cursor: Cursor, nbytes: int, rows: int, ragged_bytes: int) -> Cursor | None:
-        """The cursor after a claim; None if it does not fit."""
-        plan = self.plan
-        if ragged_bytes:
-            nbytes = plan.ragged_cost(nbytes, is_first=not cursor.ragged_bytes)
-        rows, ragged_bytes = cursor.rows + rows, cursor.ragged_bytes + ragged_bytes
-        used_bytes = cursor.used_bytes + nbytes
-        if used_bytes > plan.room_bytes or rows > plan.rows or ragged_bytes > plan.ragged_bytes:
-            return None
-        return Cursor(ragged_bytes, rows, used_bytes, cursor.is_short)
+    def _allows(self, cursor: Cursor | None) -> bool:
+        limits = self._limits
+        return (
+            cursor is not None
+            and cursor.used_bytes <= limits.used_bytes
+            and cursor.rows <= limits.rows
+            and cursor.ragged_bytes <= limits.ragged_bytes
+        )
+
+    def expect_short(self) -> None:
+        """Let no process warn that the space is short."""
+        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
+            if has_lock:
+                self._set(self._locked_cursor()._replace(is_short=1))
 
     def _locked_cursor(self) -> Cursor:
         return Cursor(*_CURSOR.unpack(os.pread(self.segment.fd, _CURSOR.size, CURSOR_AT)))
@@ -240,11 +232,17 @@ class Arena:
         """Write the cursor; the caller holds its lock."""
         self.segment.write(_CURSOR.pack(*cursor), CURSOR_AT)
 
-    def expect_short(self) -> None:
-        """Log no warning that the cache cannot hold all samples."""
-        with flocked(self.segment.reopen, wait_s=_LOCK_WAIT_S, failed=_lock_denied) as has_lock:
-            if has_lock:
-                self._set(self._locked_cursor()._replace(is_short=1))
+    def write(self, buffers: Sequence[Any], offset: int) -> None:
+        """Write buffers one after another; joining them would take as much memory again.
+
+        Raises:
+            OSError: The system has no memory left.
+        """
+        for buffer in buffers:
+            view = memoryview(buffer)
+            if view.nbytes:
+                self.segment.write(view.cast("B"), offset)
+            offset += view.nbytes
 
     def publish(self, index: int, entry: int) -> None:
         """Show an entry of the table to all processes, at once and after the payload written before.
@@ -253,38 +251,24 @@ class Arena:
             SharedMemoryError: There is no memory for the table, or it cannot be mapped.
         """
         offset = TABLE_AT + index * ENTRY_BYTES
-        if self._pages is None:
-            nbytes = TABLE_AT + self.plan.num_samples * ENTRY_BYTES
-            self._words = memoryview(pages := self.segment.map(writable=True, nbytes=nbytes)).cast("Q")
-            self._pages = pages
+        if self._writable is None:
+            pages = self.segment.map(writable=True, nbytes=self._table_end)
+            self._writable = pages, memoryview(pages).cast("Q")
+        pages, words = self._writable
         page = offset // PAGE_BYTES
         if page not in self._allocated:
-            populate(self._pages, page * PAGE_BYTES, PAGE_BYTES)
+            populate(pages, page * PAGE_BYTES, PAGE_BYTES)  # raises here, where a store would be a SIGBUS
             self._allocated.add(page)
+        # Two phases: the payload, which `write` has stored, then the entry that leads to it. The fence keeps
+        # this order on processors that reorder stores. The entry is one aligned store of 8 bytes, so no
+        # reader sees half of it. Readers need no fence, because they compute the address of the payload from
+        # the entry (see `memory.memory_model`).
         fence()
-        self._words[offset // ENTRY_BYTES] = entry
-
-    def _write(self, buffers: Sequence[Any], offset: int) -> None:
-        """Write buffers one after another; joining them would take as much memory again."""
-        for buffer in buffers:
-            view = memoryview(buffer)
-            if view.nbytes:
-                self.segment.write(view.cast("B"), offset)
-            offset += view.nbytes
+        words[offset // ENTRY_BYTES] = entry
 
 
 def _lock_denied(error: OSError) -> None:
     say_once(
         "cache: some samples are read from the dataset on every access: the lock on the cache cannot be "
         f"taken: {error}"
-    )
-
-
-def log_short(max_bytes: int, num_held: int, num_samples: int, needed: str = "of several sizes") -> None:
-    """Warn that the cache holds only some of the samples."""
-    log.warning(
-        "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
-        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
-        *(readable_size(max_bytes), f"{num_held:,}", f"{num_samples:,}", 100 * num_held / num_samples),
-        needed,
     )

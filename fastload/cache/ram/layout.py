@@ -1,12 +1,10 @@
-"""The memory layout of a shared cache's segment, and its description in the segment itself.
+"""The layout of a segment that holds samples by index: a table, columns for uniform samples, and records.
 
-The process that creates the segment plans the layout; other processes read it from the segment. In order:
+The process that makes the segment plans the layout; other processes read it from the segment. In the space of
+the segment (see `arena`):
 
-    header       magic, format version; crc32 and length of the description
-    cursor       at byte 64: how much of the rows and of the ragged area is used (see `arena`)
-    description  at byte 128: JSON, ASCII
-    table        at 1 MiB, 8 bytes a sample: 0 = empty, an odd number 2 * row + 1 = a uniform row, else the
-                 offset of a ragged record
+    table        8 bytes a sample: 0 = empty, an odd number 2 * row + 1 = a uniform row, else the offset of a
+                 ragged record
     columns      uniform samples (see `columns`). If all samples fit, row = index; otherwise the rows are
                  assigned one after another, so any subset of the samples can be stored
     ragged       records (see `record`), each after a frame that names its sample
@@ -18,20 +16,25 @@ themselves.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import os
-import struct
 import time
-import zlib
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastload.cache.format.columns import Column, plan_columns
 from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, record_parts
-from fastload.errors import CacheMismatchError, SharedMemoryError
+from fastload.cache.ram.arena import (
+    DESCRIPTION_AT,
+    ENTRY_BYTES,
+    TABLE_AT,
+    Cursor,
+    create_segment,
+    read_description,
+)
+from fastload.errors import SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
@@ -43,20 +46,11 @@ if TYPE_CHECKING:
     import mmap
     from collections.abc import Sequence
 
-SEGMENT_NAME = "fastload-cache"
-CURSOR_AT = 64
-DESCRIPTION_AT = 128
-TABLE_AT = 1 << 20  # address space: unwritten pages take no memory
-ENTRY_BYTES = 8
 FRAME_BYTES = ALIGNMENT_BYTES
 
 _RAGGED_MULTIPLE = 8
 _MIN_RAGGED_BYTES = 256 << 20
-
-_HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
-_MAGIC = b"FLcache\0"
-_VERSION = 6
-_PLAIN_FIELDS = (
+_NUMBER_FIELDS = (
     *("num_samples", "max_bytes", "rows", "is_packed"),
     *("ragged_at", "ragged_bytes", "room_bytes"),
 )
@@ -80,13 +74,13 @@ class Origin:
 
     @classmethod
     def new(cls, fingerprint: Fingerprint | None) -> Origin:
-        """That of a cache that this process makes now."""
+        """The origin of a cache that this process makes now."""
         return cls(os.urandom(8).hex(), os.getpid(), time.time(), fingerprint)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of all parts of the segment; the same in every process."""
+    """The offsets and sizes of all parts of a segment; the same in every process."""
 
     num_samples: int
     max_bytes: int
@@ -140,7 +134,7 @@ class Layout:
             columns, rows, end = plan_columns(spec, [v for _, v in flat], columns_at, room, num_samples)
         is_packed = rows < num_samples and spec is not None
         if flat:
-            largest_bytes = max(FRAME_BYTES + record_parts(*one)[1] for one in flat)
+            largest_bytes = max(FRAME_BYTES + record_parts(*example)[1] for example in flat)
             ragged_bytes = min(room, max(_MIN_RAGGED_BYTES, _RAGGED_MULTIPLE * num_samples * largest_bytes))
         ragged_at = round_up(end, PAGE_BYTES)
         if segment_limit:
@@ -159,17 +153,12 @@ class Layout:
         )
 
     def on_machine(self, max_bytes: int, origin: Origin) -> Layout:
-        """The layout of a cache of the same samples on a different machine.
-
-        Args:
-            max_bytes: The maximum memory there.
-            origin: The process that makes the cache.
-        """
+        """The layout of a cache of the same samples on another machine, with its maximum memory."""
         if max_bytes >= self.max_bytes:
-            return dataclasses.replace(self, origin=origin)
+            return replace(self, origin=origin)
         if self.spec is not None and not self.is_packed and self.ragged_at <= max_bytes:
             room_bytes = max(0, self.room_bytes - (self.max_bytes - max_bytes))
-            return dataclasses.replace(self, origin=origin, max_bytes=max_bytes, room_bytes=room_bytes)
+            return replace(self, origin=origin, max_bytes=max_bytes, room_bytes=room_bytes)
         return Layout.plan(self.num_samples, max_bytes, (), origin)  # any samples that fit
 
     @property
@@ -190,37 +179,24 @@ class Layout:
         pages = sum(max(0, column.row_bytes // PAGE_BYTES - 1) for column in self.columns)
         return nbytes - pages * PAGE_BYTES
 
+    @property
+    def limits(self) -> Cursor:
+        """How much of the space can be claimed."""
+        return Cursor(self.ragged_bytes, self.rows, self.room_bytes)
+
     def create_segment(self) -> tuple[Segment, mmap.mmap]:
-        """A new sealed segment with this layout, and a read-only mapping; most of it takes no memory yet.
+        """A new segment with this layout, and a read-only mapping; most of it takes no memory yet.
 
         Raises:
             SharedMemoryError: The memory could not be allocated.
         """
-        fingerprint = self.origin.fingerprint
         description = {
-            **{name: getattr(self, name) for name in _PLAIN_FIELDS},
+            **{name: getattr(self, name) for name in _NUMBER_FIELDS},
             "spec": None if self.spec is None else self.spec.text.decode("ascii"),
             "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
-            "cache_id": self.origin.cache_id,
-            "pid": self.origin.pid,
-            "created_s": self.origin.created_s,
-            "parts": None if fingerprint is None else dict(fingerprint.parts),
-            "key": None if fingerprint is None else fingerprint.key,
-            "label": "" if fingerprint is None else fingerprint.label,
+            "origin": asdict(self.origin),
         }
-        text = json.dumps(description).encode("ascii")
-        if DESCRIPTION_AT + len(text) > TABLE_AT:
-            raise SharedMemoryError(f"the structure of a sample takes {readable_size(len(text))}")
-        segment = Segment.create(self.ragged_at + self.ragged_bytes, name=SEGMENT_NAME, sealed=True)
-        try:
-            mapping = segment.map(writable=False)
-            segment.write(text, DESCRIPTION_AT)
-            # Last: a segment without a header is not a cache.
-            segment.write(_HEADER.pack(_MAGIC, _VERSION, zlib.crc32(text), len(text)))
-        except (SharedMemoryError, OSError) as error:
-            segment.close()
-            raise SharedMemoryError(f"cannot write to a new shared segment: {error}") from error
-        return segment, mapping
+        return create_segment(self.ragged_at + self.ragged_bytes, description)
 
     @classmethod
     def read(cls, segment: Segment) -> Layout:
@@ -229,47 +205,29 @@ class Layout:
         Raises:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
-        if not segment.is_sealed or not segment.is_own:
-            raise CacheMismatchError(
-                "not a shared cache: its size could change, or it belongs to a different user"
-            )
-        magic, version, crc, length = _HEADER.unpack(os.pread(segment.fd, _HEADER.size, 0))
-        if magic != _MAGIC or version != _VERSION:
-            raise CacheMismatchError(
-                f"not a shared cache of format {_VERSION}, which this release of fastload uses: it starts "
-                f"with {magic!r} and {version}"
-            )
-        text = os.pread(segment.fd, min(length, TABLE_AT), DESCRIPTION_AT)
-        if zlib.crc32(text) != crc:
-            raise CacheMismatchError("not a shared cache: its description is damaged")
-        fields = json.loads(text)
+        fields = read_description(segment)
         spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
-        leaves = () if spec is None else spec.leaves
         columns = [
             Column(leaf, numpy_dtype(dtype), tuple(shape), at)
-            for leaf, (dtype, shape, at) in zip(leaves, fields["columns"], strict=True)
+            for leaf, (dtype, shape, at) in zip(spec.leaves if spec else (), fields["columns"], strict=True)
         ]
-        fingerprint = None
-        if fields["parts"] is not None:
-            fingerprint = Fingerprint(fields["parts"], fields["key"], fields["label"])
+        origin = Origin(**fields["origin"])
+        if fields["origin"]["fingerprint"] is not None:
+            origin = replace(origin, fingerprint=Fingerprint(**fields["origin"]["fingerprint"]))
         return cls(
-            **{name: fields[name] for name in _PLAIN_FIELDS},
+            **{name: fields[name] for name in _NUMBER_FIELDS},
             spec=spec,
             columns=tuple(columns),
-            origin=Origin(fields["cache_id"], fields["pid"], fields["created_s"], fingerprint),
+            origin=origin,
         )
 
 
-def create(
+def make_segment(
     num_samples: int, max_bytes: int, examples: Sequence[Any], origin: Origin
 ) -> tuple[Segment, Layout, mmap.mmap]:
     """Make the segment, layout and mapping of a new cache, smaller than `max_bytes` if the system demands it.
 
-    Args:
-        num_samples: As for `Layout.plan`.
-        max_bytes: As for `Layout.plan`.
-        examples: As for `Layout.plan`.
-        origin: As for `Layout.plan`.
+    The arguments are those of `Layout.plan`.
 
     Raises:
         SharedMemoryError: The system denied even a segment that holds little more than the examples, or the

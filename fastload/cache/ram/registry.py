@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastload.cache.ram.layout import SEGMENT_NAME
+from fastload.cache.ram.arena import SEGMENT_NAME
 from fastload.errors import SharedMemoryError
 from fastload.memory.segment import open_in_process
 from fastload.system.linux import pid_namespace, start_time
@@ -81,7 +81,7 @@ class Entry:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; assumed for a different PID namespace."""
+        """Whether the process still runs; assumed for another PID namespace."""
         return self.namespace != pid_namespace() or start_time(self.pid) == self.started
 
     def attach(self) -> Segment:
@@ -89,7 +89,7 @@ class Entry:
 
         Raises:
             SharedMemoryError: The process does not let this one open its descriptors, or runs in a different
-                PID namespace (container), or its descriptor refers to a different file.
+                PID namespace (container), or its descriptor refers to another file.
         """
         if self.namespace != pid_namespace():
             raise SharedMemoryError(f"process {self.pid} runs in a different PID namespace (container)")
@@ -138,16 +138,16 @@ def entries(name: str | None = None) -> list[Entry]:
     except OSError as error:  # the directory was just removed, or this process has no descriptor left
         log.info("cache: cannot list the registry at %s: %s", path, error.strerror)
         return []
-    found = []
+    live = []
     for file_name in file_names:
         entry = Entry.parse(file_name)
         if entry is None or (name is not None and entry.name != name):
             continue
         if entry.is_alive:
-            found.append(entry)
+            live.append(entry)
         else:
             _remove(path / file_name)
-    return found
+    return live
 
 
 def entry_of(name: str, fd: int) -> Entry | None:
@@ -198,5 +198,5 @@ def _open(path: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):  # already gone, or a read-only disk: the wrong hint stays
+    with contextlib.suppress(OSError):  # already gone, or a read-only disk, where a wrong entry does no harm
         path.unlink()

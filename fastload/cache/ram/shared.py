@@ -1,42 +1,61 @@
 """SharedMemoryCache: decodes each sample once, into one segment of anonymous memory that all processes share.
 
 The parent makes it; the parent and its workers of every start method use it, because the cache pickles as a
-handle. Other ranks and jobs of the same user find a cache that has a fingerprint (see `registry`). The
-segment (see `layout`) is sparse, so memory is allocated as samples are stored, and sealed, so its size never
-changes. `arena` reads and stores samples. Rules:
+handle. Other ranks and jobs of the same user find a cache that has a fingerprint: it is listed in the
+`registry`. The segment is sparse, so memory is allocated as samples are stored, and sealed, so its size never
+changes. Its `layout` is that of samples by index; `arena` claims the space in it. Rules:
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
 2. The memory is freed when the last process that holds the segment ends, however it ends.
+3. If all uniform samples have a row, their rows need no lock, because all writers of a row write the same
+   bytes. All other space is claimed. A process that does not get the lock returns the sample uncached.
+4. There is one cache per name: a process that finds none looks again under the creation lock before making
+   one.
+5. A cache of another process is checked before use: it must belong to this user, be sealed, have the right
+   magic and version, and be made of the same parts. The same key with different parts is an error.
+6. An unreachable cache is not an error: this process makes its own cache, and one log line says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-from importlib import import_module
+import logging
+import struct
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.format.columns import ColumnReader
+from fastload.cache.format.fingerprint import Fingerprint
+from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena
-from fastload.cache.ram.layout import Layout, Origin, create
+from fastload.cache.ram.arena import Arena, Cursor
+from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
+from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
-from fastload.memory.segment import Segment, is_for_other_machines
+from fastload.memory.segment import Segment, is_for_other_machines, round_up
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
-from fastload.system.logs import log
+from fastload.system.logs import log, say_once
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
+    import mmap
     from collections.abc import Callable, Sequence
 
     import numpy.typing as npt
 
     from fastload.cache.format.columns import Allocate
-    from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.format.sample_cache import SampleCache
     from fastload.cache.ram.registry import Entry
+    from fastload.nested.spec import Spec
+
+_FRAME = struct.Struct("<8sQQ")  # magic, index, bytes of the record
+_FRAME_MAGIC = b"FLragged"
 
 
 class SharedMemoryCache(BaseCache):
@@ -63,6 +82,8 @@ class SharedMemoryCache(BaseCache):
     num_samples, max_bytes, layout = 0, 0, "ragged"
     capacity: int | None
     _arena: Arena
+    _plan: Layout
+    _columns: ColumnReader | None
 
     def __init__(
         self,
@@ -72,8 +93,8 @@ class SharedMemoryCache(BaseCache):
         max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
     ) -> None:
-        made = create(num_samples, parse_memory(max_memory), examples, Origin.new(fingerprint))
-        self._hold(Arena(*made))
+        max_bytes = parse_memory(max_memory)
+        self._hold(*make_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -87,22 +108,24 @@ class SharedMemoryCache(BaseCache):
         except CacheMismatchError:
             segment.close()
             raise
-        return _attached(segment, layout)
+        return _unpickle(segment, layout)
 
-    def _hold(self, arena: Arena) -> None:
-        self._arena = arena
-        layout = arena.plan
-        self.num_samples, self.max_bytes = layout.num_samples, layout.max_bytes
-        is_ragged = layout.spec is None
-        self.layout, self.capacity = ("ragged", None) if is_ragged else ("uniform", layout.rows)
-        self.origin = layout.origin
+    def _hold(self, segment: Segment, plan: Layout, mapping: mmap.mmap | None = None) -> None:
+        arena = Arena(segment, plan.num_samples, plan.limits, mapping)
+        self._arena, self._plan, self._columns = arena, plan, None
+        self.num_samples, self.max_bytes, self.origin = plan.num_samples, plan.max_bytes, plan.origin
+        self.layout, self.capacity = "ragged", None
+        if plan.spec is not None:
+            self.layout, self.capacity = "uniform", plan.rows
+            if not arena.is_full:
+                self._columns = ColumnReader(plan.spec, plan.columns, plan.rows, arena.memory)
         self.reason = "it is private to this process and its workers"
         self.unregister: Callable[[], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         if is_for_other_machines():
-            return _of_this_machine, (registry.entry_of("", self._fd), self._arena.plan)
-        return _attached, (self._arena.segment, self._arena.plan)
+            return _unpickle_anywhere, (registry.entry_of("", self._fd), self._plan)
+        return _unpickle, (self._arena.segment, self._plan)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -111,29 +134,37 @@ class SharedMemoryCache(BaseCache):
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
 
-    def explain(self) -> str:
-        """Why this cache is in use, and the parts of its fingerprint."""
-        fingerprint = self.origin.fingerprint
-        named = {} if fingerprint is None else dict(fingerprint.parts)
-        if fingerprint is not None and fingerprint.key is not None:
-            named = {"cache_key": fingerprint.key, **named}
-        parts = "".join(f"\n  {k}: {v}" for k, v in named.items())
-        held = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
-        return f"shared memory, {held}: {self.reason}{parts}"
-
-    def missing(self) -> npt.NDArray[np.intp]:
-        """Indices of missing samples that fit, ascending; the first ones if not all fit."""
-        return self._arena.missing()
-
     @property
     def num_cached(self) -> int:
         """How many samples are stored now."""
-        return self._arena.num_cached
+        return int(np.count_nonzero(self._arena.table))
 
     @property
     def nbytes(self) -> int:
         """Memory in use now, by all processes together."""
         return self._arena.nbytes
+
+    def explain(self) -> str:
+        """Why this cache is in use, and the parts of its fingerprint."""
+        fingerprint = self.origin.fingerprint
+        parts = {} if fingerprint is None else dict(fingerprint.parts)
+        if fingerprint is not None and fingerprint.key is not None:
+            parts = {"cache_key": fingerprint.key, **parts}
+        lines = "".join(f"\n  {name}: {value}" for name, value in parts.items())
+        size = f"{self.num_cached:,} of {self.num_samples:,} samples, {readable_size(self.nbytes)}"
+        return f"shared memory, {size}: {self.reason}{lines}"
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """Indices of missing samples that fit, ascending; the first ones if not all fit."""
+        arena, plan = self._arena, self._plan
+        if arena.is_full:
+            return np.empty(0, np.intp)
+        empty = np.flatnonzero(arena.table == 0)
+        if not plan.is_packed:
+            return empty
+        cursor = arena.cursor
+        rows = min(plan.rows - cursor.rows, (plan.room_bytes - cursor.used_bytes) // max(1, plan.row_bytes))
+        return empty[: max(0, rows)]
 
     def expect_short(self) -> None:
         """Keep all processes from warning that the cache cannot hold all samples."""
@@ -144,7 +175,7 @@ class SharedMemoryCache(BaseCache):
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_samples:
             return False
-        return self._arena.holds(int(index))
+        return bool(self._arena.entries[int(index)])
 
     def get(self, index: int) -> Any | None:
         """The sample at `0 <= index < num_samples`, or None if it is not cached.
@@ -152,15 +183,35 @@ class SharedMemoryCache(BaseCache):
         Arrays are read-only views of the shared memory and keep it mapped, also after close(); tensors are
         private copies.
         """
-        arena = self._arena
-        entry = arena.entries[index]
-        if entry & 1 and arena.columns is not None:
-            return arena.columns.sample(entry >> 1)
-        return arena.ragged_sample(index, entry) if entry else None
+        arena = self._arena  # read once, as are the columns: another thread can close the cache
+        entry: int = arena.entries[index]
+        if entry & 1:
+            columns = self._columns
+            return None if columns is None else columns.sample(entry >> 1)
+        return self._record(arena, index, entry) if entry else None
+
+    def _record(self, arena: Arena, index: int, offset: int) -> Any | None:
+        """The sample of a ragged record; None if the entry is not that of a record of this sample."""
+        plan = self._plan
+        if not plan.ragged_at <= offset <= plan.ragged_at + plan.ragged_bytes - FRAME_BYTES:
+            return None
+        magic, owner, nbytes = _FRAME.unpack_from(arena.memory, offset)
+        if magic != _FRAME_MAGIC or owner != index:
+            return None
+        start = offset + FRAME_BYTES
+        return decode(arena.memory[start : start + nbytes])
 
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """The batch, column by column; None if a sample is not a uniform row, or torch must collate."""
-        return self._arena.gather(indices, allocate)
+        columns = self._columns
+        if columns is None:
+            return None
+        entries = self._arena.table.take(indices)
+        if not (entries & 1).all():
+            return None
+        # The rows come from the entries also where row = index: only an address that depends on the entry is
+        # read after it (see `memory.memory_model`).
+        return columns.gather(entries >> 1, allocate)
 
     # --- writing ------------------------------------------------------------------------------------------
 
@@ -175,7 +226,7 @@ class SharedMemoryCache(BaseCache):
         if arena.is_full:
             return False
         try:
-            return arena.put(index, spec, values)
+            return bool(arena.entries[index]) or self._store(arena, index, spec, values)
         except (OSError, MemoryError) as error:  # a cache that cannot grow is slower, but not an error
             arena.is_full = True
             log.warning(
@@ -186,27 +237,216 @@ class SharedMemoryCache(BaseCache):
             )
             return False
 
+    def _store(self, arena: Arena, index: int, spec: Spec, values: list[Any]) -> bool:
+        plan = self._plan
+        if plan.spec is not None and spec == plan.spec:
+            packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
+            if all(part is not None for part in packed):
+                row = index
+                if plan.is_packed:
+                    cursor = self._claim(arena, index, Cursor(rows=1, used_bytes=plan.row_bytes))
+                    if cursor is None:
+                        return bool(arena.entries[index])
+                    row = cursor.rows
+                for column, part in zip(plan.columns, packed, strict=True):
+                    arena.write([part], column.offset + row * column.row_bytes)
+                arena.publish(index, 2 * row + 1)
+                return True
+        parts, nbytes = record_parts(spec, values)
+        record_bytes = round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES)
+        cursor = self._claim(arena, index, Cursor(record_bytes, used_bytes=record_bytes))
+        if cursor is None:
+            return bool(arena.entries[index])
+        offset = plan.ragged_at + cursor.ragged_bytes
+        frame = _FRAME.pack(_FRAME_MAGIC, index, nbytes).ljust(FRAME_BYTES, b"\0")
+        arena.write([frame, *parts], offset)
+        arena.publish(index, offset)
+        return True
+
+    def _claim(self, arena: Arena, index: int, space: Cursor) -> Cursor | None:
+        """The cursor before this claim of space for a sample; None if there is none, or it is stored now."""
+
+        def advance(cursor: Cursor) -> Cursor | None:
+            if arena.entries[index]:
+                return None
+            nbytes = space.used_bytes
+            if space.ragged_bytes:
+                nbytes = self._plan.ragged_cost(nbytes, is_first=not cursor.ragged_bytes)
+            return Cursor(
+                cursor.ragged_bytes + space.ragged_bytes,
+                cursor.rows + space.rows,
+                cursor.used_bytes + nbytes,
+                cursor.is_short,
+            )
+
+        return arena.claim(advance, lambda: log_short(self.max_bytes, self.num_cached, self.num_samples))
+
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
         if self.unregister is not None:
             self.unregister()
         self._arena.segment.close()
-        self._arena = Arena(Segment(-1, 0), self._arena.plan)
+        self._arena = Arena(Segment(-1, 0), self.num_samples, Cursor())
+        self._columns = None
 
 
-def _attached(segment: Segment, layout: Layout) -> SharedMemoryCache:
+def log_short(max_bytes: int, num_fitting: int, num_samples: int, needed: str = "of several sizes") -> None:
+    """Warn that the cache holds only some of the samples."""
+    log.warning(
+        "cache: max_memory=%s holds only %s of %s samples (%.0f%%), %s: the others are read again on "
+        "every access. Increase max_memory=, or shrink the samples in pre_transform=",
+        readable_size(max_bytes),
+        f"{num_fitting:,}",
+        f"{num_samples:,}",
+        100 * num_fitting / num_samples,
+        needed,
+    )
+
+
+def _unpickle(segment: Segment, layout: Layout) -> SharedMemoryCache:
     cache = SharedMemoryCache.__new__(SharedMemoryCache)
-    cache._hold(Arena(segment, layout))
+    cache._hold(segment, layout)
     return cache
 
 
-def _of_this_machine(entry: Entry | None, layout: Layout) -> SampleCache:
-    """Unpickle on any machine: the same cache if it can be reached, else one of this machine's own."""
+def _unpickle_anywhere(entry: Entry | None, layout: Layout) -> SampleCache:
+    """The same cache if this process can reach it, else one that the processes of this machine share."""
     if entry is not None:
         with contextlib.suppress(SharedMemoryError, CacheMismatchError):
             cache = SharedMemoryCache.attach(entry.attach())
             if cache.origin.cache_id == layout.origin.cache_id:
                 return cache
-    registry = import_module("fastload.cache.ram.sharing")  # which builds on this file
-    made: SampleCache = registry.of_this_machine(layout)
-    return made
+    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {layout.origin.cache_id}")
+    max_bytes = max(1, min(layout.max_bytes, parse_memory("auto")))
+    try:
+        with registry.creating() as is_alone:
+            if is_alone and (shared := find(fingerprint, layout.num_samples)) is not None:
+                return shared
+            segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
+            cache = SharedMemoryCache.attach(segment)
+            cache.reason = "new: the cache of this machine"
+            _register(cache, fingerprint.name)
+            return cache
+    except SharedMemoryError as error:
+        log.warning("cache: each worker of this machine keeps its own: %s", str(error))
+        return PrivateCache(layout.num_samples, max_bytes, str(error))
+
+
+# --- sharing by fingerprint -------------------------------------------------------------------------------
+
+
+def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None:
+    """The cache of this name that a live process holds, or None.
+
+    Raises:
+        CacheMismatchError: It was made from other samples.
+    """
+    name = fingerprint.name
+    for entry in registry.entries(name):
+        try:
+            cache = _attach(entry)
+        except (SharedMemoryError, CacheMismatchError) as error:
+            text = f"cache: process {entry.pid} holds {name}, but it cannot be shared: {error}"
+            say_once(text, logging.WARNING if count_ranks_of_host() > 1 else logging.INFO)
+            continue
+        try:
+            _check(cache, fingerprint, num_samples, entry.pid)
+        except CacheMismatchError:
+            cache.close()
+            raise
+        age_s = max(0.0, time.time() - cache.origin.created_s)
+        cache.reason = (
+            f"process {cache.origin.pid} made it {age_s:,.0f} s ago from the same parts, found through "
+            f"process {entry.pid}"
+        )
+        _register(cache, name)
+        return cache
+    return None
+
+
+def create(
+    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
+) -> SharedMemoryCache | None:
+    """The cache of this name: a new one, or one that another process has just made; None without a registry.
+
+    Raises:
+        CacheMismatchError: Another process has made one from other samples.
+        SharedMemoryError: The memory could not be allocated.
+    """
+    with registry.creating() as is_alone:
+        if not is_alone:
+            return None
+        if (cache := find(fingerprint, num_samples)) is not None:
+            return cache
+        cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
+        _register(cache, fingerprint.name)
+        if cache.unregister is None:
+            cache.close()
+            return None
+        cache.reason = (
+            "new, as no live process held one with these parts; every process that opens it shares it"
+        )
+        return cache
+
+
+def live_caches() -> list[dict[str, Any]]:
+    """Every shared cache of this user that can be reached from this process, by age, ready for JSON.
+
+    Each has its `name`, `key`, `label` and `parts` (see `Fingerprint`), `owners` (the processes that opened
+    it by its name; their workers hold it too), `num_samples`, `num_cached`, `nbytes` (in use by all processes
+    together), `max_bytes`, and `created_s` (seconds since 1970).
+    """
+    caches: dict[tuple[str, str], dict[str, Any]] = {}
+    for entry in registry.entries():
+        try:
+            cache = _attach(entry)
+        except (SharedMemoryError, CacheMismatchError):
+            continue
+        fingerprint = cache.origin.fingerprint or Fingerprint({})
+        facts: dict[str, Any] = {
+            "name": entry.name,
+            "key": fingerprint.key,
+            "label": fingerprint.label,
+            "parts": dict(fingerprint.parts),
+            "owners": [],
+            "num_samples": cache.num_samples,
+            "num_cached": cache.num_cached,
+            "nbytes": cache.nbytes,
+            "max_bytes": cache.max_bytes,
+            "created_s": cache.origin.created_s,
+        }
+        caches.setdefault((entry.name, cache.origin.cache_id), facts)["owners"].append(entry.pid)
+        cache.close()
+    return sorted(caches.values(), key=lambda facts: facts["created_s"])
+
+
+def _attach(entry: Entry) -> SharedMemoryCache:
+    """The cache behind an entry.
+
+    Raises:
+        SharedMemoryError: It cannot be reached.
+        CacheMismatchError: Its descriptor is not a valid cache of this name.
+    """
+    cache = SharedMemoryCache.attach(entry.attach())
+    if cache.origin.fingerprint is None or cache.origin.fingerprint.name != entry.name:
+        cache.close()
+        raise CacheMismatchError("the descriptor now refers to another cache")
+    return cache
+
+
+def _check(cache: SharedMemoryCache, fingerprint: Fingerprint, num_samples: int, pid: int) -> None:
+    origin = cache.origin.fingerprint
+    differences = [] if origin is None else fingerprint.differences(origin)
+    if not differences and cache.num_samples != num_samples:
+        differences = [f"the number of samples is {num_samples} here and {cache.num_samples} there"]
+    if differences:
+        raise CacheMismatchError(
+            f"the shared cache with key {fingerprint.key!r}, held by process {pid}, was made from other "
+            f"samples: {'; '.join(differences)} (here: the dataset, there: the cache)"
+        )
+
+
+def _register(cache: SharedMemoryCache, name: str) -> None:
+    entry = registry.register(name, cache._fd)
+    if entry is not None:
+        cache.unregister = weakref.finalize(cache, registry.unregister, entry)

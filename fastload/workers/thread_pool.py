@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import queue
 import threading
 import time
@@ -25,64 +24,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.batch.nbytes import nbytes_of
-from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search, held_generators
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
-from fastload.workers.messages import Begin, Kind, Task
+from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
+from fastload.workers.pool import GRACE_S, WorkerPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.workers.messages import Work
-    from fastload.workers.worker_spec import Job
+    from fastload.device.cuda import Backend
+    from fastload.workers.pool import PoolSettings
+    from fastload.workers.worker_spec import WorkerSpec
 
-_GRACE_S = 5.0
 # One for the caller's batch, one for the batch it takes next, one for the batch being written.
 _BUFFERS_BEYOND_PREFETCH = 3
 
 
-class ThreadPool:
-    """The worker threads of one iterator, from `start` on.
+class ThreadPool(WorkerPool):
+    """The worker threads of one iterator; see `WorkerPool`."""
 
-    Args:
-        job: Their job.
-        prefetch_factor: How many batches each thread can be ahead.
-        max_bytes: Upper bound on the memory that all threads keep.
-        finish: Called with each batch, in its thread; the caller gets the result. None changes nothing.
-        note_work: Called with the work of the threads, in them.
-    """
+    runs_in_consumer = True
 
-    def __init__(
-        self,
-        job: Job,
-        prefetch_factor: int,
-        max_bytes: int,
-        finish: Callable[[Any], Any] | None,
-        note_work: Callable[[Work], None],
-    ) -> None:
-        self.processes: list[Any] = []
-        self._pid = os.getpid()
-        self._is_closed = False
-        limit_bytes = max_bytes // job.num_workers
-        max_buffers = prefetch_factor + _BUFFERS_BEYOND_PREFETCH
+    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
+        super().__init__(spec, settings)
         copies = copies_for_threads(
-            job.dataset, job.collate_fn, job.num_workers, with_generators=job.seeds_samples
+            spec.dataset, spec.collate_fn, spec.num_workers, with_generators=spec.seeds_samples
         )
         # The loader has called set_epoch() of its own dataset; a thread's can be a copy.
-        self._has_copies = copies[0][0] is not job.dataset
+        self._has_copies = copies[0][0] is not spec.dataset
         self._workers = [
-            _Worker(
-                number,
-                dataclasses.replace(job, dataset=dataset, collate_fn=collate_fn),
-                BufferPool(limit_bytes, max_buffers),
-                finish,
-                note_work,
+            _WorkerThread(
+                worker_id, dataclasses.replace(spec, dataset=dataset, collate_fn=collate_fn), settings
             )
-            for number, (dataset, collate_fn) in enumerate(copies)
+            for worker_id, (dataset, collate_fn) in enumerate(copies)
         ]
 
     def start(self) -> None:
@@ -96,45 +74,41 @@ class ThreadPool:
         finally:
             torch.set_num_threads(num_threads)  # threads that begin later inherit the last setting
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process started the threads."""
-        return os.getpid() == self._pid
-
-    def submit(self, worker_id: int, task: Task) -> None:
-        """Give a worker its next task."""
+    def submit(self, worker_id: int, pending: PendingBatch) -> None:
+        """Request a batch from a worker."""
         self.expect_open()
         worker = self._workers[worker_id]
         with worker.sent_lock:
-            worker.sent.append(task)
-        worker.tasks.put(task)
+            worker.sent.append(pending)
+        worker.requests.put(pending)
 
     def finish(self, worker_id: int) -> None:
         """Do nothing: threads stop at once."""
 
     def begin_epoch(self, epoch: int | None, dataset_states: list[DatasetState] | None) -> None:
-        """Drop all older tasks and begin an epoch; threads do not use `dataset_states`."""
+        """Drop all older requests and begin an epoch; threads do not use `dataset_states`."""
         for worker in self._workers:
-            worker.drop_tasks()
-            worker.tasks.put(Begin(epoch if self._has_copies else None, None))
+            worker.drop_requests()
+            worker.requests.put(BeginEpoch(epoch if self._has_copies else None, None))
 
-    def take(self, worker_id: int) -> Task | None:
-        """The next task that the worker has answered; its batch is the object that the thread made."""
+    def take(self, worker_id: int) -> PendingBatch | None:
+        """The worker's next batch with its reply, as the object that the thread made; None: no reply yet."""
         self.expect_open()
         worker = self._workers[worker_id]
-        if not worker.sent or worker.sent[0].answer is None:
+        if not worker.sent or worker.sent[0].reply is None:
             return None
         with worker.sent_lock:
             return worker.sent.popleft()
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
-        """Wait until the worker has answered, or `close` was called."""
+        """Wait until the worker has replied, or `close` was called."""
         self._workers[worker_id].wakes.wait(deadline)
 
-    def expect_open(self) -> None:
-        """Raise LoaderClosedError if the pool was closed."""
-        if self._is_closed:
-            raise LoaderClosedError
+    def read_slots(self, backend: Backend, stream: Any) -> None:
+        """Do nothing: batches of threads lie in private memory, which a fork would copy."""
+
+    def stop_reading_slots(self) -> None:
+        """Do nothing, as above."""
 
     def close(self) -> None:
         """Stop the threads; batches that the caller holds stay valid.
@@ -147,78 +121,74 @@ class ThreadPool:
         if not self.is_ours:
             return  # a forked child does not have these threads
         for worker in self._workers:
-            worker.drop_tasks()
-            worker.tasks.put(None)
+            worker.drop_requests()
+            worker.requests.put(None)
             worker.wakes.wake()  # a caller can be waiting in another thread
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + GRACE_S
         for worker in self._workers:
             if worker.thread.ident is not None and worker.thread is not threading.current_thread():
                 worker.thread.join(max(deadline - time.monotonic(), 0.0))
 
 
-class _Worker:
+class _WorkerThread:
     """One thread: its queues and its buffers."""
 
-    def __init__(
-        self,
-        worker_id: int,
-        job: Job,
-        buffers: BufferPool,
-        finish: Callable[[Any], Any] | None,
-        note_work: Callable[[Work], None],
-    ) -> None:
-        self._core = BatchMaker(worker_id, job, buffers, finish, is_thread=True)
-        self._buffers = buffers
-        self._note_work = note_work
-        self.tasks: queue.SimpleQueue[Task | Begin | None] = queue.SimpleQueue()
-        self.wakes = Wakeup()  # the consumer, which looks into its tasks for answers
-        self.sent: deque[Task] = deque()  # the consumer's tasks, in the order of their answers
+    def __init__(self, worker_id: int, spec: WorkerSpec, settings: PoolSettings) -> None:
+        self._buffers = BufferPool(
+            settings.max_bytes // spec.num_workers, settings.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
+        )
+        self._maker = BatchMaker(worker_id, spec.load, self._buffers, settings.pin, is_thread=True)
+        self._count = settings.count
+        self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
+        self.wakes = Wakeup()  # the consumer, which looks into its requests for replies
+        self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()
         # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
 
-    def drop_tasks(self) -> None:
-        """Drop the unanswered tasks: no caller waits for them."""
+    def drop_requests(self) -> None:
+        """Drop the requests without a reply: no caller waits for them."""
         with self.sent_lock:
-            for task in self.sent:
-                task.is_stale = True
+            for pending in self.sent:
+                pending.is_stale = True
             self.sent.clear()
 
     def _run(self) -> None:
         torch.set_num_threads(1)  # of this thread
         self.has_begun.set()
-        self._core.begin()
-        while (task := self._next_task()) is not None:
-            if isinstance(task, Begin):
-                self._core.begin_epoch(task.epoch, None)
-            elif not task.is_stale:
-                self._answer(task)
-            del task  # else this frame would keep the index alive until the next task
+        self._maker.begin()
+        while (request := self._next_request()) is not None:
+            if isinstance(request, BeginEpoch):
+                self._maker.begin_epoch(request.epoch, None)
+            elif not request.is_stale:
+                self._reply(request)
+            del request  # else this frame would keep the index alive until the next request
         self._buffers.clear()
 
-    def _next_task(self) -> Task | Begin | None:
+    def _next_request(self) -> PendingBatch | BeginEpoch | None:
         since_ns = time.perf_counter_ns()
-        task = self.tasks.get()
-        self._core.meter.waited(since_ns)
-        return task
+        request = self.requests.get()
+        self._maker.waited(since_ns)
+        return request
 
-    def _answer(self, task: Task) -> None:
+    def _reply(self, pending: PendingBatch) -> None:
         self._buffers.begin()
-        answer = self._core.answer(task.index, task.key, self._coming(task))
+        reply = self._maker.make(pending.index, pending.key, self._later(pending))
         self._buffers.end()
-        if answer.kind is Kind.BATCH and not answer.nbytes:
-            answer.nbytes = nbytes_of(answer.payload)
-        self._note_work(answer.work)
-        task.answer = answer  # last, because the consumer checks it
+        if reply.kind is ReplyKind.BATCH and not reply.nbytes:
+            reply.nbytes = nbytes_of(reply.payload)
+        self._count(reply.counters)
+        pending.reply = reply  # last, because the consumer checks it
         self.wakes.wake()
 
-    def _coming(self, task: Task) -> Iterator[Any]:
+    def _later(self, pending: PendingBatch) -> Iterator[Any]:
+        """The indices of later batches."""
         with self.sent_lock:
             sent = list(self.sent)
-        for coming in sent:
-            if coming.number > task.number:
-                yield coming.index
+        for later in sent:
+            if later.number > pending.number:
+                yield later.index
 
 
 # --- copies of what is random ----------------------------------------------------------------------------
@@ -285,13 +255,13 @@ class _Copier:
         if isinstance(value, tuple):
             parts = map(self.copied, value)
             return value._make(parts) if hasattr(value, "_make") else tuple(parts)
-        twin = self._copies[id(value)] = copy.copy(value)  # before its parts, which can refer to it
+        duplicate = self._copies[id(value)] = copy.copy(value)  # before its parts, which can refer to it
         if isinstance(value, dict):
-            twin.update({key: self.copied(part) for key, part in value.items()})
+            duplicate.update({key: self.copied(part) for key, part in value.items()})
         elif hasattr(type(value), "extend") and hasattr(type(value), "clear"):  # lists and deques
-            twin.clear()
-            twin.extend(map(self.copied, value))
+            duplicate.clear()
+            duplicate.extend(map(self.copied, value))
         for name, part in attributes(value).items():
             if self._holds(part):
-                object.__setattr__(twin, name, self.copied(part))
-        return twin
+                object.__setattr__(duplicate, name, self.copied(part))
+        return duplicate

@@ -6,14 +6,14 @@ A few samples are read, and of undecoded images only the headers: bytes are esti
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import statistics
 from typing import Any
 
 from fastload.batch.read_ahead import read_ahead
-from fastload.cache.encoded import decoded_nbytes, encoded_source
-from fastload.cache.random_check import probe
+from fastload.cache.build.random_check import probe, spread_indices
+from fastload.cache.build.sources import encoded_source
+from fastload.cache.format.undecoded import decoded_nbytes
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import leaves
@@ -38,7 +38,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
     if not num_samples:
         raise UnsupportedSampleError("the source has no samples")
     source = encoded_source(dataset, is_needed=False)
-    chosen = random.Random(0).sample(range(num_samples), min(num_samples, _MAX_SAMPLES))
+    chosen = spread_indices(num_samples, _MAX_SAMPLES)
     read_ahead(source, chosen)
     sizes: dict[int, tuple[int, int]] = {}
     errors: list[Exception] = []
@@ -63,7 +63,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         probe(source, [min(sizes)], rechecked=[min(sizes)])
     except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
-    found = {
+    facts = {
         "num_samples": num_samples,
         "num_read": len(chosen),
         "num_unreadable": len(errors),
@@ -75,7 +75,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "problem": problem,
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
     }
-    return found, _lines(found)
+    return facts, _lines(facts)
 
 
 def _sizes(sample: Any) -> tuple[int, int]:
@@ -87,20 +87,20 @@ def _sizes(sample: Any) -> tuple[int, int]:
     return decoded_nbytes(sample), sum(len(image.content()) for image in images)
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    free = {"RAM": found["ram_bytes"], "disk": found["disk_bytes"]}
+def _lines(facts: dict[str, Any]) -> list[str]:
+    free = {"RAM": facts["ram_bytes"], "disk": facts["disk_bytes"]}
     rows = [
         ["", "about", *(f"{readable_size(nbytes)} of {place} can be used" for place, nbytes in free.items())]
     ]
-    for name, nbytes in (("decoded", found["decoded_bytes"]), ("as files", found["file_bytes"])):
+    for name, nbytes in (("decoded", facts["decoded_bytes"]), ("as files", facts["file_bytes"])):
         if nbytes is not None:
             fits = ("fits" if nbytes <= limit else "does not fit" for limit in free.values())
             rows.append([name, readable_size(nbytes), *fits])
-    how = "estimated from the headers of" if found["file_bytes"] else "estimated from"
-    lines = [f"{found['num_samples']:,} samples, {how} {found['num_read']:,}", *table(rows)]
-    if found["num_unreadable"]:
-        count = f"{found['num_unreadable']:,} of these {found['num_read']:,}"
-        lines.append(f"{count} cannot be read; the first one: {found['first_error']}")
-    if found["problem"]:
-        lines.append(f"no cache can hold these samples: {found['problem']}")
-    return [*lines, f"use {found['use']}"]
+    how = "estimated from the headers of" if facts["file_bytes"] else "estimated from"
+    lines = [f"{facts['num_samples']:,} samples, {how} {facts['num_read']:,}", *table(rows)]
+    if facts["num_unreadable"]:
+        count = f"{facts['num_unreadable']:,} of these {facts['num_read']:,}"
+        lines.append(f"{count} cannot be read; the first one: {facts['first_error']}")
+    if facts["problem"]:
+        lines.append(f"no cache can hold these samples: {facts['problem']}")
+    return [*lines, f"use {facts['use']}"]

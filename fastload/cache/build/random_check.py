@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.cache.encoded import DecodedSamples, EncodedSamples
+from fastload.cache.build.sources import MappedDataset
 from fastload.cache.format.record import decode, encode
 from fastload.errors import CacheError, NondeterministicDatasetError
 from fastload.images.folder import ImageFolder
@@ -31,10 +31,16 @@ if TYPE_CHECKING:
 _SEEDS = (114642, 101306)
 
 
+def spread_indices(length: int, count: int) -> list[int]:
+    """At most `count` indices of a dataset, evenly from the first to the last: classes can be sorted."""
+    count = min(length, count)
+    return [number * (length - 1) // max(1, count - 1) for number in range(count)]
+
+
 def probe(
     dataset: Any, indices: list[int], rechecked: list[int], look: Callable[[Any], None] | None = None
 ) -> dict[int, Any]:
-    """Read the samples at `indices`, and those at `rechecked` again, under a different seed.
+    """Read the samples at `indices`, and those at `rechecked` again, under another seed.
 
     Args:
         dataset: Map-style.
@@ -57,9 +63,7 @@ def probe(
             if index in rechecked:
                 path = first_difference(samples[index], _read(dataset, index, _SEEDS[1]))
                 if path is not None:
-                    of_user = (
-                        dataset.dataset if isinstance(dataset, (DecodedSamples, EncodedSamples)) else dataset
-                    )
+                    of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
                     raise NondeterministicDatasetError(
                         f"{type(of_user).__name__}[{index}] returns a different sample on every access: "
                         f"{path} differs. A cache would freeze one draw. Move the random part out of the "
@@ -134,12 +138,11 @@ def reject_random(dataset: Any) -> None:
     """
     if isinstance(dataset, ImageFolder) and dataset.transform is None:
         return
-    last = len(dataset) - 1
-    for index in sorted({0, last // 2, last}) if last >= 0 else ():
+    for index in spread_indices(len(dataset), 3):
         try:
             probe(dataset, [index], rechecked=[index])
         except CacheError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its place
+        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its error
             continue

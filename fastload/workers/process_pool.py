@@ -1,0 +1,349 @@
+"""Start, feed, watch and stop worker processes. Runs in the parent, and owns every process, pipe and slot.
+
+Only this process keeps state about batches and slots; workers share nothing with each other. An exception
+from a signal handler that interrupts `wait` changes nothing. After one that interrupts any other method, the
+owner closes the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import signal
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from fastload.errors import BatchLostError
+from fastload.memory.lease import Memory
+from fastload.memory.ring import Ring
+from fastload.memory.segment import Segment
+from fastload.system.cgroups import oom_kills
+from fastload.system.limits import too_many_files
+from fastload.system.notes import add_note, short_repr
+from fastload.workers.channel import make_channel
+from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, FetchRequest, WorkerCounters
+from fastload.workers.pool import GRACE_S
+from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
+from fastload.workers.slot_pool import SlotPool, WorkerHandle, limit_s
+from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec, pickle_spec
+
+if TYPE_CHECKING:
+    from fastload.workers.channel import Channel, Received
+    from fastload.workers.messages import PendingBatch
+    from fastload.workers.pool import PoolSettings
+
+# After GRACE_S, a worker gets SIGTERM, and then SIGKILL.
+_TERMINATE_S = 1.0
+# After a death the caller waits for the error, and the batches of other workers are lost anyway.
+_GRACE_AFTER_DEATH_S = 0.2
+
+_CAUSES: dict[int, str] = {
+    signal.SIGKILL: "most often the kernel's out-of-memory killer or a container's memory limit",
+    signal.SIGBUS: "memory ran out, or a memory-mapped file shrank",
+    signal.SIGTERM: "it was terminated from outside",
+}
+
+
+class _ProcessHandle(WorkerHandle):
+    """The parent's state of one worker process."""
+
+    def __init__(self, worker_id: int, process: WorkerProcess, channel: Channel) -> None:
+        super().__init__(worker_id)
+        self.process = process
+        self.channel = channel
+        self.waiting: deque[PendingBatch] = deque()  # requests without a slot
+        self.loaded_at = 0  # replies to requests with lower serial numbers precede the state in `begin`
+        self.gets_no_more = False  # requests; the worker ends on its own
+
+    @property
+    def has_reply(self) -> bool:
+        """Whether the worker has replied to its first request."""
+        return bool(self.sent) and self.sent[0].reply is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing more is expected of the worker, so its end is no error."""
+        return (
+            self.gets_no_more and not self.waiting and all(pending.reply is not None for pending in self.sent)
+        )
+
+
+class ProcessPool(SlotPool[_ProcessHandle]):
+    """The worker processes of one iterator; see `WorkerPool`."""
+
+    uses_multiprocessing = True
+
+    def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
+        ring = Ring(spec.num_workers, settings.prefetch_factor, settings.max_bytes)
+        super().__init__(spec, settings, ring)
+        self._context = settings.context
+        self._sent_spec: WorkerSpec | PickledWorkerSpec = spec  # in the form that workers get
+        self._closing = threading.RLock()
+        self._serials = itertools.count(1)  # of messages to workers
+        self._oom_kills = oom_kills()
+
+    def start(self) -> None:
+        """Start the workers.
+
+        Raises:
+            WorkerStartError: Processes cannot be started from here.
+        """
+        method = self._context.get_start_method()
+        check_start(method)
+        if method != "fork":
+            start_helpers(method)
+            self._sent_spec = pickle_spec(self._spec)
+        for worker_id in range(self._spec.num_workers):
+            self._start(worker_id)
+        if not self._restarts_left:
+            self._sent_spec.close()
+
+    def _start(self, worker_id: int) -> _ProcessHandle:
+        """Start a worker, or a new one instead of a dead one."""
+        channel, worker_end = make_channel()
+        worker = _ProcessHandle(worker_id, WorkerProcess(worker_id, self._context), channel)
+        self._workers[worker_id : worker_id + 1] = [worker]  # before it starts: close() stops it in any case
+        worker.process.start(self._sent_spec, worker_end, [other.channel for other in self._workers])
+        self.processes[worker_id : worker_id + 1] = [worker.process.process]
+        return worker
+
+    def submit(self, worker_id: int, pending: PendingBatch) -> None:
+        """Request a batch from a worker; never blocks."""
+        with self.lock:
+            self.expect_open()
+            worker = self._workers[worker_id]
+            worker.waiting.append(pending)
+            self._feed(worker)
+
+    def finish(self, worker_id: int) -> None:
+        """Let a worker exit when it has replied to its requests: there are no more."""
+        with self.lock:
+            self.expect_open()
+            worker = self._workers[worker_id]
+            worker.gets_no_more = True
+            self._feed(worker)
+
+    def _drop_requests(self, worker: _ProcessHandle) -> None:
+        for pending in worker.sent:  # the worker still replies to them first
+            pending.is_stale = True
+        worker.waiting.clear()
+
+    def _begin(self, worker: _ProcessHandle, message: BeginEpoch) -> None:
+        if worker.begin_epoch(message):
+            worker.loaded_at = next(self._serials)
+        self._send(worker, message, 0)
+
+    def take(self, worker_id: int) -> PendingBatch | None:
+        """The worker's next batch with its reply; None if it has not replied yet."""
+        with self.lock:
+            self.expect_open()
+            worker = self._workers[worker_id]
+            while True:
+                while worker.has_reply and worker.sent[0].is_stale:
+                    self._free_slot(worker.sent.popleft())
+                for other in self._workers:
+                    self._feed(other)
+                if worker.has_reply:
+                    pending = worker.sent.popleft()
+                    self._open(pending)
+                    return pending
+                received = worker.channel.receive()
+                if received is None:
+                    return None
+                self._accept(worker, received)
+
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether Ctrl-C has ended a worker."""
+        processes = [worker.process for worker in self._workers]
+        return any(process.has_ended and process.exitcode == INTERRUPTED for process in processes)
+
+    def _accept(self, worker: _ProcessHandle, received: Received) -> None:
+        """Record a reply that has arrived."""
+        # By serial number, not by order: a reply that could not be opened must not shift the later ones.
+        for pending in worker.sent:
+            if pending.serial == received.number and pending.reply is None:
+                self._fill(worker, pending, received)
+        received.close()
+
+    def _fill(self, worker: _ProcessHandle, pending: PendingBatch, received: Received) -> None:
+        if received.is_cut:
+            raise BatchLostError(f"the memory of a batch could not be received, {too_many_files()}")
+        try:
+            reply, memory = BatchReply.from_plain(received.load()), None
+        except Exception as error:  # of an index, which is the user's object
+            where = f"the answer to batch {pending.number} of worker {worker.id}"
+            add_note(error, f"fastload: raised while {where} was unpickled")
+            raise
+        if received.fd is not None:
+            try:
+                segment = Segment(received.fd, os.fstat(received.fd).st_size)
+                memory = Memory(segment.map(writable=True), shared=True)
+            except (OSError, MemoryError, ValueError) as error:
+                raise BatchLostError(f"the memory of a batch could not be received: {error}") from error
+        # Replies to requests older than a loaded state do not say where a new worker would continue.
+        if pending.serial > worker.loaded_at:
+            worker.note_state(reply.dataset_state)
+        if pending.slot is not None:
+            self.ring.fill(pending.slot, memory)
+        self._count(reply.counters)
+        pending.reply = reply
+
+    def _feed(self, worker: _ProcessHandle) -> None:
+        """Send the requests that waited for a slot or for room in the pipe."""
+        while worker.waiting:
+            slot = self.ring.acquire(worker.id)
+            if slot is None:
+                break  # the request waits here for a slot, and never blocks the caller
+            pending = worker.waiting.popleft()
+            pending.slot, pending.serial = slot, next(self._serials)
+            worker.sent.append(pending)
+            num_slots = self.ring.num_slots(worker.id)
+            has_memory = slot.memory is not None
+            message = FetchRequest(slot.number, has_memory, num_slots, pending.index, pending.key)
+            try:
+                self._send(worker, tuple(message), pending.serial)
+            except Exception as error:
+                self._note_unsent(error, pending, worker)
+                raise
+        if not worker.channel.is_flushed:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() notices and reports it
+                worker.channel.flush()
+        if worker.gets_no_more and not worker.waiting and worker.channel.is_flushed:
+            worker.channel.finish()
+
+    def _send(self, worker: _ProcessHandle, message: Any, serial: int) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
+            worker.channel.send(message, number=serial)
+
+    def wait(self, worker_id: int, deadline: float | None) -> None:
+        """Wait until the worker has replied, a pipe has room, a worker has died, or close() was called."""
+        # The processes are watched too, so the caller learns of a death within moments, without a timeout.
+        poller = select.poll()
+        by_fd = {}
+        with self.lock:
+            if self._is_closed:
+                return
+            for other in self._workers:
+                events = select.POLLIN if other.id == worker_id else 0
+                if not other.channel.is_flushed:
+                    events |= select.POLLOUT
+                if events:
+                    poller.register(other.channel, events)
+                if not other.is_done:
+                    poller.register(other.process, select.POLLIN)
+                    by_fd[other.process.fileno()] = other
+        ready = poller.poll(limit_s(deadline) * 1000)
+        dead = [by_fd[fd] for fd, _ in ready if fd in by_fd]
+        if dead:
+            with self.lock:
+                if not self._is_closed:  # workers that close() stopped are not dead workers
+                    self._handle_deaths(worker_id, dead)
+            if self._death:
+                self.close(_GRACE_AFTER_DEATH_S)  # `take` raises the error
+
+    def _handle_deaths(self, worker_id: int, dead: list[_ProcessHandle]) -> None:
+        """Replace dead workers, or note their death, unless the caller's reply has arrived."""
+        try:
+            for worker in {self._workers[worker_id], *dead}:
+                while (received := worker.channel.receive()) is not None:
+                    self._accept(worker, received)
+            dead = [worker for worker in dead if not worker.is_done]
+            if self._workers[worker_id].has_reply or not dead:
+                return
+            if len(dead) <= self._restarts_left:
+                for worker in dead:
+                    self._replace(worker)
+                return
+            causes = " ".join(map(self._cause_of_death, dead))
+        except BaseException:
+            self._is_closed = True  # no worker would ever reply to the unfinished requests
+            raise
+        pids = ", ".join(str(worker.process.process.pid) for worker in dead)
+        self._note_death(f"pid(s) {pids}", causes)
+
+    def _cause_of_death(self, worker: _ProcessHandle) -> str:
+        """How a worker ended, the likely cause, and what it was doing."""
+        code = worker.process.exitcode
+        num_oom_kills = oom_kills() - self._oom_kills
+        if code is None:
+            how = "ended, and other code in this program took its exit code (os.wait(), a SIGCHLD handler)"
+        elif code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            how = f"was killed by {name} ({_CAUSES.get(-code, 'native code crashed; see stderr')})"
+            if -code == signal.SIGKILL and num_oom_kills > 0:
+                how += f"; memory.events of the cgroup counts {num_oom_kills} more out-of-memory kills"
+        elif code == INTERRUPTED:
+            how = (
+                f"exited with code {code} (terminals and notebooks send Ctrl-C to the workers too; "
+                "the next loop over the loader starts new ones)"
+            )
+        else:
+            how = (
+                f"exited with code {code} (user code called sys.exit() or os._exit(), or the process could "
+                "not start: see stderr, and check that the script has an `if __name__ == '__main__':` guard)"
+            )
+        pending = next((pending for pending in worker.sent if pending.reply is None), None)
+        doing = "had no unfinished batch"
+        if pending is not None:
+            doing = f"was working on batch {pending.number}, index {short_repr(pending.index)}"
+        return f"worker {worker.id} {how}. It {doing}. num_workers=0 runs the same code in this process."
+
+    def _replace(self, worker: _ProcessHandle) -> None:
+        """Replace a dead worker, and give the new one the requests without a reply."""
+        self._use_restart(self._cause_of_death(worker))
+        self._oom_kills = oom_kills()
+        self.ring.forget(worker.id)  # the new process has none of its memory
+        worker.channel.close()
+        worker.process.clean_up()
+        new = self._start(worker.id)
+        self._count(WorkerCounters(num_restarts=1))
+        self._begin(new, worker.begin)
+        new.gets_no_more = worker.gets_no_more
+        for pending in [*worker.sent, *worker.waiting]:
+            if pending.reply is not None:
+                new.sent.append(pending)
+            elif not pending.is_stale:
+                new.waiting.append(pending)
+
+    def close(self, grace_s: float | None = None) -> None:
+        """Stop the workers and release all slots; batches that the caller holds stay valid.
+
+        If an exception interrupts this call, the workers are killed immediately.
+
+        Args:
+            grace_s: How long workers can take to finish their current sample; None: GRACE_S.
+        """
+        if not self.is_ours:
+            # Takes no lock: a thread that does not exist in this forked child may have held it at the fork.
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.abandon()
+                worker.process.abandon()
+            self._sent_spec.close()
+            return
+        with self.lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.channel.close()  # ends a wait in another thread too
+        with self._closing:
+            processes = [worker.process for worker in self._workers]
+            try:
+                if not wait_for_all(processes, GRACE_S if grace_s is None else grace_s):
+                    for process in processes:
+                        process.send_signal(signal.SIGTERM)
+                    wait_for_all(processes, _TERMINATE_S)
+            finally:
+                for process in processes:
+                    process.send_signal(signal.SIGKILL)
+                wait_for_all(processes, _TERMINATE_S)
+                for process in processes:
+                    process.clean_up()
+                with self.lock:
+                    self._workers.clear()
+                    self.ring.clear()
+                    self.stop_reading_slots()
+                    self._sent_spec.close()
