@@ -34,8 +34,8 @@ from harness import Contender, best, interleave, report, save
 import fastload
 from fastload.device import resample
 from fastload.device.cuda import copy_parameters
-from fastload.rng.batch_draws import BatchStreams
-from fastload.rng.keys import StreamOrigin
+from fastload.rng.batch_draws import BatchDraws
+from fastload.rng.keys import BatchKey
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.compose import compose
 
@@ -64,9 +64,9 @@ def rate(transform: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor
 
 def as_on_a_gpu(images: torch.Tensor) -> torch.Tensor:
     """Fastload's form for accelerators, on any device."""
-    uniforms = BatchStreams.of_call().uniforms(len(images), NUM_DRAWS)
+    uniforms = BatchDraws().uniforms(len(images), NUM_DRAWS)
     boxes = draw_boxes(uniforms, (SOURCE, SOURCE), SCALE, RATIO)
-    flips = BatchStreams.of_call().uniforms(len(images), 1) < 0.5
+    flips = BatchDraws().uniforms(len(images), 1) < 0.5
     parameters = torch.from_numpy(np.vstack([boxes, flips]).astype(np.float32))
     return resample._all_at_once(images, copy_parameters(parameters, images.device), (SIDE, SIDE))
 
@@ -144,12 +144,12 @@ def question(title: str, images: torch.Tensor, labels: list[str], runs: int) -> 
 
 def host_question(runs: int) -> dict[str, Any]:
     """Random numbers and boxes of a batch, beside the crop's own time."""
-    origin, indices = StreamOrigin(1, 2, None), list(range(256))
+    key, indices = BatchKey(1, 2, occurrences=()), list(range(256))
 
     def draw_us() -> float:
         start_s = time.perf_counter()
         for _ in range(100):
-            uniforms = BatchStreams.of_samples(origin, indices).uniforms(256, NUM_DRAWS)
+            uniforms = BatchDraws(key, indices).uniforms(256, NUM_DRAWS)
             draw_boxes(uniforms, (SOURCE, SOURCE), SCALE, RATIO)
         return (time.perf_counter() - start_s) / 100 * 1e6
 

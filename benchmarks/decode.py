@@ -10,7 +10,7 @@ cache, and a slow disk, which sleeps for 5 ms before each file.
 
 "Whole images, Pillow" is what `CachedDataset(cache=None)` does for samples that are decoded already, and what
 it did before it decoded regions. "Whole images, nvImageCodec" calls the same pipeline inside a function, so
-no crop is pushed down.
+no crop is decoded alone.
 
 Held out: the disk, except in the question about it: all files lie in the page cache. The images are crops of
 the photographs in scikit-image and scikit-learn, scaled to the size and encoded at quality 90; large ones get

@@ -34,7 +34,7 @@ from photos import SOURCES, encode_jpeg, load_photo
 from PIL import Image
 
 import fastload
-from fastload.albumentations.crop import Pushdown
+from fastload.augmentation.albumentations.crop import CropInDecoder
 
 AREAS = ((SIZES[0], 32, 20, 300), (SIZES[2], 224, 12, 120), (SIZES[3], 224, 6, 60))
 NUM_CLASSES = 10
@@ -63,8 +63,8 @@ def fidelity(size: Any, side: int, num_files: int, num_crops: int) -> dict[str, 
     files = [make_image(load_photo(SOURCES[n % NUM_CLASSES]), size, n) for n in range(num_files)]
     area = crop_pipeline(side, cv2.INTER_AREA)
     plain = crop_pipeline(side, cv2.INTER_LINEAR)
-    exact = Pushdown(crop_pipeline(side, cv2.INTER_LINEAR), reduces=False)
-    fast = Pushdown(crop_pipeline(side, cv2.INTER_LINEAR), reduces=True)
+    exact = CropInDecoder(crop_pipeline(side, cv2.INTER_LINEAR), reduces=False)
+    fast = CropInDecoder(crop_pipeline(side, cv2.INTER_LINEAR), reduces=True)
     found: dict[str, list[float]] = {EXACT: [], FAST: [], "fast against exact": []}
     num_equal = 0
     for content in files:

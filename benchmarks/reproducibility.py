@@ -26,8 +26,8 @@ from rich.table import Table
 from torch.utils.data import Dataset, RandomSampler, WeightedRandomSampler
 
 import fastload
-from fastload.rng.keys import StreamCounter, StreamOrigin, stream_bytes
-from fastload.rng.sample_rng import SampleRng
+from fastload.rng.keys import SampleKey, occurrence_counter
+from fastload.rng.sample_rng import SampleSeeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,14 +60,14 @@ def microseconds(work: Callable[[], Any], runs: int) -> float:
 
 def parts(runs: int) -> dict[str, float]:
     """Microseconds of each part of seeding a sample, and of the whole."""
-    draw = StreamOrigin(1, 2, None)
-    word = int.from_bytes(stream_bytes(draw, 3, 0)[:8], "little")
+    key = SampleKey(1, 2, 12345, 0)
+    word = int.from_bytes(key.digest()[:8], "little")
     bits, own = np.random.PCG64(0), random.Random()
-    draws = StreamCounter(1, 2, MILLION, auto_collation=True)
+    count = occurrence_counter(MILLION, auto_collation=True)
     batch = list(range(256))
     found = {
-        "in the parent: count an index": microseconds(lambda: draws.count(batch), runs) / len(batch),
-        "digest": microseconds(lambda: stream_bytes(draw, 12345, 0), runs),
+        "in the parent: count an index": microseconds(lambda: count(batch), runs) / len(batch),
+        "digest": microseconds(key.digest, runs),
         "random": microseconds(lambda: random.seed(word), runs),
         "numpy.random": microseconds(lambda: np.random.seed(word & 0xFFFFFFFF), runs),
         "torch": microseconds(lambda: torch.default_generator.manual_seed(word), runs),
@@ -75,10 +75,10 @@ def parts(runs: int) -> dict[str, float]:
         "a PCG64 for pipelines": microseconds(lambda: setattr(bits, "state", bits.state), runs),
     }
     for num_transforms in (0, 1, 100):
-        rng = SampleRng(Augmented(num_transforms), None, with_transforms=True, role="process")
+        seeder = SampleSeeder(Augmented(num_transforms), None, with_transforms=True, role="process")
         name = f"all, {num_transforms} transforms"
-        found[name] = microseconds(lambda rng=rng: rng.begin(draw, 12345, 0), runs)  # type: ignore[misc]
-        rng.end()
+        found[name] = microseconds(lambda seeder=seeder: seeder.begin(key), runs)  # type: ignore[misc]
+        seeder.end()
     return found
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from fastload.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from fastload.batch.failed_sample import FailedSample as FailedSample
+    from fastload.batch.failures import FailedSample as FailedSample
+    from fastload.batch.source import BatchSource as BatchSource
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.device.device_prefetcher import DevicePrefetcher as DevicePrefetcher
     from fastload.epochs.node_partition import NodePartitionSampler as NodePartitionSampler
@@ -37,7 +38,8 @@ else:  # with __getattr__ in sight, type checkers would accept any name
     __getattr__, __dir__, __all__ = _public_names(
         "fastload",
         {
-            "batch.failed_sample": ("FailedSample",),
+            "batch.failures": ("FailedSample",),
+            "batch.source": ("BatchSource",),
             "cache.dataset": ("CachedDataset",),
             "device.device_prefetcher": ("DevicePrefetcher",),
             "epochs.node_partition": ("NodePartitionSampler",),

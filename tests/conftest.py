@@ -36,7 +36,13 @@ INTERPRETERS = {"spawn", "forkserver"}  # start methods
 MATRICES = {"parity", "resume", "faults", "survival"}  # folders of many cases that start worker processes
 # Files that import much (pandas, torch's compiler, Lightning) or keep much: a worker forked from a
 # process of 370 MB costs 34 ms of processor time, from one of 800 MB 56 ms, from a fork server 43 ms.
-LAST = ["test_pushdown.py", "test_record.py", "test_foreign_samples.py", "test_training.py", "test_stats.py"]
+LAST = [
+    "test_crop_in_decoder.py",
+    "test_record.py",
+    "test_foreign_samples.py",
+    "test_training.py",
+    "test_stats.py",
+]
 LAST += ["test_gpu_checks.py", "test_train.py", "test_launchers.py", "test_culprits.py"]
 # What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.
@@ -156,9 +162,9 @@ def leak_guard() -> Iterator[None]:
     yield
     entry_points = sys.modules.get("fastload.rng.entry_points")
     if entry_points is not None and (
-        entry_points.current() is not None or entry_points.HERE.root is not None
+        entry_points.current_source() is not None or entry_points.THREAD.root is not None
     ):
-        entry_points.begin_worker(None, is_thread=False)
+        entry_points.set_worker_source(None, is_thread=False)
         pytest.fail("left behind: transforms of this process or thread draw from a loader's streams")
     gc.collect()
     deadline = time.monotonic() + leaks.GRACE_S

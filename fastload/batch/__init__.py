@@ -1,5 +1,6 @@
-"""Turn a list of indices into a batch in memory.
+"""Turns a list of indices into a batch in memory.
 
-Read in this order: `fetch` (indices to samples), `collate` and `stacking` (samples to a batch), `packing` (a
-batch to a message and shared memory); then `replacing` and `failures` (samples that cannot be read).
+Read `source` (datasets that make batches themselves), `fetch` (indices to samples), `collate` and `stacking`
+(samples to a batch), `packing` (a batch to a message and shared memory), then `failures` (samples that cannot
+be read).
 """

@@ -32,7 +32,7 @@ from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
 from fastload.images.layout import image_layout
-from fastload.nested.pending import PendingImage, computed
+from fastload.nested.deferred import DeferredImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
 from fastload.system.torch_private import torch_collate
@@ -121,14 +121,14 @@ class _Rows:
 
     def __init__(self, batch: _Batch, first: Any) -> None:
         self._batch = batch
-        is_pending = type(first) is PendingImage
-        self._kind = first.kind if is_pending else type(first)
+        is_deferred = type(first) is DeferredImage
+        self._kind = first.kind if is_deferred else type(first)
         self._is_tensor = self._kind is torch.Tensor
         self._shape = tuple(first.shape)
         self._dtype = first.dtype
         self._row_dtype = first.dtype
         if self._is_tensor:
-            self._row_dtype = first.row_dtype if is_pending else tensor_array(first).dtype
+            self._row_dtype = first.row_dtype if is_deferred else tensor_array(first).dtype
         # Without workers torch.stack follows the samples' strides, so only contiguous samples go to rows.
         self._layout = batch.layout(first)
         self._any_strides = batch.in_worker or self._layout is not None
@@ -143,7 +143,7 @@ class _Rows:
             self._rows = arena.array((count, *self._shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
-        if type(value) is PendingImage:
+        if type(value) is DeferredImage:
             if (value.kind, value.shape, value.dtype) == (self._kind, self._shape, self._dtype):
                 value.write(self._rows[row])
                 return
@@ -246,14 +246,16 @@ class RowCollate:
 
     def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
         self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
-        self.takes_pending = in_worker and not self._batch.has_threads  # else strides would differ
+        self.takes_deferred = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None
         self._num_rows = 0
-        self._pends = False
+        self._has_deferred = False
         self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
         self._kept: Any = []
 
-    def begin(self, count: int, *, keeps: bool = False, is_lent: bool = False, pends: bool = False) -> None:
+    def begin(
+        self, count: int, *, keeps: bool = False, is_lent: bool = False, has_deferred: bool = False
+    ) -> None:
         """Start a batch of at most ``count`` samples.
 
         Args:
@@ -261,13 +263,13 @@ class RowCollate:
             keeps: Whether all samples are kept, for `take`.
             is_lent: Whether arrays can be read-only views of a cache. torch warns about such arrays, so it
                 gets copies of those that are not written to rows.
-            pends: Whether samples can hold a `PendingImage`.
+            has_deferred: Whether samples can hold a `DeferredImage`.
         """
         self._batch.count = count
         self._batch.is_lent = is_lent
         self._num_rows = 0
         self._keeps = keeps
-        self._pends = pends
+        self._has_deferred = has_deferred
         self._kept = []
 
     def __len__(self) -> int:
@@ -308,7 +310,7 @@ class RowCollate:
     def take(self) -> Any:
         """Return the kept samples, for a different collate function."""
         samples, self._kept = self._kept, []
-        if self._pends:
+        if self._has_deferred:
             samples = [map_leaves(sample, computed) for sample in samples]
         return samples
 
@@ -367,7 +369,7 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
 def _has_row(sample: Any, batch: _Batch) -> bool:
     """Whether some leaf of a sample is written to a row."""
     kind = type(sample)
-    if kind is PendingImage:
+    if kind is DeferredImage:
         return True
     if kind is torch.Tensor:
         return _is_row_tensor(sample, batch)
@@ -388,7 +390,7 @@ def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool =
     kind = type(sample)
     if not _has_row(sample, batch):
         return _Kept(batch, path, in_sequence=in_sequence)
-    if kind is np.ndarray or kind is torch.Tensor or kind is PendingImage:
+    if kind is np.ndarray or kind is torch.Tensor or kind is DeferredImage:
         return _Rows(batch, sample)
     is_dict = kind is dict
     keys = list(sample) if is_dict else range(len(sample))

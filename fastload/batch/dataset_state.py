@@ -1,19 +1,22 @@
-"""The position of one worker's copy of a dataset, in a picklable form.
+"""The position of one worker's copy of a dataset, in a picklable form, and how a copy gets there.
 
-It is made where samples are fetched (`fetch`, `worker`, the iterator without workers); `resume` keeps it in
-the consumer's process. Only the processes of one loader make and read the pickles in it. A state from a
-checkpoint is never unpickled: the consumer's process pickles the plain objects in it.
+It is made where samples are fetched; `resume` keeps it in the consumer's process. Only the processes of one
+loader make and read the pickles in it. A state from a checkpoint is never unpickled: the consumer's process
+pickles the plain objects in it.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import pickle
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from fastload.errors import BatchLostError
+from fastload.errors import BatchLostError, ResumeError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fastload.system.remote_error import RemoteError
 
 
@@ -106,3 +109,117 @@ def _accepts(method: Any, *arguments: Any) -> bool:
     except ValueError:  # written in C, without a signature: calling it will show
         return True
     return True
+
+
+class DatasetReader:
+    """One copy of a dataset: it begins at a state, and tells its state.
+
+    Args:
+        dataset: The dataset; this calls ``iter`` on an iterable one.
+        is_iterable: Whether it is iterable-style.
+        state: The state from which it resumes; None: from its beginning, and its state is not requested.
+
+    Attributes:
+        samples: The iterator of an iterable dataset; None for a map-style one.
+        has_ended: Whether the iterator has ended.
+        num_batches: How many batches were read from the copy in this epoch.
+        num_to_read_again: How many of them must be read again before the next one.
+    """
+
+    def __init__(self, dataset: Any, *, is_iterable: bool, state: DatasetState | None) -> None:
+        self.samples: Any = None
+        if is_iterable:
+            self.samples = _iterator_at(dataset, state)
+        elif state is not None and state.data:
+            dataset.load_state_dict(state.load())
+        self._is_own_iterator = self.samples is None or self.samples is dataset
+        # The dataset and its iterator, if their state is requested.
+        owners = (dataset, None if self.samples is dataset else self.samples)
+        self._owners = [owner if state is not None and keeps_state(owner) else None for owner in owners]
+        self.has_ended = state == ENDED
+        self.num_batches = 0 if state is None else state.num_batches
+        self.num_to_read_again = state.num_to_read_again if is_iterable and state is not None else 0
+
+    def state(self) -> DatasetState:
+        """The current state of an iterable dataset, or of a map-style dataset that has a state_dict()."""
+        if self.has_ended:
+            return ENDED
+        data, iterator = (
+            b"" if owner is None else pickle.dumps(owner.state_dict()) for owner in self._owners
+        )
+        return DatasetState("begun", data, None, iterator, self.num_batches)
+
+    @property
+    def has_first_state(self) -> bool:
+        """Whether the state before the first batch says more than that nothing was read.
+
+        The state of a stream that makes an iterator without a state is not requested: it might not be valid
+        before the first sample was read, and a new iterator starts at the same place.
+        """
+        dataset, iterator = self._owners
+        return not self.has_ended and (
+            iterator is not None or (self._is_own_iterator and dataset is not None)
+        )
+
+    def read_again(self, size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+        """Read the batches of a stream without a state that the caller has received before the resume.
+
+        Args:
+            size: Of a batch.
+            drop_last: Whether the last batch is left out if it is short.
+
+        Raises:
+            ResumeError: The stream has fewer batches now.
+        """
+        count, self.num_to_read_again = self.num_to_read_again, 0
+        for number in range(count):
+            try:
+                # islice would call iter() first: a stream that is its own iterator can go back to its start.
+                samples = list(map(next, itertools.repeat(self.samples, size)))
+            except Exception:  # noqa: BLE001  # the caller got this error instead of the batch
+                continue
+            if not samples or (drop_last and len(samples) < size):
+                raise ResumeError(
+                    f"a stream without a state is resumed by reading {count} batches again, but it ended "
+                    f"after {number}: it must return the same samples in the same order as before"
+                )
+            self.has_ended = len(samples) < size
+            yield samples
+
+
+def _iterator_at(dataset: Any, state: DatasetState | None) -> Iterator[Any]:
+    """Call ``iter`` on an iterable dataset, and make the iterator continue at the state.
+
+    The state of the dataset is loaded before ``iter``. If the dataset is its own iterator, and `__iter__`
+    went back to the beginning or needs to come first, the state is loaded again after it.
+    """
+    if state is None or not state.has_state:
+        return iter(dataset)
+    early_error: Exception | None = None
+    if state.data:
+        try:
+            dataset.load_state_dict(state.load())
+        except Exception as error:  # noqa: BLE001  # raised below, unless `__iter__` has to come first
+            early_error = error
+    samples: Any = iter(dataset)
+    if state.data and samples is dataset and (early_error is not None or not _is_at(dataset, state)):
+        dataset.load_state_dict(state.load())
+    elif early_error is not None:
+        raise early_error
+    if state.iterator:
+        if not keeps_state(samples):
+            raise ResumeError(
+                "the state has the position of an iterator with a state_dict(), but iter(dataset) now "
+                f"returns a {type(samples).__name__} without one: give the loader the same dataset as before"
+            )
+        samples.load_state_dict(state.load_iterator())
+    iterator: Iterator[Any] = samples
+    return iterator
+
+
+def _is_at(dataset: Any, state: DatasetState) -> bool:
+    """Whether the dataset says that it is at this state; False if the two cannot be compared."""
+    try:
+        return bool(dataset.state_dict() == state.load())
+    except Exception:  # noqa: BLE001  # tensors and arrays, or a state_dict() that fails at this moment
+        return False

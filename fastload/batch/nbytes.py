@@ -30,8 +30,8 @@ def nbytes_of(batch: Any, depth: int = _MAX_DEPTH) -> int | None:
         return None
     total = 0
     for value in batch.values() if kind is dict else batch:
-        found = nbytes_of(value, depth - 1)
-        if found is None:
+        part = nbytes_of(value, depth - 1)
+        if part is None:
             return None
-        total += found
+        total += part
     return total

@@ -11,20 +11,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import ConcatDataset, Subset, get_worker_info
+from torch.utils.data import ConcatDataset, get_worker_info
+
+from fastload.batch.source import inside_subsets
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
 _SAMPLES_AHEAD = 64  # of tasks: as many files as a remote folder reads concurrently
-
-
-def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
-    """The dataset inside torch's Subset, also nested ones, and the indices of these samples there."""
-    while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
-        dataset = dataset.dataset
-    return dataset, indices
 
 
 def reads_ahead(dataset: Any) -> bool:
@@ -33,8 +27,8 @@ def reads_ahead(dataset: Any) -> bool:
 
 
 def _has_method(dataset: Any) -> bool:
-    is_there = callable(getattr(type(dataset), "read_ahead", None))
-    return is_there and bool(getattr(dataset, "_reads_ahead", True))
+    has_method = callable(getattr(type(dataset), "read_ahead", None))
+    return has_method and bool(getattr(dataset, "_reads_ahead", True))
 
 
 def read_ahead(dataset: Any, indices: Sequence[Any]) -> None:
@@ -54,11 +48,11 @@ def _parts(dataset: Any, indices: Sequence[Any]) -> list[tuple[Any, Sequence[Any
         number = index + len(dataset) if index < 0 else index
         part = bisect_right(dataset.cumulative_sizes, number)
         of_part[part].append(number - (dataset.cumulative_sizes[part - 1] if part else 0))
-    return [found for pair in zip(dataset.datasets, of_part, strict=True) for found in _parts(*pair)]
+    return [part for pair in zip(dataset.datasets, of_part, strict=True) for part in _parts(*pair)]
 
 
 def read_tasks_ahead(
-    dataset: Any, tasks: Sequence[Sequence[int]], number: int, known: Container[int] = ()
+    dataset: Any, tasks: Sequence[Sequence[int]], number: int, skipped: Container[int] = ()
 ) -> None:
     """Announce the samples of a worker's task, and of its next tasks, until 64 samples are announced.
 
@@ -68,14 +62,14 @@ def read_tasks_ahead(
         dataset: Samples are read from it in the order of the tasks.
         tasks: The samples of all tasks; torch's loader gives task i to worker i modulo the number of workers.
         number: Of the task that begins now.
-        known: Samples that are not read.
+        skipped: Samples that are not read.
     """
     if not reads_ahead(dataset):
         return
     worker = get_worker_info()
     num_announced = 0
     for coming in range(number, len(tasks), 1 if worker is None else worker.num_workers):
-        samples = [index for index in tasks[coming] if index not in known]
+        samples = [index for index in tasks[coming] if index not in skipped]
         read_ahead(dataset, samples)
         num_announced += len(samples)
         if num_announced >= _SAMPLES_AHEAD:

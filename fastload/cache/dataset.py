@@ -31,13 +31,13 @@ from fastload.cache.tiers import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
-from fastload.rng.sample_rng import mark
+from fastload.rng.sample_rng import save_generators
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fastload.cache.format.columns import Allocate
+    from fastload.batch.source import Allocate, BatchSource
     from fastload.cache.format.sample_cache import SampleCache
 
 # Samples of a CachedDataset went through `pre_transform` and `transform`. If it had the wrapped dataset's
@@ -260,13 +260,6 @@ class CachedDataset(Dataset[Any]):
             return private_copy(self._lend(index))
         return self._caller_of(transform)(self._view, index)
 
-    def _pend(self, index: int) -> Any:
-        """As ``self[index]``, for a caller that writes a `PendingImage` into its batch."""
-        transform = self.transform
-        if transform is None:
-            return self[index]
-        return self._caller_of(transform)(self._view, index, pends=True)
-
     def __repr__(self) -> str:
         cache = type(self.cache).__name__ if self._stores else "no cache"
         parts = [f"{type(self.dataset).__name__} of {self._num_samples:,} samples", cache]
@@ -276,12 +269,19 @@ class CachedDataset(Dataset[Any]):
         return f"{type(self).__name__}({', '.join(parts)})"
 
     def _lend(self, index: int) -> Any:
-        """The sample with decoded images, before the transform, for a caller that only reads it.
+        """The sample with decoded images, before the transform.
 
         Arrays that come from the cache are read-only views of its memory.
         """
         sample = self._view(index)
         return decode_images(sample) if self._holds_images else sample
+
+    def _defer(self, index: int) -> Any:
+        """The transformed sample, whose image can be a `DeferredImage`."""
+        transform = self.transform
+        if transform is None:
+            return self[index]
+        return self._caller_of(transform)(self._view, index, allow_deferred=True)
 
     def _caller_of(self, transform: Callable[..., Any]) -> TransformCaller:
         caller = self._caller
@@ -326,7 +326,7 @@ class CachedDataset(Dataset[Any]):
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if `max_memory` allows it."""
         counts.misses += 1
-        restore = mark() if self._stores else None
+        restore = save_generators() if self._stores else None
         try:
             fresh = self._source[index]
         except Exception as error:
@@ -364,17 +364,26 @@ class CachedDataset(Dataset[Any]):
         """Whether the wrapped dataset wants to know which samples are read next."""
         return reads_ahead(self._source)
 
-    def _gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
-        """A whole batch, equal to `default_collate([self[i] for i in indices])`, if it can be gathered.
+    def __batch_source__(self) -> BatchSource:
+        """The loader reads whole batches, and lent or deferred samples; see `BatchSource`."""
+        return self
 
-        Args:
-            indices: Of the samples, in the batch's order.
-            allocate: Called as `allocate(shape, dtype)` for each array, tensor or number of a sample; returns
-                a writable C-contiguous array, whose memory the batch's tensors use.
+    @property
+    def lend(self) -> Callable[[int], Any] | None:
+        """Returns a sample whose arrays can be read-only views of the cache; None if there is a transform."""
+        return self._lend if self.transform is None else None
+
+    @property
+    def defer(self) -> Callable[[int], Any]:
+        """Returns a transformed sample whose image can be a `DeferredImage`."""
+        return self._defer
+
+    def gather(self, indices: Sequence[int], allocate: Allocate) -> Any | None:
+        """The batch of these samples, as `BatchSource` has it.
 
         Returns:
             None if there is a transform, a sample is not cached in columns, or the batch needs
-            default_collate; the caller then fetches sample by sample.
+            default_collate.
         """
         if self.transform is not None or not len(indices):
             return None

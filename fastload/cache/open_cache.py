@@ -44,7 +44,7 @@ from fastload.cache.ram.arena import budget_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiers import TieredCache, split_budget
-from fastload.cache.transform import Call
+from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
@@ -172,15 +172,16 @@ class _Samples:
 
 
 def pre_transformed(dataset: Any, function: Callable[..., Any]) -> MappedDataset:
-    """A dataset whose samples pass through a deterministic function, by the conventions of `Call`."""
-    return MappedDataset(dataset, functools.partial(_read_pre_transformed, Call("pre_transform", function)))
+    """A dataset whose samples pass through a deterministic function, as a transform is called."""
+    caller = TransformCaller(function, role="pre_transform")
+    return MappedDataset(dataset, functools.partial(_read_pre_transformed, caller))
 
 
-def _read_pre_transformed(call: Call, dataset: Any, index: int) -> Any:
+def _read_pre_transformed(caller: TransformCaller, dataset: Any, index: int) -> Any:
     sample = decode_images(dataset[index])
     # A shallow copy for the note on an error, because `pre_transform` can modify the containers.
     before = copy.copy(sample) if isinstance(sample, (dict, list)) else sample
-    return call(before, sample, index)
+    return caller.call(before, sample, index)
 
 
 def open_cache(

@@ -17,16 +17,15 @@ import torch
 from fastload.batch.dataset_state import LOST, DatasetState
 from fastload.epochs.sampler_state import OrderSources, ShardingFacts, rank_and_facts
 from fastload.errors import ResumeError
-from fastload.rng.batch_draws import BatchId
+from fastload.rng.keys import BatchKey
 from fastload.system.torch_private import index_sampler
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
 
-    from fastload.rng.keys import StreamCounter, StreamOrigin
     from fastload.system.remote_error import RemoteError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -84,12 +83,12 @@ class EpochCursor:
         error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
         ahead: The arguments of `advance` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_origin: With `seeding="sample"`: the index of the last fetched batch, and the origin of its
-            samples' random streams. With `in_order=False` torch's workers do not fetch in the order of the
-            indices, and the two do not belong together.
+        fetched_key: With `seeding="sample"`: the index of the last fetched batch, and its key. With
+            `in_order=False` torch's workers do not fetch in the order of the indices, and the two do not
+            belong together.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
-        stream_counter: Counts the samples' random streams with `seeding="sample"`.
+        count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
     """
 
     epoch: int
@@ -110,16 +109,16 @@ class EpochCursor:
     is_iterable: bool = field(init=False, default=False)
     error: RemoteError | None = field(init=False, default=None)
     ahead: deque[tuple[Any, int, DatasetState | None]] | None = field(init=False, default=None)
-    fetched_origin: tuple[Any, StreamOrigin] | None = field(init=False, default=None)
+    fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
     loads_dataset_states: bool = field(init=False, default=False)
-    stream_counter: StreamCounter | None = field(init=False, default=None)
+    count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
     # The loaded cursor that `replay` continues from, whether another rank saved it, and the user's state of
     # torch's default generator, which `replay` leaves unchanged.
     _loaded: EpochCursor | None = field(init=False, default=None)
     _is_of_other_rank: bool = field(init=False, default=False)
     _default_state: torch.Tensor | None = field(init=False, default=None)
     # With seeding="sample": what was counted and not yet fetched.
-    _counted: deque[tuple[Any, StreamOrigin]] = field(init=False, default_factory=collections.deque)
+    _counted: deque[tuple[Any, BatchKey]] = field(init=False, default_factory=collections.deque)
 
     @property
     def is_within_epoch(self) -> bool:
@@ -198,9 +197,9 @@ class EpochCursor:
         if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = num_batches, (num_batches, expected)
             return
-        for _ in range(num_batches):
+        for number in range(num_batches):
             try:
-                self.advance(self.count(next(indices))[0])
+                self.advance(self.keyed(next(indices), number)[0])
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
@@ -232,17 +231,19 @@ class EpochCursor:
 
     # --- batches ------------------------------------------------------------------------------------------
 
-    def count(self, index: Any) -> tuple[Any, StreamOrigin | None]:
-        """Count an index from the sampler; return it and the origin of its samples' random streams."""
-        if self.stream_counter is None:
-            return index, None
-        counted = self.stream_counter.count(index)
+    def keyed(self, index: Any, number: int) -> tuple[Any, BatchKey]:
+        """An index from the sampler, and the key of its batch, of this number; call it once for each."""
+        key = self.batch_key(number)
+        if self.count_occurrences is None:
+            return index, key
+        index, occurrences = self.count_occurrences(index)
+        counted = index, key._replace(occurrences=occurrences)
         self._counted.append(counted)
         return counted
 
-    def batch_id(self, number: int) -> BatchId:
-        """What identifies the batch of this number."""
-        return BatchId(self.sample_seed, self.epoch, number, self.base_seed, self.rank or 0)
+    def batch_key(self, number: int) -> BatchKey:
+        """The key of the batch of this number, whose draws do not depend on its samples."""
+        return BatchKey(self.sample_seed, self.epoch, number, self.base_seed, self.rank or 0)
 
     @property
     def num_fetched(self) -> int:
@@ -252,7 +253,7 @@ class EpochCursor:
     def fetched(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
         """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
         if self._counted:
-            self.fetched_origin = self._counted.popleft()
+            self.fetched_key = self._counted.popleft()
         if self.ahead is None:
             self.advance(index, worker, dataset_state)
         else:

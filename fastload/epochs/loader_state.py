@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.epochs.stats import Recorder
 
 if TYPE_CHECKING:
-    from fastload.batch.failed_sample import FailedSample
+    from fastload.batch.failures import FailedSample
     from fastload.device.cuda import Backend
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.iterator import EpochIterator

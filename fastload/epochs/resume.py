@@ -27,7 +27,7 @@ from fastload.epochs.sampler_state import (
     sharding_of,
 )
 from fastload.errors import ResumeError
-from fastload.rng.keys import StreamCounter
+from fastload.rng.keys import occurrence_counter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
@@ -116,9 +116,7 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
         cursor.rank = sharding_of(loader)[0]
     if getattr(loader, "seeding", "worker") == "sample":
         num_samples = length_or_none(loader.dataset) or 0
-        cursor.stream_counter = StreamCounter(
-            cursor.sample_seed, cursor.epoch, num_samples, auto_collation=has_auto_collation(loader)
-        )
+        cursor.count_occurrences = occurrence_counter(num_samples, auto_collation=has_auto_collation(loader))
     state.next_epoch = cursor.epoch + 1
     state.cursor = cursor
     return cursor

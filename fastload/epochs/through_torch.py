@@ -22,7 +22,7 @@ from fastload.device.stream_prefetcher import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
-from fastload.rng.entry_points import HERE, Place, draw_from
+from fastload.rng.entry_points import THREAD, ThreadState, swap_state
 from fastload.rng.keyed import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
@@ -102,10 +102,10 @@ class TorchIterator(EpochIterator):
             self.transform = EpochTransform(loader, self.cursor, "batch_transform")
 
     def _next_data(self) -> Any:
-        outside = HERE.source, HERE.root, HERE.pair
+        outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             if self.streams is not None:
-                draw_from(Place(self.streams))
+                swap_state(ThreadState(self.streams))
             num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.cursor.end()
@@ -114,7 +114,8 @@ class TorchIterator(EpochIterator):
             self.cursor.fetched(None)  # a caller who continues after an error gets the next batch
             raise
         finally:
-            HERE.source, HERE.root, HERE.pair = outside  # first, and without a call: signals interrupt calls
+            # First, and without a call: signals interrupt calls.
+            THREAD.source, THREAD.root, THREAD.pair = outside
         self.cursor.fetched(None)
         if self.transform is not None:
             transform, cpu = self.transform.of_fetched(), torch.device("cpu")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastload.nested.device_tree import map_device_leaves
-from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchStreams, drawing_from
+from fastload.rng.batch_draws import AFTER_BATCH_TRANSFORM, BatchDraws, drawing_from
 from fastload.system.torch_private import has_auto_collation, is_compiled
 from fastload.transforms.compose import compose
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.epochs.cursor import EpochCursor
+    from fastload.rng.keys import BatchKey
     from fastload.workers.settings import LoaderSettings
 
 
@@ -43,18 +44,14 @@ class EpochTransform:
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
         cursor = self._cursor
-        if self._is_of_samples and cursor.fetched_origin is not None:
-            index, origin = cursor.fetched_origin
-            streams: Callable[..., BatchStreams]
-            indices = index if self._auto_collation else (index,)
-            streams = functools.partial(BatchStreams.of_samples, origin, indices)
-        else:
-            streams = functools.partial(BatchStreams.of_batch, cursor.batch_id(cursor.num_fetched - 1))
-        return functools.partial(self._call, streams)
+        index, key = (), cursor.batch_key(cursor.num_fetched - 1)
+        if self._is_of_samples and cursor.fetched_key is not None:
+            index, key = cursor.fetched_key
+        return functools.partial(self._call, key, index if self._auto_collation else (index,))
 
-    def _call(self, streams: Callable[..., BatchStreams], batch: Any) -> Any:
-        # New streams for each call: a batch that found no memory on the device is transformed again.
-        with drawing_from(streams(first_call=self._first_call)):
+    def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:
+        # New draws for each call: a batch that found no memory on the device is transformed again.
+        with drawing_from(BatchDraws(key, indices, first_call=self._first_call)):
             transformed = self._function(batch)
         # With CUDA graphs, a compiled function overwrites its last outputs, and batches wait for the caller.
         return map_device_leaves(transformed, _cloned) if self._clones else transformed

@@ -76,7 +76,9 @@ class WorkerIterator(HostIterator):
         self._broken: type[Exception] | None = None
         self._failed_sampler = ""  # the error that ended the sampler, if one did
         self._is_prefetched = False
-        self._identifies = loader.on_error != "raise" or loader.batch_transform is not None
+        self._needs_keys = (
+            loader.seeding == "sample" or loader.on_error != "raise" or loader.batch_transform is not None
+        )
         pool_type = pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
         if pool_type.runs_in_consumer:
@@ -178,10 +180,10 @@ class WorkerIterator(HostIterator):
         if assigned is None:
             return None
         number, worker = assigned
-        batch_id = None
-        if self._identifies:
-            batch_id = self._cursor.batch_id(self._first_batch + number)
-        self._pool.submit(worker, PendingBatch(number, *self._cursor.count(index), batch_id))
+        key = None
+        if self._needs_keys:
+            index, key = self._cursor.keyed(index, self._first_batch + number)
+        self._pool.submit(worker, PendingBatch(number, index, key))
         if self._pin_thread is not None:
             self._pin_thread.expect(worker)
         return None

@@ -19,7 +19,7 @@ from fastload.epochs.iterator import HostIterator
 from fastload.epochs.loader_state import recorder_of, state_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
-from fastload.rng.entry_points import HERE, Place, draw_from, reading
+from fastload.rng.entry_points import THREAD, ThreadState, seeded_by, swap_state
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place
@@ -29,7 +29,7 @@ from fastload.workers.settings import worker_spec
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
     from fastload.workers.settings import LoaderSettings
 
 
@@ -50,8 +50,8 @@ class LocalIterator(HostIterator):
         self._recorder = recorder_of(loader)
         self._turn = threading.RLock()
         self._is_fetching = False
-        # The index of the batch being read, and its origin; after Ctrl-C it is read again.
-        self._due: tuple[Any, StreamOrigin | None] | None = None
+        # The index of the batch being read, and its key; after Ctrl-C it is read again.
+        self._due: tuple[Any, BatchKey] | None = None
         self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         spec = worker_spec(loader, cursor.base_seed)
@@ -59,9 +59,10 @@ class LocalIterator(HostIterator):
         self._keeps_state = states is not None
         is_seeded = spec.seed_albumentations and not spec.seeds_samples
         self._streams = local_streams(spec.base_seed) if is_seeded else None
-        with reading(self._streams):  # iter() of an iterable dataset can draw
+        with seeded_by(self._streams):  # iter() of an iterable dataset can draw
             self._fetcher = make_fetcher(spec, self._buffers, None if states is None else states[0])
-        if states is not None and not cursor.num_received and self._fetcher.has_first_state:
+        is_first = not cursor.num_received
+        if states is not None and is_first and self._fetcher.reader.has_first_state:
             states[0] = self._dataset_state()
 
     def _take_buffers(self, loader: LoaderSettings) -> BufferPool:
@@ -79,7 +80,7 @@ class LocalIterator(HostIterator):
                 self._raise_instead()
             try:
                 if self._due is None:
-                    self._due = self._cursor.count(next(self._sampler_iter))
+                    self._due = self._cursor.keyed(next(self._sampler_iter), self._num_drawn)
                     self._num_drawn += 1
                 batch = self._fetch(*self._due)
             except StopIteration:
@@ -102,16 +103,15 @@ class LocalIterator(HostIterator):
             raise LoaderClosedError
         raise StopIteration  # the buffers may belong to another iterator now
 
-    def _fetch(self, index: Any, origin: StreamOrigin | None) -> Any:
-        batch_id = self._cursor.batch_id(self._num_drawn - 1)
+    def _fetch(self, index: Any, key: BatchKey) -> Any:
         hits, misses = counts.hits, counts.misses
-        outside = HERE.source, HERE.root, HERE.pair
+        outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             self._is_fetching = True
             self._buffers.begin()
             if self._streams is not None:
-                draw_from(Place(self._streams))
-            batch = self._fetcher.fetch(index, origin, batch_id)
+                swap_state(ThreadState(self._streams))
+            batch = self._fetcher.fetch(index, key)
         except StopIteration:
             raise  # the iterable dataset has ended: there is no such batch
         except BaseException as error:
@@ -123,7 +123,7 @@ class LocalIterator(HostIterator):
             raise
         finally:
             # These come first, and call nothing: a signal can interrupt any call.
-            HERE.source, HERE.root, HERE.pair = outside
+            THREAD.source, THREAD.root, THREAD.pair = outside
             self._is_fetching = False
             self._buffers.end()
             if counts.hits != hits or counts.misses != misses:

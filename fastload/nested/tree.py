@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
+from fastload.nested.deferred import DeferredImage
 from fastload.nested.leaf import IMAGE
 from fastload.nested.leaves import to_bytes
-from fastload.nested.pending import PendingImage
 from fastload.nested.spec import flatten
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class OpaqueLeafError(Exception):
 
 # Leaves of these types refer to no memory of an array. np.void can be a view; other objects can hold one.
 _ATOMIC = (bool, int, float, complex, str, bytes, type(None), np.number, np.bool_, np.character)
-_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, PendingImage))
+_ATOMS = frozenset((bool, int, float, complex, str, bytes, type(None), np.int64, np.float64, DeferredImage))
 
 
 def copy_views(nest: Any, sample: Any) -> Any:
@@ -161,7 +161,7 @@ def _owns(part: Any) -> bool:
 
 def _copy_views(nest: Any, sample: Any) -> Any:
     def own(leaf: Any) -> Any:
-        if isinstance(leaf, (*_ATOMIC, PendingImage)):  # the result of a pending image is private
+        if isinstance(leaf, (*_ATOMIC, DeferredImage)):  # the result of a deferred image is private
             return leaf
         if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
             # An array that owns its memory is no view of a cache.

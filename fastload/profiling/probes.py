@@ -57,7 +57,7 @@ _METHODS = (
     ("multiprocessing.synchronize", "SemLock", "__enter__", LOCK),
     ("h5py._hl.dataset", "Dataset", "__getitem__", READ),
     ("zarr.core.array", "Array", "__getitem__", READ),
-    ("fastload.cache.dataset", "CachedDataset", "_gather", CACHE),
+    ("fastload.cache.dataset", "CachedDataset", "gather", CACHE),
     ("fastload.cache.ram.shared", "SharedMemoryCache", "get", CACHE),
     ("fastload.cache.lmdb.lmdb_cache", "LMDBCache", "get", CACHE),
     ("fastload.cache.ram.private", "PrivateCache", "get", CACHE),

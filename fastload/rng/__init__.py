@@ -1,9 +1,8 @@
-"""Seed random numbers, either once per worker or for each sample.
+"""Seeds random numbers, either once per worker or for each sample.
 
-Read in this order: `entry_points` (where transforms of albumentations and MONAI draw), `seeding`
-(seeding="worker": torch's seeds, and the streams of pipelines), `sample_streams` (seeding="sample": the part
-of the parent), `sample_rng` (seeding="sample": the part where samples are fetched), `generators`
-(seeding="sample": the generators in attributes of the dataset), `takeover` (generators in the consumer's
-process), `keyed` (seeding="sample" through torch's own iterator), `batch_draws` (what transforms of whole
-batches draw).
+Read `entry_points` (where transforms of libraries draw), `seeding` (seeding="worker": torch's seeds, and the
+streams of pipelines), `keys` (seeding="sample": what the streams of a sample depend on), `sample_rng` (sets
+the generators before each sample), `generators` (those in attributes of the dataset), `rng_scope` (generators
+in the consumer's process), `keyed` (seeding="sample" through torch's own iterator), then `batch_draws` (what
+transforms of whole batches draw).
 """

@@ -9,7 +9,7 @@ The process that transforms a batch draws them, with NumPy, for all images in on
 2. The generator has no state: draw i of an image is a function of its key and of i. It is SplitMix64 (Steele,
    Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), with each key as a starting
    point. NumPy's own counter-based generator, Philox, takes one key at a time.
-3. Each call of `BatchStreams.uniforms` for one batch draws from its own random stream. So two transforms, or
+3. Each call of `BatchDraws.uniforms` for one batch draws from its own random stream. So two transforms, or
    two calls of one transform, draw different numbers, in the order of the calls.
 4. Outside a loader, each call is seeded by a draw from torch's default generator.
 """
@@ -21,82 +21,50 @@ import functools
 import hashlib
 import itertools
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from fastload.rng.keys import as_int, index_key
+from fastload.rng.keys import as_int, index_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 divided by the golden ratio, odd
-
-
 # The calls that a device transform makes after a batch transform are counted from here: other streams.
 AFTER_BATCH_TRANSFORM = 1 << 20
 
 
-class BatchId(NamedTuple):
-    """Identifies one batch of a run.
-
-    Attributes:
-        seed: Of the run. The replacement of an unreadable sample depends on this and the next two.
-        epoch: The number of the epoch.
-        number: Of the batch in its epoch.
-        base_seed: Drawn at the beginning of the epoch.
-        rank: That the loader reads for; 0 if it is unknown.
-    """
-
-    seed: int
-    epoch: int
-    number: int
-    base_seed: int
-    rank: int
-
-
-class BatchStreams:
+class BatchDraws:
     """The random streams of the images of one batch.
 
     Args:
-        words: Integers that determine the keys of all images; their number differs by kind.
-        indices: The sampler's indices of the samples; None if keys depend only on positions.
-        occurrences: How often each index came before in the epoch; None: 0 for all of them.
+        key: Of the batch. If it has occurrences, the streams depend on the samples: the seed, the epoch, the
+            indices and their occurrences. Otherwise they depend on the other values of the key. None: outside
+            a loader; the streams are seeded by a draw from torch's default generator.
+        indices: The sampler's indices of the samples.
         first_call: The number of the first call of `uniforms`.
     """
 
     def __init__(
-        self,
-        words: tuple[int, ...],
-        indices: Sequence[Any] | None = None,
-        occurrences: Sequence[int] | None = None,
-        first_call: int = 0,
+        self, key: BatchKey | None = None, indices: Sequence[Any] = (), *, first_call: int = 0
     ) -> None:
-        self._words = words
-        self._indices = indices
-        self._occurrences = occurrences
         self._num_calls = itertools.count(first_call)
-
-    @classmethod
-    def of_samples(cls, origin: StreamOrigin, indices: Sequence[Any], *, first_call: int = 0) -> BatchStreams:
-        """Streams that depend on the samples: for ``seeding="sample"``."""
-        return cls((origin.seed, origin.epoch), indices, origin.occurrences, first_call)
-
-    @classmethod
-    def of_batch(cls, batch_id: BatchId, *, first_call: int = 0) -> BatchStreams:
-        """Streams that depend on the batch's number in its epoch: for ``seeding="worker"``."""
-        _, epoch, number, base_seed, rank = batch_id
-        return cls((base_seed, epoch, rank, number), first_call=first_call)
-
-    @classmethod
-    def of_call(cls) -> BatchStreams:
-        """Streams for one call outside a loader, seeded by a draw from torch's default generator."""
-        return cls((int(torch.empty((), dtype=torch.int64, device="cpu").random_().item()),))
+        self._indices: Sequence[Any] | None = None
+        self._occurrences: tuple[int, ...] = ()
+        if key is None:
+            drawn = torch.empty((), dtype=torch.int64, device="cpu").random_()
+            self._words: tuple[int, ...] = (int(drawn.item()),)
+        elif key.occurrences is None:
+            self._words = key.base_seed, key.epoch, key.rank, key.number
+        else:
+            self._words = key.seed, key.epoch
+            self._indices, self._occurrences = indices, key.occurrences
 
     def uniforms(self, num_images: int, num_draws: int) -> NDArray[np.float64]:
         """``(num_draws, num_images)`` numbers in [0, 1), from the next random stream of each image.
@@ -124,24 +92,24 @@ class BatchStreams:
 
 def draw_uniforms(num_images: int, num_draws: int) -> NDArray[np.float64]:
     """``(num_draws, num_images)`` numbers in [0, 1) for the images of the batch being transformed."""
-    streams = _current.streams
-    return (BatchStreams.of_call() if streams is None else streams).uniforms(num_images, num_draws)
+    draws = _current.draws
+    return (BatchDraws() if draws is None else draws).uniforms(num_images, num_draws)
 
 
 @contextlib.contextmanager
-def drawing_from(streams: BatchStreams) -> Iterator[None]:
-    """A block in which `draw_uniforms` of this thread draws from ``streams``."""
-    outer, _current.streams = _current.streams, streams
+def drawing_from(draws: BatchDraws) -> Iterator[None]:
+    """A block in which `draw_uniforms` of this thread draws from ``draws``."""
+    outer, _current.draws = _current.draws, draws
     try:
         yield
     finally:
-        _current.streams = outer
+        _current.draws = outer
 
 
 class _Current(threading.local):
     """The batch that this thread is transforming."""
 
-    streams: BatchStreams | None = None
+    draws: BatchDraws | None = None
 
 
 _current = _Current()
@@ -174,4 +142,4 @@ def _index_word(index: Any) -> int:
     number = as_int(index)
     if number is not None and -(1 << 63) <= number < 1 << 63:
         return number % (1 << 64)
-    return int(_digest(index_key(index))[0])
+    return int(_digest(index_bytes(index))[0])

@@ -1,7 +1,7 @@
-"""Find and seed the generators in attributes of a dataset or a collate_fn: a part of `seeding="sample"`.
+"""Finds and seeds the generators in attributes of a dataset or a collate_fn: a part of `seeding="sample"`.
 
-Nothing tells when a generator of numpy or torch draws, so they are searched for; `sample_rng` seeds those
-found before each sample. Rules:
+Nothing tells when a generator of numpy or torch draws, so the search finds them, and `sample_rng` seeds them
+before each sample. Rules:
 
 1. Generators draw from different random streams: the stream of a generator depends on the sample and on the
    generator's position among those of the dataset, or among those of the collate_fn.
@@ -14,7 +14,6 @@ found before each sample. Rules:
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import logging
 import random
@@ -24,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from fastload.rng.entry_points import Source, random_bases
+from fastload.augmentation.libraries import LIBRARIES
+from fastload.nested.attributes import attributes, read_class_dict, read_mro
+from fastload.rng.entry_points import RandomSource, random_bases
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ class Search:
 
     Attributes:
         of_dataset: The generators in the dataset and the paths to them, nearest first, except the libraries'
-            own, and those that transforms of albumentations and MONAI draw from.
+            own, and those that random transforms draw from.
         of_collate: Those that only the collate_fn has.
-        transforms: The transforms of albumentations and MONAI on the way.
+        transforms: The random transforms on the way, of the libraries in `augmentation`.
     """
 
     def __init__(self, dataset: Any, collate_fn: Any = None) -> None:
@@ -63,27 +64,27 @@ class Search:
 
     def holding(self, values: list[Any]) -> dict[int, Any]:
         """By id, these objects and all objects that hold them, directly or indirectly."""
-        held = {id(value): value for value in values}
+        holders = {id(value): value for value in values}
         queue = collections.deque(values)
         while queue:
             for holder in self._holders.get(id(queue.popleft()), ()):
-                if id(holder) not in held:
-                    held[id(holder)] = holder
+                if id(holder) not in holders:
+                    holders[id(holder)] = holder
                     queue.append(holder)
-        return held
+        return holders
 
     def _below(self, root: Any) -> list[tuple[Any, Path]]:
-        found: list[tuple[Any, Path]] = []
-        bases = set(map(id, random_bases()))
+        generators: list[tuple[Any, Path]] = []
+        bases = {id(cls) for _, cls in random_bases()}
         self._seen[id(root)] = root
         queue: collections.deque[tuple[Any, Path, int]] = collections.deque([(root, (), 0)])
         long: list[tuple[Any, Path, int]] = []  # containers, and how many of their elements were visited
         num_before, max_seen = 0, len(self._seen) + _MAX_VISITS
         while queue:
             value, path, start = queue.popleft()
-            is_transform = not bases.isdisjoint(map(id, _read_mro(type(value))))
+            is_transform = not bases.isdisjoint(map(id, read_mro(type(value))))
             if issubclass(type(value), _GENERATORS):
-                found.append((value, path))
+                generators.append((value, path))
             elif is_transform and start == 0:
                 self.transforms.append(value)
             elements = list(itertools.islice(_elements(value), start, start + _CHUNK_ELEMENTS))
@@ -91,10 +92,9 @@ class Search:
                 long.append((value, path, start + _CHUNK_ELEMENTS))
             parts = [((True, key), part) for key, part in elements]
             if start == 0 and id(type(value)) not in _BUILTIN and not issubclass(type(value), _LEAVES):
-                own = attributes(value).items()
                 parts += [
                     ((False, name), part)
-                    for name, part in own
+                    for name, part in attributes(value).items()
                     if not (is_transform and name in _OF_TRANSFORMS)
                 ]
             for step, part in parts:
@@ -109,19 +109,15 @@ class Search:
                     "the collate_fn are not seeded. Keep them in attributes of the dataset.",
                     _MAX_VISITS,
                 )
-                return found
-            if not queue and len(found) + len(self.transforms) > num_before:
-                num_before = len(found) + len(self.transforms)
+                return generators
+            if not queue and len(generators) + len(self.transforms) > num_before:
+                num_before = len(generators) + len(self.transforms)
                 queue.extend(long)
                 long = []
-        return found
+        return generators
 
 
-# --- the contents of an object, read without running its code --------------------------------------------
-
-# As in inspect.getattr_static: a metaclass cannot intercept these.
-_read_class_dict = type.__dict__["__dict__"].__get__
-_read_mro = type.__dict__["__mro__"].__get__
+# --- what the search passes over ---------------------------------------------------------------------------
 
 # random.random(), np.random.rand() and torch.rand() draw from these.
 LIBRARY_GENERATORS = (random._inst, np.random.mtrand._rand, torch.default_generator)
@@ -137,7 +133,7 @@ _LEAVES = (
     *(bytearray, memoryview, range, slice, set, frozenset, np.generic, *_GENERATORS),
     *(type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType),
     logging.Logger,  # refers to all other loggers
-    Source,  # has its own generators
+    RandomSource,  # has its own generators
 )
 # Clients of stores and tables refer to tens of thousands of objects, none of them the user's generators.
 _CLIENTS = frozenset(
@@ -147,12 +143,12 @@ _CLIENTS = frozenset(
         *("pandas", "pyarrow", "polars", "h5py", "zarr", "lmdb", "sqlite3", "sqlalchemy", "pymongo", "redis"),
     )
 )
-# Where transforms of albumentations, MONAI and AlbumentationsX keep the generators that they draw from.
+# Where transforms keep the generators that they draw from.
 _OF_TRANSFORMS = frozenset(
-    (
-        *("R", "random_generator", "py_random", "_configured_random_generator", "_configured_py_random"),
-        *("_concurrent_random_generator", "_concurrent_py_random"),
-    )
+    name
+    for library in LIBRARIES
+    for names in (library.private_generators, *(base.generators for base in library.random_classes))
+    for name in names
 )
 
 
@@ -161,7 +157,7 @@ def _is_closed(value: Any) -> bool:
     cls = type(value)
     if issubclass(cls, _GENERATORS):
         return id(value) in _OF_LIBRARIES
-    module = _read_class_dict(cls).get("__module__")
+    module = read_class_dict(cls).get("__module__")
     return issubclass(cls, _LEAVES) or (type(module) is str and module.partition(".")[0] in _CLIENTS)
 
 
@@ -171,23 +167,6 @@ def _elements(value: Any) -> Iterable[tuple[Any, Any]]:
         return dict.items(value)
     base: Any = next((base for base in _CONTAINERS[1:] if issubclass(type(value), base)), None)
     return () if base is None else enumerate(base.__iter__(value))
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """The instance attributes by name, in the order they were set; slots last.
-
-    What methods and partials wrap are slots, too.
-    """
-    dicts = list(map(_read_class_dict, _read_mro(type(value))))
-    descriptor: Any = next((own["__dict__"] for own in dicts if "__dict__" in own), None)
-    is_builtin = type(descriptor) in (types.GetSetDescriptorType, types.MemberDescriptorType)
-    found: dict[str, Any] = dict(dict.items(descriptor.__get__(value))) if is_builtin else {}
-    for own in dicts:
-        for name, member in own.items():
-            if type(member) is types.MemberDescriptorType and name != "__dict__":
-                with contextlib.suppress(AttributeError):  # the slot was never set
-                    found.setdefault(name, member.__get__(value))
-    return found
 
 
 # --- seeds -----------------------------------------------------------------------------------------------
@@ -211,22 +190,22 @@ class HeldGenerator(NamedTuple):
 
 def held_generators(search: Search) -> list[HeldGenerator]:
     """Describe the generators that a search has found."""
-    held = []
-    for owner, found in (("dataset", search.of_dataset), ("collate_fn", search.of_collate)):
-        for number, (generator, path) in enumerate(found):
+    descriptions = []
+    for owner, generators in (("dataset", search.of_dataset), ("collate_fn", search.of_collate)):
+        for position, (generator, path) in enumerate(generators):
             steps = (f"[{name!r:.40}]" if is_element else f".{name}" for is_element, name in path)
-            stream = f"{owner} {number}".encode()
-            held.append(HeldGenerator(generator, stream, _seeder(generator), "".join((owner, *steps))))
-    return held
+            stream, place = f"{owner} {position}".encode(), "".join((owner, *steps))
+            descriptions.append(HeldGenerator(generator, stream, _seeder(generator), place))
+    return descriptions
 
 
 def warn_of_unseeded(dataset: Any, collate_fn: Any) -> None:
     """Warn if the dataset or the collate_fn holds generators that `seeding="sample"` does not seed."""
-    for held in held_generators(Search(dataset, collate_fn)):
-        if held.seed is None:
+    for described in held_generators(Search(dataset, collate_fn)):
+        if described.seed is None:
             say_once(
-                f'seeding="sample" does not seed {held.path}, {held.generator!r:.80}: what it draws '
-                "depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
+                f'seeding="sample" does not seed {described.path}, {described.generator!r:.80}: what it '
+                "draws depends on the workers. Keep a numpy.random.default_rng(), a random.Random or a "
                 "torch.Generator on the CPU instead, or draw from fastload.sample_rng()"
             )
 

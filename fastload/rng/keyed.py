@@ -1,30 +1,21 @@
-"""`seeding="sample"` through torch's own iterator: each index carries the origin of its random streams.
+"""`seeding="sample"` through torch's own iterator: the sampler returns keys, by which the dataset is read.
 
 For loaders that use torch's iterator (see `DataLoader._why_torch`). In the parent, the sampler's indices
-become keys; in a worker, the dataset unpacks a key, sets the generators, and reads the sample.
+become keys; in a worker, the dataset sets the generators for a key, and reads its sample.
 """
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from fastload.rng.sample_rng import SampleRng
+from fastload.rng.sample_rng import SampleSeeder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.rng.keys import StreamOrigin
-
-
-class Key(NamedTuple):
-    """An index, and the origin of its sample's random streams."""
-
-    index: Any
-    origin: StreamOrigin
-    occurrence: int
+    from fastload.rng.keys import SampleKey
 
 
 class KeyedDataset(Dataset[Any]):
@@ -40,19 +31,19 @@ class KeyedDataset(Dataset[Any]):
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._with_transforms = with_transforms
-        self._rng: SampleRng | None = None  # made in each worker
+        self._seeder: SampleSeeder | None = None  # made in each worker
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle look these up before _dataset is set
             raise AttributeError(name)
         return getattr(self.__dict__["_dataset"], name)
 
-    def __getitem__(self, key: Key) -> Any:
-        if self._rng is None:
-            self._rng = SampleRng(
+    def __getitem__(self, key: SampleKey) -> Any:
+        if self._seeder is None:
+            self._seeder = SampleSeeder(
                 self._dataset, self._collate_fn, with_transforms=self._with_transforms, role="process"
             )
-        self._rng.begin(key.origin, key.index, key.occurrence)  # never ended: the collate_fn can draw, too
+        self._seeder.begin(key)  # never ended: the collate_fn can draw, too
         return self._dataset[key.index]
 
 
@@ -76,12 +67,9 @@ class KeyedSampler:
     def __iter__(self) -> Iterator[Any]:
         return self._keys(iter(self._sampler))  # iter() can draw random numbers: torch calls it here, too
 
-    def _keys(self, indices: Iterator[Any]) -> Iterator[Any]:
+    def _keys(self, batches: Iterator[Any]) -> Iterator[Any]:
         epoch = self._epoch()
-        for given in indices:
-            index, origin = epoch.count(given)
-            drawn = index if self._auto_collation else [index]
-            times = origin.occurrences or itertools.repeat(0, len(drawn))
-            alone = origin._replace(occurrences=None)
-            keys = [Key(one, alone, before) for one, before in zip(drawn, times, strict=True)]
+        for number, batch in enumerate(batches):
+            index, key = epoch.keyed(batch, number)
+            keys = list(key.of_samples(index if self._auto_collation else [index]))
             yield keys if self._auto_collation else keys[0]

@@ -1,7 +1,7 @@
-"""Derive the random streams of each sample from its index: the parent's part of `seeding="sample"`.
+"""Keys of random streams: what the numbers that a sample or a batch draws depend on.
 
-The random streams of a sample depend on four values: the seed, the epoch, the index, and how often that index
-came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
+With `seeding="sample"`, the numbers of a sample depend on the seed, the epoch, the index, and how often that
+index came before in this epoch (its occurrence). None of them depends on time or on the worker that reads the
 sample. The parent counts occurrences in the order of the sampler; `sample_rng` sets the generators where the
 sample is fetched. This is pure code: no I/O, no global state.
 """
@@ -9,61 +9,101 @@ sample is fetched. This is pure code: no I/O, no global state.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 from array import array
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import IterableDataset, MapDataPipe, Subset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 STREAM_BYTES = 64  # the size of one BLAKE2b digest
 
 
-class StreamOrigin(NamedTuple):
-    """The origin of the random streams of one batch, in addition to its indices."""
+class SampleKey(NamedTuple):
+    """Identifies one access to a sample in a run.
+
+    Attributes:
+        seed: Of the run, 64 bits.
+        epoch: The number of the epoch.
+        index: From the sampler.
+        occurrence: How often the index came before in this epoch. Negative: it was not the sampler's choice.
+    """
 
     seed: int
     epoch: int
-    occurrences: tuple[int, ...] | None  # how often each index came before; None: 0 for all of them
+    index: Any
+    occurrence: int
+
+    def digest(self) -> bytes:
+        """64 bytes from which all generators are set for the sample: BLAKE2b, RFC 7693."""
+        index = self.index
+        # An int is the usual index: this saves a call.
+        name = b"i%d" % index if type(index) is int else index_bytes(index)
+        text = b"%d,%d,%d,%b" % (self.seed, self.epoch, self.occurrence, name)
+        return hashlib.blake2b(text, digest_size=STREAM_BYTES).digest()
 
 
-class StreamCounter:
-    """Counts how often each index comes in one epoch.
+class BatchKey(NamedTuple):
+    """Identifies one batch of a run.
 
-    Args:
-        seed: The seed of the run: 64 bits.
+    Attributes:
+        seed: Of the run. The replacement of an unreadable sample depends on this and the next two.
         epoch: The number of the epoch.
-        num_samples: The size of the dataset; 0 if unknown. The counter takes 4 bytes for each sample.
-        auto_collation: Whether the sampler returns lists of indices.
+        number: Of the batch in its epoch.
+        base_seed: Drawn at the beginning of the epoch.
+        rank: That the loader reads for; 0 if it is unknown.
+        occurrences: With `seeding="sample"`: how often each index of the batch came before in this epoch;
+            empty if none did. None: random streams do not depend on the samples.
     """
 
-    def __init__(self, seed: int, epoch: int, num_samples: int, *, auto_collation: bool) -> None:
-        self._seed = seed
-        self._epoch = epoch
-        self._auto_collation = auto_collation
-        self._times = array("I", bytes(4 * num_samples))
-        self._times_of_others: dict[bytes, int] = {}
+    seed: int
+    epoch: int
+    number: int = 0
+    base_seed: int = 0
+    rank: int = 0
+    occurrences: tuple[int, ...] | None = None
 
-    def count(self, index: Any) -> tuple[Any, StreamOrigin]:
-        """The next index of the sampler, as a list if it was an iterator, and its origin.
+    def of_samples(self, indices: Iterable[Any]) -> Iterator[SampleKey]:
+        """The keys of the samples of the batch's indices, in order."""
+        occurrences = self.occurrences or itertools.repeat(0)
+        return map(SampleKey, itertools.repeat(self.seed), itertools.repeat(self.epoch), indices, occurrences)
 
-        Raises:
-            TypeError: An index has no stable digest.
-        """
-        if self._auto_collation and not hasattr(index, "__len__"):
+
+def occurrence_counter(
+    num_samples: int, *, auto_collation: bool
+) -> Callable[[Any], tuple[Any, tuple[int, ...]]]:
+    """A function that counts how often each index comes in one epoch; call it for each batch, in order.
+
+    It takes what the sampler returned, and returns it, as a list if it was an iterator, and how often each of
+    its indices came before; empty if none did. It raises TypeError for an index that has no stable digest.
+
+    Args:
+        num_samples: The size of the dataset; 0 if unknown. The counts take 4 bytes for each sample.
+        auto_collation: Whether the sampler returns lists of indices.
+    """
+    counts = array("I", bytes(4 * num_samples))
+    counts_of_others: dict[bytes, int] = {}
+
+    def count(index: Any) -> tuple[Any, tuple[int, ...]]:
+        if auto_collation and not hasattr(index, "__len__"):
             index = list(index)
-        times, length = self._times, len(self._times)
         occurrences = []
-        for one in index if self._auto_collation else (index,):
-            number = one if type(one) is int else as_int(one)
-            if number is not None and 0 <= number < length:
-                occurrence = times[number]
-                times[number] = occurrence + 1
+        for item in index if auto_collation else (index,):
+            number = item if type(item) is int else as_int(item)
+            if number is not None and 0 <= number < num_samples:
+                occurrence = counts[number]
+                counts[number] = occurrence + 1
             else:
-                key = index_key(one)
-                occurrence = self._times_of_others.get(key, 0)
-                self._times_of_others[key] = occurrence + 1
+                name = index_bytes(item)
+                occurrence = counts_of_others.get(name, 0)
+                counts_of_others[name] = occurrence + 1
             occurrences.append(occurrence)
-        return index, StreamOrigin(self._seed, self._epoch, tuple(occurrences) if any(occurrences) else None)
+        return index, tuple(occurrences) if any(occurrences) else ()
+
+    return count
 
 
 def as_int(index: Any) -> int | None:
@@ -74,7 +114,7 @@ def as_int(index: Any) -> int | None:
         return None
 
 
-def index_key(index: Any) -> bytes:
+def index_bytes(index: Any) -> bytes:
     """Bytes that are the same for an index in every process and every run, and differ between indices.
 
     Raises:
@@ -87,20 +127,12 @@ def index_key(index: Any) -> bytes:
         text = index.encode("utf-8", "surrogatepass")
         return b"s%d:%b" % (len(text), text)
     if isinstance(index, tuple):
-        return b"(%b)" % b",".join([index_key(part) for part in index])
+        return b"(%b)" % b",".join([index_bytes(part) for part in index])
     raise TypeError(
         f'seeding="sample" derives random streams from indices: integers, strings, and tuples of these; but '
         f"the sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or "
         'seeding="worker"'
     )
-
-
-def stream_bytes(origin: StreamOrigin, index: Any, occurrence: int) -> bytes:
-    """64 bytes from which all generators are set for one sample: BLAKE2b, RFC 7693."""
-    # An int is the usual index: this saves a call.
-    key = b"i%d" % index if type(index) is int else index_key(index)
-    text = b"%d,%d,%d,%b" % (origin.seed, origin.epoch, occurrence, key)
-    return hashlib.blake2b(text, digest_size=STREAM_BYTES).digest()
 
 
 def check_dataset(dataset: Any, *, auto_collation: bool) -> None:

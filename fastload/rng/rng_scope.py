@@ -1,12 +1,7 @@
-"""Set the user's generators for a batch, and restore them after it, in the consumer's process.
+"""A block after which generators have the state of before: for datasets read in the consumer's process.
 
-`sample_rng` uses this where a dataset is read in the consumer's process. Rules:
-
-1. After a batch all generators are restored, also after an error. Between batches nothing is taken over, so
-   an iterator can be dropped at any time.
-2. Takeovers can be nested (a dataset that iterates over a loader) and can overlap (two threads that read one
-   dataset). If one ends while a later one of the same generator is open, the later one restores it.
-3. A forked child begins with none, and takes no lock of its parent.
+There all generators belong to the user. Between batches no scope is open, so an iterator can be dropped at
+any time.
 """
 
 from __future__ import annotations
@@ -25,7 +20,10 @@ if TYPE_CHECKING:
 
 
 class RngScope(contextlib.AbstractContextManager[None]):
-    """A block after which generators have the state of before; reusable.
+    """A block after which generators have the state of before, also after an error; reusable.
+
+    Scopes can be nested (a dataset that iterates over a loader) and can overlap (two threads that read one
+    dataset). If one ends while a later one of the same generator is open, the later one restores it.
 
     Args:
         generators: Of numpy, random or torch.
@@ -38,43 +36,43 @@ class RngScope(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         with _lock:
-            self._restores = {id(generator): put_back(generator) for generator in self._generators}
+            self._restores = {id(generator): state_restorer(generator) for generator in self._generators}
             self.is_open = True
-            _open.append(self)
+            _open_scopes.append(self)
 
     def __exit__(self, *exc_info: object) -> None:
-        """Restore everything that no later takeover has."""
         with _lock:
             self.is_open = False
-            later: list[RngScope] = []
-            if self in _open:  # False in a child that was forked in the middle
-                position = _open.index(self)
-                later = _open[position + 1 :]
-                del _open[position]
+            later_scopes: list[RngScope] = []
+            if self in _open_scopes:  # False in a child that was forked in the middle
+                position = _open_scopes.index(self)
+                later_scopes = _open_scopes[position + 1 :]
+                del _open_scopes[position]
             for key, restore in self._restores.items():
-                heir = next((takeover for takeover in later if key in takeover._restores), None)
-                if heir is None:
+                later = next((scope for scope in later_scopes if key in scope._restores), None)
+                if later is None:
                     restore()
-                else:
-                    heir._restores[key] = restore
+                else:  # it began with numbers of this scope, and must end with the user's
+                    later._restores[key] = restore
             self._restores = {}
 
 
 _lock = threading.RLock()
-_open: list[RngScope] = []  # the oldest first
+_open_scopes: list[RngScope] = []  # the oldest first
 
 
 def _after_fork() -> None:
+    """Let the child begin without scopes, and with a lock that no thread of its parent has taken."""
     global _lock
     _lock = threading.RLock()
-    _open.clear()
+    _open_scopes.clear()
 
 
 if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def put_back(generator: Any) -> Callable[[], object]:
+def state_restorer(generator: Any) -> Callable[[], object]:
     """A function that restores the current state of a generator."""
     if isinstance(generator, random.Random):
         return functools.partial(generator.setstate, generator.getstate())

@@ -1,4 +1,4 @@
-"""Seed workers: random, numpy and torch with torch's own values, and what albumentations and MONAI draw.
+"""Seeds workers: random, numpy and torch with torch's own values, and what albumentations and MONAI draw.
 
 The libraries get exactly torch's values, so seeding them twice changes nothing.
 """
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from fastload.rng.entry_points import Pair, Source, begin_worker, current, name_of
+from fastload.augmentation.libraries import LIBRARIES
+from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
 from fastload.rng.worker_info import get_worker_info
 from fastload.system.torch_private import generate_state
 
@@ -70,17 +71,17 @@ def seed_everything(seed: int) -> torch.Generator:
 # --- the pipelines ---------------------------------------------------------------------------------------
 
 
-class WorkerStreams(Source):
+class WorkerStreams(RandomSource):
     """The random streams of one worker, for `seeding="worker"`.
 
     Each pipeline has its own stream, named by the order of first calls, and by the user's seed of Compose, if
-    any. MONAI's random objects share one stream.
+    any. Transforms with a RandomState (MONAI's) share one stream.
 
     Args:
         seed: The worker's seed.
-        role: What the worker is. The consumer's own process, `"local"`, leaves MONAI's objects alone, because
-            the user's seeds reach them there. Pipelines of AlbumentationsX seed themselves, except in a
-            thread, which is no worker to them.
+        role: What the worker is. The consumer's own process, `"local"`, leaves transforms with a RandomState
+            alone, because the user's seeds reach them there. A pipeline that seeds itself (AlbumentationsX)
+            does so except in a thread, which is no worker to it.
     """
 
     def __init__(self, seed: int, role: Literal["process", "thread", "local"]) -> None:
@@ -88,7 +89,7 @@ class WorkerStreams(Source):
         self._seed = seed
         self._role = role
         self.locks = role == "thread"
-        # By the id of the pipeline's name: a look-up takes a sixth of that of a WeakKeyDictionary.
+        # By the id of the pipeline's identity: a look-up takes a sixth of that of a WeakKeyDictionary.
         self._pairs: dict[int, tuple[weakref.ref[Any], Pair]] = {}
         self._num_pipelines = 0
         sequence = np.random.SeedSequence([*_words(seed), 0])
@@ -96,20 +97,20 @@ class WorkerStreams(Source):
 
     def pair(self, pipeline: Any) -> Pair | None:
         """The generators of a pipeline; None if it seeds itself."""
-        name = name_of(pipeline)
-        known = self._pairs.get(id(name))
-        if known is not None and known[0]() is name:
-            return known[1]
-        if self._role != "thread" and hasattr(pipeline, "_get_effective_seed"):
+        identity = identity_of(pipeline)
+        entry = self._pairs.get(id(identity))
+        if entry is not None and entry[0]() is identity:
+            return entry[1]
+        if self._role != "thread" and any(library.seeds_itself(pipeline) for library in LIBRARIES):
             return None
         pair = _generators(self._seed, self._num_pipelines, vars(pipeline).get("seed"))
-        forget = functools.partial(self._pairs.pop, id(name))
-        self._pairs[id(name)] = weakref.ref(name, lambda _: forget(None)), pair
+        forget = functools.partial(self._pairs.pop, id(identity))
+        self._pairs[id(identity)] = weakref.ref(identity, lambda _: forget(None)), pair
         self._num_pipelines += 1
         return pair
 
     def state(self, randomizable: Any) -> np.random.RandomState | None:
-        """The generator that all of MONAI's objects share."""
+        """The RandomState that all transforms share."""
         return None if self._role == "local" else self._state
 
 
@@ -122,7 +123,7 @@ def local_streams(base_seed: int) -> WorkerStreams | None:
     Returns:
         None where transforms already have streams: in a worker, and in a dataset being read for a loader.
     """
-    return WorkerStreams(base_seed, "local") if current() is None else None
+    return WorkerStreams(base_seed, "local") if current_source() is None else None
 
 
 def _generators(seed: int, ordinal: int, user_seed: Any) -> Pair:
@@ -171,7 +172,7 @@ class SeedWorker:
         seed = info.seed
         if info.method == "process":  # threads share the libraries' generators with all other threads
             seed = seed_libraries(torch.initial_seed() - worker_id, worker_id)
-        begin_worker(WorkerStreams(seed, info.method), is_thread=info.method == "thread")
+        set_worker_source(WorkerStreams(seed, info.method), is_thread=info.method == "thread")
         for function in self.functions:
             function(worker_id)
 

@@ -22,8 +22,8 @@ from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
 from fastload.cache.format.counts import counts
 from fastload.rng import seeding
-from fastload.rng.entry_points import begin_worker
-from fastload.rng.sample_rng import SampleRng
+from fastload.rng.entry_points import set_worker_source
+from fastload.rng.sample_rng import SampleSeeder
 from fastload.rng.worker_info import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from fastload.memory.lease import BumpAllocator
-    from fastload.rng.batch_draws import BatchId
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
     from fastload.workers.worker_spec import WorkerSpec
 
 AT_START = "at its start"  # the place of an error that is the reply to every request
@@ -97,7 +96,7 @@ class BatchMaker:
                 self._take_process(spec, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"
             streams = seeding.WorkerStreams(seed, role) if spec.seed_albumentations else None
-            begin_worker(streams, is_thread=self._is_thread)
+            set_worker_source(streams, is_thread=self._is_thread)
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(self._id)
             self._spec = spec
@@ -148,15 +147,12 @@ class BatchMaker:
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
 
-    def make(
-        self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None, later: Iterable[Any] = ()
-    ) -> BatchReply:
+    def make(self, index: Any, key: BatchKey | None, later: Iterable[Any] = ()) -> BatchReply:
         """Make the batch of ``index``.
 
         Args:
             index: The index, or list of indices, from the sampler.
-            origin: The origin of the random streams of its samples.
-            batch_id: With `on_error` or a `batch_transform`: identifies the batch; their draws depend on it.
+            key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
             later: The indices of later batches; consumed if the dataset reads ahead.
         """
         spec, fetcher = self._spec, self._fetcher
@@ -166,7 +162,7 @@ class BatchMaker:
             if fetcher.reads_ahead:
                 for ahead in itertools.chain([index], later):
                     fetcher.announce(ahead)
-            batch = fetcher.fetch(index, origin, batch_id)
+            batch = fetcher.fetch(index, key)
             payload = batch if self._to_payload is None else self._to_payload(batch)
             reply = BatchReply(ReplyKind.BATCH, payload)
             if fetcher.replacer is not None:
@@ -197,9 +193,9 @@ def make_fetcher(
     is_thread: bool = False,
 ) -> Fetcher:
     """The fetcher of a worker, or, without a ``worker_id``, of the consumer's own process."""
-    sample_rng = None
+    seeder = None
     if spec.seeds_samples:
-        sample_rng = SampleRng(
+        seeder = SampleSeeder(
             spec.dataset,
             spec.collate_fn,
             with_transforms=spec.seed_albumentations,
@@ -210,7 +206,7 @@ def make_fetcher(
         spec.dataset,
         arena,
         in_worker=worker_id is not None and not is_thread,
-        sample_rng=sample_rng,
+        seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
     )
@@ -219,7 +215,7 @@ def make_fetcher(
 def dataset_state_of(fetcher: Fetcher, where: str) -> DatasetState:
     """The state of a fetcher's dataset; an error of it fails no batch, but the loader's `state_dict()`."""
     try:
-        return fetcher.dataset_state()
+        return fetcher.reader.state()
     except Exception:  # noqa: BLE001  # as above
         return DatasetState("unknown", error=RemoteError.current(where))
 

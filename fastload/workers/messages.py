@@ -10,10 +10,9 @@ from fastload.batch.packing import Packed
 
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
-    from fastload.batch.failed_sample import FailedSample
+    from fastload.batch.failures import FailedSample
     from fastload.memory.ring import Slot
-    from fastload.rng.batch_draws import BatchId
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
 
 INTERRUPTED = 130  # the exit code of a worker that Ctrl-C has ended: 128 + SIGINT
 
@@ -25,8 +24,7 @@ class PendingBatch:
     Attributes:
         number: The number of the batch in its epoch.
         index: The index, or list of indices, from the sampler.
-        origin: The origin of the random streams of its samples.
-        batch_id: With `on_error` or a `batch_transform`: identifies the batch; their draws depend on it.
+        key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         reply: None until the worker has replied.
         is_stale: Whether it belongs to an abandoned epoch; its reply is dropped.
         serial: The number of the message to a worker process; ascends over all epochs.
@@ -36,8 +34,7 @@ class PendingBatch:
 
     number: int
     index: Any
-    origin: StreamOrigin | None = None
-    batch_id: BatchId | None = None
+    key: BatchKey | None = None
     reply: BatchReply | None = None
     is_stale: bool = False
     serial: int = 0
@@ -59,8 +56,7 @@ class FetchRequest(NamedTuple):
     has_memory: bool  # False: the worker must not use its memory for this slot again
     num_slots: int  # the worker frees the memory of slots from this number on
     index: Any
-    origin: StreamOrigin | None
-    batch_id: BatchId | None
+    key: BatchKey | None
 
 
 class WorkerCounters(NamedTuple):

@@ -203,8 +203,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             worker.sent.append(pending)
             num_slots = self.ring.num_slots(worker.id)
             has_memory = slot.memory is not None
-            request = pending.index, pending.origin, pending.batch_id
-            message = FetchRequest(slot.number, has_memory, num_slots, *request)
+            message = FetchRequest(slot.number, has_memory, num_slots, pending.index, pending.key)
             try:
                 self._send(worker, tuple(message), pending.serial)
             except Exception as error:

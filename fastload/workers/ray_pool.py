@@ -269,7 +269,7 @@ class RayPool(SlotPool[_ActorHandle]):
         try:
             if self._reads_ahead and worker.sent:
                 worker.actor.announce.options(concurrency_group=_AHEAD).remote(pending.index)
-            reference = worker.actor.make.remote(pending.index, pending.origin, pending.batch_id)
+            reference = worker.actor.make.remote(pending.index, pending.key)
         except Exception as error:
             self._note_unsent(error, pending, worker)
             raise

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
-    from fastload.rng.batch_draws import BatchId
-    from fastload.rng.keys import StreamOrigin
+    from fastload.rng.keys import BatchKey
     from fastload.workers.worker_spec import WorkerSpec
 
 _NUM_BUFFERS = 2  # Ray copies a batch before the next call
@@ -108,13 +107,11 @@ class RayWorker:
         """Note the index of a later batch."""
         self._announced.append(index)
 
-    def make(
-        self, index: Any, origin: StreamOrigin | None, batch_id: BatchId | None
-    ) -> tuple[tuple[Any, ...], Any]:
+    def make(self, index: Any, key: BatchKey | None) -> tuple[tuple[Any, ...], Any]:
         """The reply to a request as built-in types, and the bytes of its batch; None without any."""
         self._maker.waited(self._since_ns)
         self._buffers.begin()
-        reply = self._maker.make(index, origin, batch_id, self._later())
+        reply = self._maker.make(index, key, self._later())
         data = None
         if reply.kind is ReplyKind.BATCH and reply.payload.used_bytes:
             data = np.frombuffer(self._buffers.lease, np.uint8, reply.payload.used_bytes)

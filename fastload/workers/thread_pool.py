@@ -25,7 +25,8 @@ import torch
 
 from fastload.batch.nbytes import nbytes_of
 from fastload.memory.lease import BufferPool
-from fastload.rng.generators import Search, attributes, held_generators
+from fastload.nested.attributes import attributes
+from fastload.rng.generators import Search, held_generators
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
@@ -173,7 +174,7 @@ class _WorkerThread:
 
     def _reply(self, pending: PendingBatch) -> None:
         self._buffers.begin()
-        reply = self._maker.make(pending.index, pending.origin, pending.batch_id, self._later(pending))
+        reply = self._maker.make(pending.index, pending.key, self._later(pending))
         self._buffers.end()
         if reply.kind is ReplyKind.BATCH and not reply.nbytes:
             reply.nbytes = nbytes_of(reply.payload)

@@ -126,7 +126,7 @@ class _Worker:
 
     def _reply(self, number: int, message: FetchRequest) -> None:
         self._take_memory(message)
-        reply = self._maker.make(message.index, message.origin, message.batch_id, self._later())
+        reply = self._maker.make(message.index, message.key, self._later())
         segment, self._new_segment = self._new_segment, None
         memory = self._arena.memory if reply.kind is ReplyKind.BATCH else None
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)

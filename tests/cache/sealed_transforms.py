@@ -1,6 +1,6 @@
 """Runs every transform of albumentations on sealed memory; a program of its own, because a write ends it.
 
-It prints a JSON object: for each transform that `keeps_read_only` accepts how often it ran, and the cases in
+It prints a JSON object: for each transform that `only_reads` accepts how often it ran, and the cases in
 which its output differs from that on private copies. Its name goes to standard error before it runs.
 """
 
@@ -21,7 +21,7 @@ import albumentations as A
 import cv2
 import numpy as np
 
-from fastload.albumentations.read_only import keeps_read_only
+from fastload.augmentation.albumentations.read_only import only_reads
 from fastload.cache.transform import TransformCaller
 from fastload.nested.tree import leaves
 
@@ -153,7 +153,7 @@ def pipelines(name: str, cls: Any) -> list[tuple[str, Any, Any]]:
         except ValueError:
             with_boxes = None  # the transform does not take boxes
         plain = A.Compose([transform])
-        if keeps_read_only(plain):
+        if only_reads(plain):
             found.append((f"{name}{recipe!r:.60}", plain, with_boxes))
     return found
 

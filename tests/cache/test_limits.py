@@ -131,7 +131,7 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
     with limited(resource.RLIMIT_AS, mapped_bytes() + 100 * MB), caplog.at_level(logging.WARNING, "fastload"):
         other = pickle.loads(pickle.dumps(ds))
         assert_right(other, dataset)
-        assert other._gather([0, 1], np.empty) is None
+        assert other.gather([0, 1], np.empty) is None
         assert other.cache_info().num_cached == 0
         assert 3 not in other.cache
         assert other.cache.missing().tolist() == []

@@ -212,7 +212,7 @@ def test_same_as_default_collate(name: str, tmp_path: Any) -> None:
         expected = default_collate([dataset.sample(i) for i in (3, 0, 19, 7, 7)])
     assert name == "np.bool" or (expected is None) == (name in REFUSED)
     for ds in (warmed(dataset), on_disk):
-        found = ds._gather([3, 0, 19, 7, 7], np.empty)
+        found = ds.gather([3, 0, 19, 7, 7], np.empty)
         assert (found is None) == (expected is None)
         assert_same_samples(found, expected)
 
@@ -221,7 +221,7 @@ def test_batch_lies_where_it_was_told() -> None:
     """Numbers and arrays are written into the memory that `allocate` gives, which is not the cache's."""
     given: list[Any] = []
     ds: Any = warmed(Images(20))
-    images, labels = ds._gather([1, 2, 3], lambda *kind: given.append(np.empty(*kind)) or given[-1])
+    images, labels = ds.gather([1, 2, 3], lambda *kind: given.append(np.empty(*kind)) or given[-1])
     assert [array.shape for array in given] == [(3, 32, 24, 3), (3,)]
     assert [images.data_ptr(), labels.data_ptr()] == [a.__array_interface__["data"][0] for a in given]
     images.fill_(0)
@@ -232,17 +232,17 @@ def test_the_rest_is_left_to_the_samples(tmp_path: Any) -> None:
     """Odd indices, a transform, missing and ragged samples, and numbers beyond 64 bits make no batch."""
     ds, part = warmed(Images(20)), CachedDataset(Images(20))
     for odd in ([], [0, 20], [-1, 0], [0.5], ["a"], [[0]], [10**30]):
-        assert ds._gather(odd, np.empty) is None
+        assert ds.gather(odd, np.empty) is None
     for indices in ([1, 2], np.array([1, 2], np.int32), np.array([1, 2], np.uint8)):
-        assert_same_samples(ds._gather(indices, np.empty), default_collate([ds[1], ds[2]]))
-    assert part._gather([0, 9, 19], np.empty) is not None
-    assert part._gather([0, 1], np.empty) is None
+        assert_same_samples(ds.gather(indices, np.empty), default_collate([ds[1], ds[2]]))
+    assert part.gather([0, 9, 19], np.empty) is not None
+    assert part.gather([0, 1], np.empty) is None
     ds.transform = lambda sample: sample
-    assert ds._gather([0, 1], np.empty) is None
+    assert ds.gather([0, 1], np.empty) is None
     for number, make in enumerate((lambda i: 1 << (60 + i), lambda i: (i,) * (i + 1))):
         file = CachedDataset.build(Made(make), tmp_path / str(number), num_workers=0)
         on_disk = CachedDataset(Made(make), cache=file)
-        assert on_disk._gather([0, 5, 1], np.empty) is None
+        assert on_disk.gather([0, 5, 1], np.empty) is None
 
 
 def odd_number(index: int) -> Any:

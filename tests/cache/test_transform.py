@@ -18,7 +18,7 @@ import torch
 from albumentations.pytorch import ToTensor3D, ToTensorV2
 
 from fastload import DataLoader
-from fastload.albumentations.read_only import keeps_read_only
+from fastload.augmentation.albumentations.read_only import only_reads
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.transform import TransformCaller
 from fastload.nested.tree import leaves
@@ -315,9 +315,9 @@ UNKNOWN = {
 @pytest.mark.parametrize(("name", "is_known"), [*((n, True) for n in KNOWN), *((n, False) for n in UNKNOWN)])
 def test_albumentations_own_pipelines_need_no_copy(name: str, is_known: bool, monkeypatch: Any) -> None:
     """They are given cached arrays; code of the user, of torch or of an unknown release gets copies."""
-    assert keeps_read_only({**KNOWN, **UNKNOWN}[name]) == is_known
+    assert only_reads({**KNOWN, **UNKNOWN}[name]) == is_known
     monkeypatch.setattr(A, "__version__", "2.0.9")
-    assert not keeps_read_only({**KNOWN, **UNKNOWN}[name])
+    assert not only_reads({**KNOWN, **UNKNOWN}[name])
 
 
 def test_known_pipelines_are_given_the_cached_memory() -> None:
@@ -325,7 +325,7 @@ def test_known_pipelines_are_given_the_cached_memory() -> None:
     ds = CachedDataset(BareImages(4), A.Compose([A.HorizontalFlip(p=1)]))
     caller, image = TransformCaller(ds.transform), ds._view(1)
     seen: list[Any] = []
-    caller._call = lambda sample, given, index, tail: seen.append(given)
+    caller.call = lambda sample, argument, index, end: seen.append(argument)  # type: ignore[method-assign]
     caller(lambda _: image, 1)
     assert seen[0] is image
 

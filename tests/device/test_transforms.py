@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastload import DataLoader
-from fastload.rng.batch_draws import BatchId, BatchStreams, drawing_from
+from fastload.rng.batch_draws import BatchDraws, drawing_from
+from fastload.rng.keys import BatchKey
 from fastload.transforms import Normalize, RandomHorizontalFlip, RandomResizedCrop, crop_and_flip, resample
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.compose import compose
@@ -43,7 +44,7 @@ def some_images(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def same_draws(seed: int = 1) -> Any:
     """A block in which transforms draw what they drew in the block before."""
-    return drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0)))
+    return drawing_from(BatchDraws(BatchKey(0, 0, base_seed=seed)))
 
 
 Pair = collections.namedtuple("Pair", "image label")
@@ -148,7 +149,7 @@ def all_at_once(images: torch.Tensor, boxes: Any, size: tuple[int, int]) -> torc
 
 
 FORMS = [resample.resample, all_at_once]
-streams = st.integers(0, 1 << 62).map(lambda seed: BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0)))
+streams = st.integers(0, 1 << 62).map(lambda seed: BatchDraws(BatchKey(0, 0, base_seed=seed)))
 
 
 def reference(image: Any, box: Any, size: tuple[int, int]) -> Any:
@@ -280,7 +281,7 @@ ratios = st.sampled_from([RATIO, (1.0, 1.0), (0.1, 10.0), (3.0, 4.0), (0.2, 0.25
     ratio=ratios,
     streams=streams,
 )
-def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchStreams) -> None:
+def test_boxes(image_size: Any, scale: Any, ratio: Any, streams: BatchDraws) -> None:
     """The same uniform draws give the same boxes, in the image; after ten failures the central one."""
     A = pytest.importorskip("albumentations")
     uniforms = streams.uniforms(20, NUM_DRAWS)

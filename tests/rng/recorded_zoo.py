@@ -26,7 +26,7 @@ def nested() -> Any:
 
 
 def cropping(*last: Any) -> Any:
-    """A pipeline that can be pushed down."""
+    """A pipeline whose crop can be decoded alone."""
     return A.Compose([A.RandomCrop(16, 16), A.HorizontalFlip(p=0.5), *last])
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fastload import DataLoader
-from fastload.rng.batch_draws import BatchId, BatchStreams, draw_uniforms, drawing_from
-from fastload.rng.keys import StreamOrigin
+from fastload.rng.batch_draws import BatchDraws, draw_uniforms, drawing_from
+from fastload.rng.keys import BatchKey
 from tests.device.fake import FakeBackend
 from tests.kit.batches import read_epoch
 from tests.kit.datasets import Made
@@ -20,8 +20,8 @@ NUM_SAMPLES = 24
 PIXELS = torch.arange(NUM_SAMPLES, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 4, 4, 3).contiguous()
 
 
-def of_samples(indices: Any, seed: int = 1, epoch: int = 0, occurrences: Any = None) -> BatchStreams:
-    return BatchStreams.of_samples(StreamOrigin(seed, epoch, occurrences), indices)
+def of_samples(indices: Any, seed: int = 1, epoch: int = 0, occurrences: Any = ()) -> BatchDraws:
+    return BatchDraws(BatchKey(seed, epoch, occurrences=occurrences), indices)
 
 
 # --- the generator ----------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ def of_samples(indices: Any, seed: int = 1, epoch: int = 0, occurrences: Any = N
 @pytest.mark.parametrize(
     "streams", [of_samples(range(20_000)), of_samples([5] * 20_000, occurrences=tuple(range(20_000)))]
 )
-def test_draws_are_uniform_and_independent(streams: BatchStreams) -> None:
+def test_draws_are_uniform_and_independent(streams: BatchDraws) -> None:
     """Chi-square of each draw, and no correlation between draws or neighbours, in index or in occurrence."""
     draws = streams.uniforms(20_000, 8)
     counts = np.stack([np.histogram(row, bins=100, range=(0, 1))[0] for row in draws])
@@ -47,7 +47,7 @@ def test_draws_are_uniform_and_independent(streams: BatchStreams) -> None:
 def test_single_bits_of_a_key_change_half_of_the_bits() -> None:
     """Seeds, epochs and indices that differ in one bit give draws that differ in every second bit."""
 
-    def bits(streams: BatchStreams) -> Any:
+    def bits(streams: BatchDraws) -> Any:
         return (streams.uniforms(1, 64) * 2**53).astype(np.uint64)
 
     for bit in range(0, 63, 7):
@@ -67,12 +67,12 @@ def test_each_call_for_a_batch_draws_from_another_stream() -> None:
 
 def test_a_draw_for_a_batch_depends_on_its_number_epoch_rank_and_base_seed() -> None:
     """On each of these four facts, and not on the seed of the run."""
-    batch = BatchId(1, 0, 0, 0, 0)
+    batch = BatchKey(1, 0)
     facts = ({}, {"epoch": 1}, {"number": 1}, {"base_seed": 1}, {"rank": 1})
-    draws = [BatchStreams.of_batch(batch._replace(**fact)).uniforms(1, 1)[0, 0] for fact in facts]
+    draws = [BatchDraws(batch._replace(**fact)).uniforms(1, 1)[0, 0] for fact in facts]
 
     assert len(set(draws)) == 5
-    assert draws[0] == BatchStreams.of_batch(batch._replace(seed=2)).uniforms(1, 1)[0, 0]
+    assert draws[0] == BatchDraws(batch._replace(seed=2)).uniforms(1, 1)[0, 0]
 
 
 @pytest.mark.parametrize("index", [7, -7, 2**70, "photo", (1, "a")])

@@ -12,7 +12,7 @@ import pytest
 import torch.utils.data as tud
 
 from fastload import DataLoader, seed_worker
-from fastload.rng.entry_points import Source, reading
+from fastload.rng.entry_points import RandomSource, seeded_by
 from fastload.rng.seeding import WorkerStreams
 from tests.kit.datasets import Made
 from tests.resume.loaders import seeded
@@ -108,10 +108,10 @@ def test_a_library_that_is_imported_late(interpreter: Interpreter) -> None:
 
 def test_streams_are_named_by_the_order_of_first_calls() -> None:
     """Whatever a pipeline is called between, and however often, it draws from its own stream."""
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         first, second = crop(), crop()
         alone = [corner(first) for _ in range(4)], [corner(second) for _ in range(4)]
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         first, second = crop(), crop()
         turns = [(corner(first), corner(second)) for _ in range(4)]
 
@@ -122,9 +122,9 @@ def test_streams_are_named_by_the_order_of_first_calls() -> None:
 def test_a_transform_in_two_pipelines_draws_from_the_one_that_calls_it() -> None:
     """And from a stream of its own if it is called alone."""
     part = A.RandomCrop(8, 8)
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         both = [corner(pipeline) for pipeline in (A.Compose([part]), A.Compose([part]), part)]
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         apart = [corner(pipeline) for pipeline in (crop(), crop(), A.RandomCrop(8, 8))]
 
     assert both == apart
@@ -132,12 +132,12 @@ def test_a_transform_in_two_pipelines_draws_from_the_one_that_calls_it() -> None
 
 def test_a_composition_with_a_call_of_its_own() -> None:
     """Also one whose class is made while samples are read."""
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         late = type(
             "Late", (zoo.OwnCall,), {"__call__": lambda self, **data: zoo.OwnCall.__call__(self, **data)}
         )
         drawn = [[corner(cls([A.RandomCrop(8, 8)])) for _ in range(2)] for cls in (zoo.OwnCall, late)]
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         apart = [[corner(A.RandomCrop(8, 8)) for _ in range(2)] for _ in range(2)]
 
     assert drawn == apart
@@ -146,7 +146,7 @@ def test_a_composition_with_a_call_of_its_own() -> None:
 def test_a_replay_is_what_was_drawn() -> None:
     """ReplayCompose records the draws of the stream, and replays them without a draw."""
     pipeline = A.ReplayCompose([A.RandomCrop(8, 8, p=1)])
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         done = pipeline(image=POSITIONS)
         again = A.ReplayCompose.replay(done["replay"], image=POSITIONS)
 
@@ -157,7 +157,7 @@ def test_a_pipeline_can_be_copied_while_it_is_called() -> None:
     """The transforms have their own generators all the time, which copies get."""
     pipeline = crop()
     before = dict(vars(pipeline))
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         corner(pipeline)
         assert pipeline.py_random is not before["py_random"]
         assert vars(pipeline)["py_random"] is before["py_random"]
@@ -224,7 +224,7 @@ def test_nothing_has_to_be_restored() -> None:
 def test_a_source_that_chooses_nothing_changes_nothing() -> None:
     """The transforms' own generators are used, and can be set."""
     pipeline = crop()
-    with reading(Source()):
+    with seeded_by(RandomSource()):
         pipeline.py_random = own = pipeline.py_random
         assert pipeline.py_random is own
         with pytest.raises(AttributeError, match=r"'Compose' object has no attribute 'py_random'"):

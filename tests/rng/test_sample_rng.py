@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from fastload import DataLoader
-from fastload.rng.keys import StreamCounter, StreamOrigin, index_key, stream_bytes
+from fastload.rng.keys import SampleKey, index_bytes, occurrence_counter
 from fastload.system.logs import say_once
 from tests.kit.datasets import Bulk, Made, Stream
 from tests.resume.loaders import seeded
@@ -75,7 +75,7 @@ KEYS = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner).map
 @given(KEYS, KEYS)
 def test_different_indices_have_different_keys(one: Any, other: Any) -> None:
     """No two indices share a key."""
-    assert (index_key(one) == index_key(other)) == (one == other)
+    assert (index_bytes(one) == index_bytes(other)) == (one == other)
 
 
 @given(st.lists(st.integers(-3, 12), max_size=40), st.integers(1, 5))
@@ -83,19 +83,19 @@ def test_different_indices_have_different_keys(one: Any, other: Any) -> None:
 def test_occurrences_are_counted_over_batches(indices: list[int], batch_size: int) -> None:
     """Each draw knows how often its index came before in the epoch, also outside the dataset's range."""
     kinds: list[Any] = [int, np.int64, torch.tensor]  # one index for all of them
-    draws = StreamCounter(1, 2, 10, auto_collation=True)
+    count = occurrence_counter(10, auto_collation=True)
     found = []
     for start in range(0, len(indices), batch_size):
         given: Any = [kinds[i % 3](i) for i in indices[start : start + batch_size]]
-        batch, draw = draws.count(iter(given) if start % 2 else given)  # some can be read only once
-        found += draw.occurrences or [0] * len(batch)
+        batch, occurrences = count(iter(given) if start % 2 else given)  # some can be read only once
+        found += occurrences or [0] * len(batch)
 
     assert found == [indices[:position].count(index) for position, index in enumerate(indices)]
 
 
 def test_the_streams_are_fixed_for_ever() -> None:
     """These bytes are part of the release: another value is another run of every user."""
-    assert stream_bytes(StreamOrigin(1, 2, None), 3, 4)[:8].hex() == "edeabf5d7b4de48e"
+    assert SampleKey(1, 2, 3, 4).digest()[:8].hex() == "edeabf5d7b4de48e"
 
 
 # --- the user's own generators ---------------------------------------------------------------------------

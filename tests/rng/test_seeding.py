@@ -23,9 +23,10 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import fastload
 from fastload import DataLoader
+from fastload.augmentation.albumentations.library import Albumentations
 from fastload.rng import entry_points
 from fastload.rng import rng_scope as module
-from fastload.rng.entry_points import reading
+from fastload.rng.entry_points import seeded_by
 from fastload.rng.rng_scope import RngScope
 from fastload.rng.seeding import WorkerStreams, seed_everything, seed_worker
 from tests.kit import datasets
@@ -61,7 +62,7 @@ def test_seed_everything_seeds_all_three() -> None:
 
 def stream(seed: int, user_seed: int | None = None) -> list[int]:
     pipeline = crop(user_seed)
-    with reading(WorkerStreams(seed, "process")):
+    with seeded_by(WorkerStreams(seed, "process")):
         return [corner(pipeline) for _ in range(5)]
 
 
@@ -88,8 +89,10 @@ def test_all_parts_of_a_pipeline_share_one_pair() -> None:
     kept = {name for one in holders for name, value in vars(one).items() if isinstance(value, kinds)}
 
     assert kept == {"random_generator", "py_random"}
-    with reading(WorkerStreams(7, "process")):
-        entry_points.draw_from(entry_points.Place(entry_points.current(), outer))  # as within its call
+    with seeded_by(WorkerStreams(7, "process")):
+        entry_points.swap_state(
+            entry_points.ThreadState(entry_points.current_source(), outer)
+        )  # as within its call
         assert all(part.random_generator is outer.random_generator for part in parts)
         assert all(part.py_random is outer.py_random for part in parts)
 
@@ -98,7 +101,7 @@ def test_two_flips_of_one_pipeline_are_independent() -> None:
     """All four outcomes of two p=0.5 flips come equally often (chi-square)."""
     pipeline = A.Compose([A.HorizontalFlip(p=0.5), A.VerticalFlip(p=0.5)])
     image = np.array([[0, 1], [2, 3]], np.uint8)[..., None]
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         counts = Counter(int(pipeline(image=image)["image"][0, 0, 0]) for _ in range(2_000))
 
     # 3 degrees of freedom, p = 0.001; the seed is fixed, so no luck is involved
@@ -261,13 +264,13 @@ def test_the_libraries_generators_are_torch_s() -> None:
 def test_pipelines_of_the_dataset_and_the_collate_fn_differ() -> None:
     """Also equal ones; and a Compose of the collate_fn around the dataset's does not change its stream."""
     for seed in (None, 5):
-        with reading(WorkerStreams(7, "process")):
+        with seeded_by(WorkerStreams(7, "process")):
             drawn = [[corner(pipeline) for _ in range(5)] for pipeline in (crop(seed), crop(seed))]
         assert drawn[0] != drawn[1]
         assert drawn[0] == stream(7, seed)
     inner = crop()
     outer = A.Compose([inner])
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         first = corner(inner)
         corner(outer)
         assert [first, *(corner(inner) for _ in range(4))] == stream(7)
@@ -278,11 +281,11 @@ def test_objects_of_monai_differ_between_workers() -> None:
     one, other = Randomizable(), Randomizable().set_random_state(1)
     found = []
     for seed in (1, 2):
-        with reading(WorkerStreams(seed, "process")):
+        with seeded_by(WorkerStreams(seed, "process")):
             assert one.R is other.R
             found.append(int(one.R.randint(1 << 30)))
     before = one.R, other.R
-    with reading(WorkerStreams(1, "local")):
+    with seeded_by(WorkerStreams(1, "local")):
         assert before == (one.R, other.R)
 
     assert found[0] != found[1]
@@ -396,21 +399,21 @@ THINGS = "abc"
 
 @pytest.mark.slow
 @given(st.lists(st.integers(0, 5) | st.sets(st.sampled_from(THINGS)), max_size=12))
-def test_takeovers_in_any_order(steps: list[Any]) -> None:
-    """Each generator is what the latest open takeover made it; after all of them it is what it was.
+def test_scopes_in_any_order(steps: list[Any]) -> None:
+    """Each generator is what the latest open scope made it; after all of them it is what it was.
 
-    A step is the number of the takeover that ends, or the generators of a new one.
+    A step is the number of the scope that ends, or the generators of a new one.
     """
     generators = {thing: random.Random(thing) for thing in THINGS}
     own = {thing: generator.getstate() for thing, generator in generators.items()}
     is_open: list[tuple[Any, set[str], RngScope]] = []
 
     def taken(things: set[str], seed: int) -> RngScope:
-        takeover = RngScope([generators[thing] for thing in sorted(things)])
-        takeover.__enter__()
+        scope = RngScope([generators[thing] for thing in sorted(things)])
+        scope.__enter__()
         for thing in things:
             generators[thing].seed(seed)
-        return takeover
+        return scope
 
     for number, step in enumerate(steps):
         if isinstance(step, set):
@@ -458,7 +461,7 @@ class BaseCompose:
         return self.py_random is self._own[1], int(self.random_generator.integers(1 << 30))
 
 
-entry_points._hook(BaseCompose)
+entry_points._hook(Albumentations.random_classes[1], BaseCompose)
 
 
 def of_itself(pipeline: BaseCompose, index: int) -> tuple[bool, int]:
@@ -525,7 +528,7 @@ def test_what_the_dataset_seeds_for_a_sample_is_the_user_s(seeding: Any) -> None
 
 def test_a_pipeline_made_with_a_seed_is_not_the_user_s_to_draw_from() -> None:
     """Compose(seed=5) says which stream, also if it is made while samples are read; its parts follow it."""
-    with reading(WorkerStreams(7, "process")):
+    with seeded_by(WorkerStreams(7, "process")):
         part = A.RandomCrop(8, 8)
         pipeline = A.Compose([part], seed=5)
         assert [corner(pipeline) for _ in range(5)] == stream(7, 5)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from fastload import transforms
 from fastload.memory.lease import BufferPool, allocating_in
-from fastload.rng.batch_draws import BatchId, BatchStreams, drawing_from
+from fastload.rng.batch_draws import BatchDraws, drawing_from
+from fastload.rng.keys import BatchKey
 from fastload.transforms import crop_and_flip, erase
 from fastload.transforms.compose import compose
 
@@ -23,7 +24,7 @@ DTYPES = [torch.uint8, torch.int16, torch.bool, torch.float16, torch.float32, to
 
 def drawn(transform: Any, batch: Any, seed: int = 0) -> Any:
     """The result with draws that depend on the seed alone."""
-    with drawing_from(BatchStreams.of_batch(BatchId(0, 0, 0, seed, 0))):
+    with drawing_from(BatchDraws(BatchKey(0, 0, base_seed=seed))):
         return transform(batch)
 
 

@@ -17,8 +17,7 @@ import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.batch.failed_sample import FailedSample
-from fastload.batch.failures import check_left_out, check_max_errors
+from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.plan import as_stored, check_source, make_plan
 from fastload.cache.build.random_check import read_unnoticed, spread_indices

@@ -18,7 +18,7 @@ from fastload.cache.format.record import decode, encode
 from fastload.errors import CacheError, NondeterministicDatasetError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
-from fastload.rng.entry_points import Source, reading
+from fastload.rng.entry_points import RandomSource, seeded_by
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ def probe(
 
 def read_unnoticed(dataset: Any, index: int) -> Any:
     """One sample; the generators of the libraries and of pipelines stay as they were."""
-    with _random_state_kept(), reading(_Probe(_SEEDS[0])):
+    with _random_state_kept(), seeded_by(_Probe(_SEEDS[0])):
         return dataset[index]
 
 
-class _Probe(Source):
+class _Probe(RandomSource):
     """Each transform draws from generators of its own that start from the same seed, so all coins differ.
 
     Args:
@@ -111,7 +111,7 @@ def _read(dataset: Any, index: int, seed: int) -> Any:
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    with reading(_Probe(seed)):
+    with seeded_by(_Probe(seed)):
         return dataset[index]
 
 

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastload.batch.failed_sample import FailedSample
+from fastload.batch.failures import FailedSample
 from fastload.cache.build.writer import writing
 from fastload.cache.lmdb.description import (
     FORMAT_VERSION,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch.utils.data import Dataset, get_worker_info
 
-from fastload.batch.failed_sample import FailedSample
+from fastload.batch.failures import FailedSample
 from fastload.batch.read_ahead import read_tasks_ahead
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
@@ -87,7 +87,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
         codec = "raw" if self.codec == SOURCE else self.codec
-        read_tasks_ahead(self.dataset, self.ranges, number, known=self.probed)
+        read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self.dataset[index]

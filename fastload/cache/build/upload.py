@@ -54,7 +54,7 @@ from fastload.system.notes import add_note
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from fastload.batch.failed_sample import FailedSample
+    from fastload.batch.failures import FailedSample
     from fastload.cache.lmdb.description import Plan
     from fastload.files.remote import RemoteFolder
 

@@ -22,7 +22,6 @@ from typing import Any
 
 from fastload.cache.format.record import FORMAT_VERSION
 from fastload.files.listing import DIGEST_BYTES
-from fastload.images.transform import is_albumentations
 
 
 @dataclass(frozen=True)
@@ -198,17 +197,14 @@ def _pre_transform_parts(pre_transform: Any) -> dict[str, str] | None:
     if callable(getattr(pre_transform, "fingerprint", None)):
         given = _given_parts(pre_transform)
         return None if given is None else {f"pre_transform {part}": value for part, value in given.items()}
-    if is_albumentations(pre_transform):
-        import albumentations
+    from fastload.augmentation.libraries import library_of  # here: it imports torch
 
-        try:
-            description = albumentations.to_dict(pre_transform)
-            return {
-                "pre_transform": f"{_qualified_name(type(pre_transform))}, digest {digest_of(description)}"
-            }
-        except (NotImplementedError, TypeError, ValueError):  # it holds a function, which has no digest
-            return None
-    return None
+    try:
+        description = library_of(pre_transform).description(pre_transform)
+        kind = _qualified_name(type(pre_transform))
+        return None if description is None else {"pre_transform": f"{kind}, digest {digest_of(description)}"}
+    except (TypeError, ValueError):  # a part of it has no digest
+        return None
 
 
 def _qualified_name(kind: Any) -> str:

@@ -1,4 +1,4 @@
-"""A crop that is pushed down into the decoder: the outputs and random numbers of the whole pipeline stay."""
+"""A crop in the decoder: the outputs and random numbers of the whole pipeline stay."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.albumentations import crop
-from fastload.albumentations.crop import Pushdown
+from fastload.augmentation.albumentations import crop
+from fastload.augmentation.albumentations.crop import CropInDecoder
 from fastload.cache.dataset import CachedDataset
 from fastload.errors import ImageReadError
 from fastload.images import jpeg, regions
@@ -92,7 +92,7 @@ class RandomCrop(A.RandomCrop):
 
 
 NEEDS_ALL = 'SmallestMaxSize needs all pixels; decode="fast" can decode JPEGs at a reduced size'
-# Pipelines, and why whole images are decoded; None where a crop is pushed down.
+# Pipelines, and why whole images are decoded; None where a crop is decoded alone.
 PIPELINES: dict[str, tuple[Any, str | None]] = {
     **{name: (lambda crop=crop: compose([crop()]), None) for name, crop in CROPS.items()},
     "saves parameters": (lambda: compose([A.RandomCrop(60, 70)], save_applied_params=True), None),
@@ -122,7 +122,7 @@ PIPELINES: dict[str, tuple[Any, str | None]] = {
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch: Any) -> None:
-    """Whether a crop is pushed down or explain() says why not: all targets and later random numbers stay."""
+    """A crop is decoded alone, or explain() says why not: all targets and later random numbers stay."""
     decoded: list[Any] = []
     real = EncodedImage.decode
     monkeypatch.setattr(EncodedImage, "decode", lambda self, box=None: decoded.append(box) or real(self, box))
@@ -136,22 +136,24 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
     plain, pushed = make(), make()
     for pipeline in (plain, pushed):
         pipeline.set_random_seed(7)
-    pushdown = Pushdown(pushed, reduces=False)
+    in_decoder = CropInDecoder(pushed, reduces=False)
     data = targets(None) if getattr(plain, "processors", None) else {"mask": MASK}
     for _ in range(20 if name.startswith("p") else 6):
         expected = plain(**data | {"image": whole.copy()})
-        found = pushdown(**data | {"image": EncodedImage(content)})
+        found = in_decoder(**data | {"image": EncodedImage(content)})
 
         assert_same_samples(found, expected)
         assert found["image"].flags.writeable
     assert states(pushed) == states(plain)
     if obstacle is None:
-        assert pushdown.obstacle is None
+        assert in_decoder.obstacle is None
         if name in CROPS and "padded" not in name:
             assert None not in decoded[1:]  # the first one is the test's own
     else:
-        assert obstacle in pushdown.explain()
-        assert name == "no decoder of regions" or pushdown.explain().startswith("whole images are decoded: ")
+        assert obstacle in in_decoder.explain()
+        assert name == "no decoder of regions" or in_decoder.explain().startswith(
+            "whole images are decoded: "
+        )
     if name == "saves parameters":
         assert pushed.transforms[0].get_applied_params()["crop_coords"]
 
@@ -160,13 +162,13 @@ def test_replay_and_the_error_of_a_large_crop() -> None:
     """ReplayCompose decodes whole images, and its record can be replayed; the error is albumentations'."""
     image = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
     pipeline = A.ReplayCompose([A.RandomCrop(60, 70), A.HorizontalFlip()])
-    output = Pushdown(pipeline, reduces=False)(image=image)
+    output = CropInDecoder(pipeline, reduces=False)(image=image)
     again = A.ReplayCompose.replay(output["replay"], image=image.decode())
     np.testing.assert_array_equal(output["image"], again["image"])
     with pytest.raises(CropSizeError) as theirs:
         A.Compose([A.RandomCrop(300, 300)])(image=image.decode())
     with pytest.raises(CropSizeError) as ours:
-        Pushdown(A.Compose([A.RandomCrop(300, 300)]), reduces=False)(image=image)
+        CropInDecoder(A.Compose([A.RandomCrop(300, 300)]), reduces=False)(image=image)
     assert str(ours.value) == str(theirs.value)
 
 
@@ -203,13 +205,13 @@ def test_fast_decoding_is_close(first: Any, db: int) -> None:
     content = smooth_file(height, width)
     whole = EncodedImage(content).decode()
     plain, fast = (A.Compose([copy.deepcopy(first)], **PARAMS, seed=3) for _ in range(2))
-    pushdown = Pushdown(fast, reduces=True)
-    assert pushdown.obstacle is None
+    in_decoder = CropInDecoder(fast, reduces=True)
+    assert in_decoder.obstacle is None
     data = targets(None) | {"mask": np.zeros((height, width), np.uint8)}
     del data["other"]
     for _ in range(5):
         expected = plain(**data | {"image": whole})
-        found = pushdown(**data | {"image": EncodedImage(content)})
+        found = in_decoder(**data | {"image": EncodedImage(content)})
         assert found["image"].shape == expected["image"].shape
         assert psnr_db(found["image"], expected["image"]) > db
         del found["image"], expected["image"]
@@ -226,7 +228,7 @@ def test_fast_decoding_of_a_truncated_file(crop: Any, share: float) -> None:
     cut = content[: round(share * len(content))]
     fast, whole = (A.Compose([copy.deepcopy(crop)], seed=3) for _ in range(2))
     try:
-        found = Pushdown(fast, reduces=True)(image=EncodedImage(cut))["image"]
+        found = CropInDecoder(fast, reduces=True)(image=EncodedImage(cut))["image"]
     except ImageReadError:
         assert cut != content
     else:
@@ -241,7 +243,7 @@ def test_fast_decoding_of_a_file_whose_header_lies(height: int, width: int) -> N
     frame = content.index(b"\xff\xc0")
     content[frame + 5 : frame + 9] = height.to_bytes(2, "big") + width.to_bytes(2, "big")
     with contextlib.suppress(ImageReadError):
-        found = Pushdown(A.Compose([A.Resize(50, 60)]), reduces=True)(image=EncodedImage(bytes(content)))
+        found = CropInDecoder(A.Compose([A.Resize(50, 60)]), reduces=True)(image=EncodedImage(bytes(content)))
         assert found["image"].shape == (50, 60, 3)
 
 
@@ -274,7 +276,7 @@ def of_any_size(monkeypatch: Any) -> None:
     side=st.integers(4, 220),
     crop=st.tuples(st.floats(0.05, 1), st.floats(0.05, 1)),
 )
-def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
+def test_the_center_of_a_resized_image_is_that_of_the_pipeline(
     has_codec: bool, sides: Any, interval: int, turn: int, resize: str, crop: Any, side: int, **options: Any
 ) -> None:
     """All targets and generators are the same, also for a crop that does not fit; whatever is decoded."""
@@ -287,7 +289,7 @@ def test_the_centre_of_a_resized_image_is_that_of_the_pipeline(
         first = RESIZES[resize](side, area_for_downscale=area, **options)
         return A.Compose([first, A.CenterCrop(height, width), A.HorizontalFlip(p=0.5)], seed=5)
 
-    plain, pushed = make(), Pushdown(make(), reduces=False)
+    plain, pushed = make(), CropInDecoder(make(), reduces=False)
     assert pushed.obstacle is None
     mask = whole[..., 0].copy()
     with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
@@ -314,7 +316,7 @@ def test_validation_decodes_the_part_that_it_keeps(reduces: bool, has_codec: boo
     decode_jpeg = mock.Mock(side_effect=jpeg.decode_jpeg)
     monkeypatch.setattr(regions, "decode_jpeg", decode_jpeg)
     monkeypatch.setattr(EncodedImage, "decode", lambda *_: pytest.fail("the whole image is decoded"))
-    pushed = Pushdown(validation, reduces=reduces)
+    pushed = CropInDecoder(validation, reduces=reduces)
     found = pushed(image=EncodedImage(content))["image"]
 
     if reduces:
@@ -335,10 +337,10 @@ def test_fast_validation_of_a_cut_file_is_that_of_the_whole(
     monkeypatch.setattr(regions, "_codec", lambda: None)
     content = smooth_file(*sides)
     resize, crop = A.SmallestMaxSize(128, interpolation=interpolation), A.CenterCrop(112, 100)
-    whole = Pushdown(A.Compose([copy.deepcopy(resize)]), reduces=True)(image=EncodedImage(content))
+    whole = CropInDecoder(A.Compose([copy.deepcopy(resize)]), reduces=True)(image=EncodedImage(content))
     expected = crop(image=whole["image"])["image"]
     marked = EncodedImage(smooth_file(*sides, 1))
-    found = Pushdown(A.Compose([resize, crop]), reduces=True)(image=marked)["image"]
+    found = CropInDecoder(A.Compose([resize, crop]), reduces=True)(image=marked)["image"]
     assert psnr_db(found, expected) > (30 if interpolation == cv2.INTER_NEAREST else 48)
 
 
@@ -376,7 +378,7 @@ def test_a_reduced_crop_lies_where_the_exact_one_lies(orientation: int) -> None:
     def crop() -> Any:
         return A.Compose([A.RandomResizedCrop((40, 40), scale=(0.7, 1.0))], seed=5)
 
-    fast, exact = (Pushdown(crop(), reduces=reduces) for reduces in (True, False))
+    fast, exact = (CropInDecoder(crop(), reduces=reduces) for reduces in (True, False))
     images = [(fast(image=image)["image"], exact(image=image)["image"]) for _ in range(10)]
     differences = [np.abs(ours.astype(int) - theirs.astype(int)) for ours, theirs in images]
 

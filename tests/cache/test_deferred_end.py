@@ -1,4 +1,4 @@
-"""Normalize and ToTensorV2 at the end of a pipeline, left to the batch: same bits, same random numbers."""
+"""Normalize and ToTensorV2 at the end of a pipeline, deferred: same bits, same random numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import CachedDataset, DataLoader
-from fastload.albumentations.crop import Pushdown
-from fastload.albumentations.deferred_end import find_tail
+from fastload.augmentation.albumentations.crop import CropInDecoder
+from fastload.augmentation.albumentations.deferred_end import find_deferred_end
 from fastload.images.encoded import EncodedImage
-from fastload.nested.pending import PendingImage, computed
-from tests.cache.test_pushdown import HEIGHT, WIDTH, states, targets
-from tests.cache.test_pushdown import compose as with_targets
+from fastload.nested.deferred import DeferredImage, computed
+from tests.cache.test_crop_in_decoder import HEIGHT, WIDTH, states, targets
+from tests.cache.test_crop_in_decoder import compose as with_targets
 from tests.cache.zoo import Images, Made
 from tests.images.test_encoded import image_file
 from tests.kit.batches import assert_same_batches, assert_same_samples, read_epoch
@@ -56,32 +56,32 @@ def test_computed_later_it_is_what_the_pipeline_returns(end: list[Any], image: A
     """The result, the other targets, the errors and the generators are the pipeline's; rows get its bits."""
     pipeline = compose(*copy.deepcopy(end), p=p)
     twin = copy.deepcopy(pipeline)
-    tail = find_tail(twin)
+    end = find_deferred_end(twin)
     for _ in range(4):
         theirs = outcome(pipeline, image=image.copy(), mask=image[:, :, None])
-        ours = outcome(tail or twin, image=image.copy(), mask=image[:, :, None])
+        ours = outcome(end or twin, image=image.copy(), mask=image[:, :, None])
         if isinstance(ours, dict):
             check_rows(ours["image"])
             ours = {name: computed(value) for name, value in ours.items()}
         assert_same_samples(theirs, ours)
     assert states(pipeline) == states(twin)
     if image is IMAGES[0] and p == 1:
-        assert tail is not None
-        assert type(tail(image=image)["image"]) is PendingImage
+        assert end is not None
+        assert type(end(image=image)["image"]) is DeferredImage
 
 
-def check_rows(pending: Any) -> None:
-    """A pending image writes what `value()` returns, as it says: in memory order C, and channels-last."""
-    if type(pending) is not PendingImage:
+def check_rows(deferred: Any) -> None:
+    """A deferred image writes what `value()` returns, as it says: in memory order C, and channels-last."""
+    if type(deferred) is not DeferredImage:
         return
-    value = pending.value()
-    assert (pending.kind, pending.shape, pending.dtype) == (type(value), tuple(value.shape), value.dtype)
+    value = deferred.value()
+    assert (deferred.kind, deferred.shape, deferred.dtype) == (type(value), tuple(value.shape), value.dtype)
     array = np.asarray(value)
     rows = [np.zeros(array.shape, array.dtype)]
     if isinstance(value, torch.Tensor):
         rows.append(np.zeros(array.transpose(1, 2, 0).shape, array.dtype).transpose(2, 0, 1))
     for row in rows:
-        pending.write(row)
+        deferred.write(row)
         assert row.tobytes() == array.tobytes()
 
 
@@ -90,11 +90,11 @@ def test_targets_beside_the_image_stay() -> None:
     crop = with_targets([A.RandomResizedCrop((112, 120))], [A.Normalize(), ToTensorV2()], seed=5)
     twin = copy.deepcopy(crop)
     encoded = EncodedImage(image_file("4:2:0", HEIGHT, WIDTH))
-    tail: Any = find_tail(twin)
-    through = tail.through(Pushdown(twin, reduces=False).run)
+    end: Any = find_deferred_end(twin)
+    through = end.through(CropInDecoder(twin, reduces=False))
     for _ in range(5):
         theirs, ours = crop(**targets(encoded.decode())), through(**targets(encoded))
-        assert type(ours["image"]) is PendingImage
+        assert type(ours["image"]) is DeferredImage
         assert_same_samples(theirs, {name: computed(value) for name, value in ours.items()})
     assert states(crop) == states(twin)
 
@@ -109,10 +109,10 @@ def test_targets_beside_the_image_stay() -> None:
         [],
     ],
 )
-def test_other_ends_are_not_left(end: list[Any]) -> None:
+def test_other_ends_are_not_deferred(end: list[Any]) -> None:
     """A step that is random, depends on the image, or is not the last one runs in the pipeline."""
-    assert find_tail(compose(*end)) is None
-    assert find_tail(A.Normalize()) is None
+    assert find_deferred_end(compose(*end)) is None
+    assert find_deferred_end(A.Normalize()) is None
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_other_ends_are_not_left(end: list[Any]) -> None:
     ],
 )
 def test_a_pipeline_that_changed_runs_whole(change: Any) -> None:
-    """Programs drop or add transforms in later epochs; a centre is decoded alone for its crop."""
+    """Programs drop or add transforms in later epochs; a center is decoded alone for its crop."""
     pipeline = compose(A.Normalize(), ToTensorV2())
     dataset = Images(1, shape=SHAPE)
     cached = CachedDataset(dataset, pipeline)
-    assert type(cached._pend(0)[0]) is PendingImage
+    assert type(cached.defer(0)[0]) is DeferredImage
     change(pipeline)
     twin = copy.deepcopy(pipeline)
-    assert_same_samples(computed(cached._pend(0)[0]), twin(image=dataset.sample(0)[0])["image"])
+    assert_same_samples(computed(cached.defer(0)[0]), twin(image=dataset.sample(0)[0])["image"])
 
     pipeline = A.Compose([A.SmallestMaxSize(200), A.CenterCrop(160, 160)])
     image = EncodedImage(image_file("restarts", 720, 960))
@@ -165,7 +165,7 @@ def test_batches_of_workers_are_those_of_single_samples(dataset: Any, options: A
     for theirs, ours in zip(*epochs, strict=True):
         assert_same_batches(theirs, ours)
     if dataset is IMAGES_OF_ONE_SIZE:  # a worker writes the image itself, but for a dataset around it
-        monkeypatch.setattr(PendingImage, "write", lambda self, row: row.fill(99))
-        for source, is_pending in ((cached, True), (around, False)):
+        monkeypatch.setattr(DeferredImage, "write", lambda self, row: row.fill(99))
+        for source, is_deferred in ((cached, True), (around, False)):
             images, _ = next(iter(DataLoader(source, 4, num_workers=1, multiprocessing_context="fork")))
-            assert bool((images == 99).all()) is is_pending
+            assert bool((images == 99).all()) is is_deferred

@@ -1,14 +1,14 @@
-"""Pushes the crop at the start of an albumentations pipeline down into the decoder.
+"""Moves the crop at the start of an albumentations pipeline into the decoder.
 
 A crop's box depends on the image's height and width, which are in the file's header. So the first transform
 chooses its box before the image is decoded, and only that region is decoded. Of a large image that is resized
-and then cropped at its centre, as for validation, only the part that the crop keeps is decoded. Rules:
+and then cropped at its center, as for validation, only the part that the crop keeps is decoded. Rules:
 
 1. albumentations itself draws all parameters, from its own generators and in its own order. Boxes, flips and
-   the transformed masks, bounding boxes and keypoints are bit-identical to those without pushdown.
+   the transformed masks, bounding boxes and keypoints are bit-identical to those of the whole image.
 2. Only the image's own part of the first transform is replaced; the rest of the pipeline runs as usual.
-3. Only classes of the release of albumentations that the tests compare with and without pushdown are pushed
-   down. Everything else is decoded in full, and `explain` gives the reason.
+3. Only classes of the one release of albumentations that the tests compare in both ways are treated so.
+   Everything else is decoded in full, and `explain` gives the reason.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.albumentations.read_only import is_tested_release
-from fastload.albumentations.steps import is_of_albumentations, is_replayed, shallow_copy, with_image_part
+from fastload.augmentation.albumentations import steps
 from fastload.images.regions import name_of_decoder
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ _INTER_AREA = 3  # of OpenCV
 _SAMPLED = (0, 1, 2, 4)  # nearest, linear, cubic and Lanczos
 
 
-class Pushdown:
+class CropInDecoder:
     """An albumentations pipeline that decodes the image of its sample, as far as it needs the pixels.
 
     Args:
@@ -75,7 +74,7 @@ class Pushdown:
         self._is_compose = type(pipeline).__name__ == "Compose"
         transforms = pipeline.transforms if self._is_compose else [pipeline]
         self._first: Any = transforms[0] if transforms else None
-        self._centre: Any = transforms[1] if len(transforms) > 1 and _keeps_centre(*transforms[:2]) else None
+        self._center: Any = transforms[1] if len(transforms) > 1 and _keeps_center(*transforms[:2]) else None
         self.obstacle = self._find_obstacle()
 
     def explain(self) -> str:
@@ -85,8 +84,8 @@ class Pushdown:
         name = type(self._first).__name__
         decoder = name_of_decoder()
         ways = []
-        if name not in _SCALINGS or self._centre is not None:
-            crop = name if self._centre is None else "CenterCrop in large images"
+        if name not in _SCALINGS or self._center is not None:
+            crop = name if self._center is None else "CenterCrop in large images"
             no_region = "whole JPEGs are decoded (pip install 'fastload-torch[regions]' decodes regions)"
             ways.append(f"{decoder} decodes the region of {crop}" if decoder else no_region)
             ways.append(f"of JPEGs with restart markers, only the part around {crop} is decoded")
@@ -95,10 +94,10 @@ class Pushdown:
         return "; ".join(ways)
 
     def __call__(self, **data: Any) -> dict[str, Any]:
-        """The pipeline's output for these targets; `image` is an `EncodedImage`; raises as `run`."""
-        return self.run(self._pipeline, data)
+        """The pipeline's output for these targets, of which `image` is an `EncodedImage`; see `run`."""
+        return self.run(self._pipeline, **data)
 
-    def run(self, pipeline: Any, data: dict[str, Any]) -> dict[str, Any]:
+    def run(self, pipeline: Any, /, **data: Any) -> dict[str, Any]:
         """The output of the pipeline, or of a copy of it that has the same first transform.
 
         Raises:
@@ -109,10 +108,10 @@ class Pushdown:
         if self.obstacle is not None:
             return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
-        first = _first_with(self._first, image, self._centre, reduces=self._reduces)
+        first = _first_with(self._first, image, self._center, reduces=self._reduces)
         cropping = first
         if self._is_compose:
-            cropping = shallow_copy(pipeline)
+            cropping = steps.shallow_copy(pipeline)
             cropping.transforms = [first, *pipeline.transforms[1:]]
         output = dict(cropping(**{**data, "image": stand_in}))
         self._first.params = first.params
@@ -125,38 +124,38 @@ class Pushdown:
         if first is None:
             return "the pipeline is empty"
         name = type(first).__name__
-        if not is_tested_release():
-            return "pushdown was tested with a different release of albumentations"
-        if any(not is_of_albumentations(part) for part in (self._pipeline, first)):
+        if not steps.is_tested_release():
+            return "crops are decoded alone with albumentations 2.0.8, and this is a different release"
+        if any(not steps.is_of_albumentations(part) for part in (self._pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
-            if not self._reduces and self._centre is None:
+            if not self._reduces and self._center is None:
                 return f'{name} needs all pixels; decode="fast" can decode JPEGs at a reduced size'
         elif name not in _CROPS:
-            return f"the first transform is {name}; only a crop at the start of the pipeline is pushed down"
+            return f"the first transform is {name}; only a crop at the start of the pipeline is decoded alone"
         if getattr(first, "p", 0) < 1:
             return f"{name} has p={first.p}, so some images are not cropped"
-        if is_replayed(first):
+        if steps.is_replayed(first):
             return "the pipeline is replayed"
         return None
 
 
-def _keeps_centre(first: Any, second: Any) -> bool:
-    """Whether the second transform keeps only the centre of what the first one has resized."""
-    is_centre = type(second).__name__ == "CenterCrop" and is_of_albumentations(second)
-    return is_centre and type(first).__name__ in _SCALINGS and second.p >= 1 and not second.pad_if_needed
+def _keeps_center(first: Any, second: Any) -> bool:
+    """Whether the second transform keeps only the center of what the first one has resized."""
+    is_center = type(second).__name__ == "CenterCrop" and steps.is_of_albumentations(second)
+    return is_center and type(first).__name__ in _SCALINGS and second.p >= 1 and not second.pad_if_needed
 
 
-def _first_with(first: Any, image: Any, centre: Any, *, reduces: bool) -> Any:
+def _first_with(first: Any, image: Any, center: Any, *, reduces: bool) -> Any:
     """The first transform, applied to this image instead of its argument."""
-    return with_image_part(first, functools.partial(_apply, first, image, centre, reduces))
+    return steps.with_image_part(first, functools.partial(_apply, first, image, center, reduces))
 
 
-def _apply(first: Any, image: EncodedImage, centre: Any, reduces: bool, _: Any, **params: Any) -> Pixels:
+def _apply(first: Any, image: EncodedImage, center: Any, reduces: bool, _: Any, **params: Any) -> Pixels:
     """The first transform's `apply`, for an undecoded image."""
     height, width, _channels = image.shape
     if type(first).__name__ in _SCALINGS:
-        return _scaled(first, image, centre, params, reduces=reduces)
+        return _scaled(first, image, center, params, reduces=reduces)
     x_min, y_min, x_max, y_max = box = params.get("crop_coords") or (0, 0, 0, 0)
     is_inside = 0 <= x_min < x_max <= width and 0 <= y_min < y_max <= height
     if not is_inside or params.get("pad_params") is not None:
@@ -169,8 +168,8 @@ def _apply(first: Any, image: EncodedImage, centre: Any, reduces: bool, _: Any, 
     return _pixels(first.apply(region, **{**params, "crop_coords": whole}))
 
 
-def _scaled(first: Any, image: Any, centre: Any, params: dict[str, Any], *, reduces: bool) -> Pixels:
-    """The image resized as `first` resizes it; outside of what `centre` keeps, pixels are arbitrary."""
+def _scaled(first: Any, image: Any, center: Any, params: dict[str, Any], *, reduces: bool) -> Pixels:
+    """The image resized as `first` resizes it; outside of what `center` keeps, pixels are arbitrary."""
     height, width, _ = image.shape
     scale = params.get("scale")
     if type(first).__name__ == "Resize" or scale is None:
@@ -182,8 +181,8 @@ def _scaled(first: Any, image: Any, centre: Any, params: dict[str, Any], *, redu
     if is_smaller and getattr(first, "area_for_downscale", None) in ("image", "image_mask"):
         interpolation = _INTER_AREA
     kept, sides = None, (height, width)
-    if centre is not None and height * width >= _MIN_PIXELS:
-        kept = _kept_box(centre, target, sides)
+    if center is not None and height * width >= _MIN_PIXELS:
+        kept = _kept_box(center, target, sides)
     if not reduces or height < 2 * target[0] or width < 2 * target[1]:
         whole = image.decode() if kept is None else image.decode_within(kept)
         return _pixels(first.apply(whole, **params))
@@ -197,15 +196,15 @@ def _scaled(first: Any, image: Any, centre: Any, params: dict[str, Any], *, redu
     return _pixels(_resize(*target, interpolation).apply(reduced.pixels)) if sampled is None else sampled
 
 
-def _kept_box(centre: Any, target: tuple[int, int], sides: tuple[int, int]) -> Box | None:
-    """The part of an image of these sides that `centre` keeps after it was resized to `target`.
+def _kept_box(center: Any, target: tuple[int, int], sides: tuple[int, int]) -> Box | None:
+    """The part of an image of these sides that `center` keeps after it was resized to `target`.
 
     Returns:
         None if the crop does not fit.
     """
-    if centre.height > target[0] or centre.width > target[1]:
+    if center.height > target[0] or center.width > target[1]:
         return None
-    x_min, y_min, x_max, y_max = centre.get_params_dependent_on_data({"shape": target}, {})["crop_coords"]
+    x_min, y_min, x_max, y_max = center.get_params_dependent_on_data({"shape": target}, {})["crop_coords"]
     top, bottom = _kept_span(y_min, y_max, target[0], sides[0])
     left, right = _kept_span(x_min, x_max, target[1], sides[1])
     return left, top, right, bottom
@@ -254,7 +253,7 @@ def _sampled(reduced: Reduced, target: tuple[int, int], interpolation: int) -> P
     x_min, y_min, x_max, y_max = box
     height, width = target
     step_x, step_y = (x_max - x_min) / width, (y_max - y_min) / height
-    # From the centre of a result's pixel to its place among the reduced ones.
+    # From the center of a result's pixel to its place among the reduced ones.
     matrix = np.array([[step_x, 0, x_min + step_x / 2 - 0.5], [0, step_y, y_min + step_y / 2 - 0.5]])
     cv2 = sys.modules["cv2"]  # albumentations has imported it
     flags = interpolation | cv2.WARP_INVERSE_MAP

@@ -14,19 +14,18 @@ Rules:
 from __future__ import annotations
 
 import random
-import sys
 import types
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.rng.generators import attributes
+from fastload.augmentation.albumentations.steps import is_tested_release
+from fastload.nested.attributes import attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_RELEASE = "2.0.8"
 # Both call stringzilla, which writes to a grayscale image in place.
 _WRITERS = frozenset({"AutoContrast", "Equalize"})
 _PLAIN = frozenset(
@@ -34,7 +33,7 @@ _PLAIN = frozenset(
 )
 
 
-def keeps_read_only(transform: Any) -> bool:
+def only_reads(transform: Any) -> bool:
     """Whether a transform is an albumentations pipeline whose code all respects the read-only mark.
 
     ToTensorV2 is not accepted: it passes a read-only array to torch.from_numpy, which warns.
@@ -51,11 +50,6 @@ def keeps_read_only(transform: Any) -> bool:
         seen |= new
         queue += new.values()
     return True
-
-
-def is_tested_release() -> bool:
-    """Whether albumentations is of the release whose code the tests run."""
-    return getattr(sys.modules.get("albumentations"), "__version__", None) == _RELEASE
 
 
 def _parts(value: Any) -> Iterable[Any] | None:

@@ -6,10 +6,18 @@ are made for each call, and never kept.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+_RELEASE = "2.0.8"
+
+
+def is_tested_release() -> bool:
+    """Whether albumentations is of the one release whose code the tests compare and run."""
+    return getattr(sys.modules.get("albumentations"), "__version__", None) == _RELEASE
 
 
 def is_of_albumentations(step: Any) -> bool:

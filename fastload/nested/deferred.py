@@ -1,8 +1,7 @@
-"""An image whose last step is to be done while it is written into its batch.
+"""An image whose last step is deferred until it is written into its batch.
 
 A pipeline's last step often reads the whole image only to write it again in another type or order, and the
-batch then copies the result. A `PendingImage` stands for that result, and writes it once, into its row.
-Rule: the row gets the bits that `value()` has.
+batch then copies the result. A `DeferredImage` stands for that result, and writes it once, into its row.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class PendingImage:
+class DeferredImage:
     """A `(3, H, W)` tensor or `(H, W, 3)` array, not computed yet.
 
     Args:
@@ -59,7 +58,7 @@ class PendingImage:
         return self._compute(self._pixels)
 
     def write(self, row: npt.NDArray[Any]) -> None:
-        """Write the result into a row of its shape and dtype, with any strides."""
+        """Write the bits of `value()` into a row of its shape and dtype, with any strides."""
         cv2 = sys.modules["cv2"]  # the pipeline has imported it
         if self.kind is torch.Tensor and row.flags.c_contiguous:
             # Three tables over three planes take less time than one over pixels.
@@ -84,5 +83,5 @@ def _look_up(cv2: Any, levels: Any, table: Any, out: Any) -> None:
 
 
 def computed(value: Any) -> Any:
-    """A leaf of a sample, with the result if it is pending."""
-    return value.value() if type(value) is PendingImage else value
+    """A leaf of a sample, with the result if it is deferred."""
+    return value.value() if type(value) is DeferredImage else value

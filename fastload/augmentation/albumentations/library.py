@@ -1,0 +1,159 @@
+"""Albumentations, and its successor AlbumentationsX: the answers to all questions of the interface."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
+from fastload.augmentation.albumentations.read_only import only_reads
+from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
+from fastload.images.encoded import EncodedImage
+from fastload.images.transform import is_albumentations
+from fastload.nested.spec import is_namedtuple
+from fastload.nested.tree import structure_of
+
+if TYPE_CHECKING:
+    from fastload.augmentation.albumentations.crop import CropInDecoder
+
+_IMAGES = (np.ndarray, EncodedImage)
+_UINT8 = np.dtype(np.uint8)
+
+
+def _with_generators(streams: Any, generator: np.random.Generator, py_random: Any) -> Any:
+    """What AlbumentationsX reserves for a call, with other generators."""
+    return type(streams)(random_generator=generator, py_random=py_random, epoch=streams.epoch)
+
+
+_PAIR: dict[str, GeneratorKind] = {"random_generator": "numpy", "py_random": "python"}
+# Of AlbumentationsX alone.
+_RESERVE = "_reserve_invocation_streams", _with_generators
+_PRIVATE = frozenset(
+    f"_{state}_{name}" for state in ("configured", "concurrent") for name in ("random_generator", "py_random")
+)
+
+
+class Albumentations(AugmentationLibrary):
+    """albumentations 2; crops, ends and read-only memory are those of release 2.0.8 alone."""
+
+    random_classes = (
+        RandomClass("albumentations.core.invocation", "InvocationRngOwner", {}, _RESERVE),
+        RandomClass("albumentations.core.composition", "BaseCompose", _PAIR),
+        RandomClass("albumentations.core.transforms_interface", "BasicTransform", _PAIR),
+    )
+    private_generators = _PRIVATE
+    input_name = "the image or the named targets of a sample"
+
+    def owns(self, transform: Any) -> bool:
+        """Whether albumentations defines a base class, or the metaclass of a class."""
+        return is_albumentations(transform)
+
+    def seeds_itself(self, pipeline: Any) -> bool:
+        """Whether it is a pipeline of AlbumentationsX."""
+        return hasattr(pipeline, "_get_effective_seed")
+
+    def description(self, transform: Any) -> Any | None:
+        """The transform as albumentations serializes it; None if it holds a function."""
+        import albumentations
+
+        try:
+            return albumentations.to_dict(transform)
+        except (NotImplementedError, TypeError, ValueError):
+            return None
+
+    def call(self, transform: Any, sample: Any) -> Any:
+        """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
+
+        Raises:
+            TypeError: The sample is none of these, its image is a tensor, it is a tuple whose mask would not
+                be transformed, or a dict without a target of the transform.
+        """
+        if (
+            type(sample) is tuple
+            and len(sample) == 2
+            and type(sample[1]) is int
+            and isinstance(sample[0], _IMAGES)
+        ):
+            return transform(image=sample[0])["image"], sample[1]  # most samples: a shortcut
+        if isinstance(self.image_of(sample), torch.Tensor):
+            raise TypeError(
+                "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; "
+                f"the dataset returned {structure_of(sample)}: return the array before it is converted to a "
+                "tensor, and put ToTensorV2() last in the transform"
+            )
+        if isinstance(sample, dict):
+            targets = getattr(transform, "available_keys", None)
+            if targets and sample.keys().isdisjoint(targets):
+                raise TypeError(
+                    f"the albumentations transform takes the keys {sorted(targets)}; the dataset returned a "
+                    f"dict with {list(sample)!r:.200}: use those keys for the arrays to be transformed"
+                )
+            return transform(**sample)
+        if isinstance(sample, _IMAGES):
+            return transform(image=sample)["image"]
+        if not isinstance(sample, (tuple, list)) or not sample or not isinstance(sample[0], _IMAGES):
+            raise TypeError(
+                "an albumentations transform takes an image array, a tuple that starts with one, or a dict "
+                f'with "image"; the dataset returned {structure_of(sample)}'
+            )
+        return _call_with_first(transform, sample)
+
+    def image_of(self, sample: Any) -> Any:
+        """The target `image` of a dict, the first value of a tuple or list, or the sample itself."""
+        return sample.get("image") if isinstance(sample, dict) else super().image_of(sample)
+
+    def advice(self, sample: Any) -> str:
+        """What to do about an array that has the layout of torch's images."""
+        image, channels = self.image_of(sample), (1, 3, 4)
+        is_array = isinstance(image, np.ndarray) and image.ndim == 3
+        if not is_array or image.shape[0] not in channels or image.shape[2] in channels:
+            return ""
+        return "images should be (H, W, C): transpose them in the dataset"
+
+    def steps_of(self, pipeline: Any) -> list[Any]:
+        """The steps of a pipeline, and their probabilities; empty for a single transform."""
+        steps = getattr(pipeline, "transforms", ())
+        return [*steps, *[step.p for step in steps]]
+
+    def only_reads(self, pipeline: Any) -> bool:
+        """Whether all code of the pipeline is known to respect the read-only mark (see `read_only`)."""
+        return only_reads(pipeline)
+
+    def accepts_read_only(self, sample: Any) -> bool:
+        """Whether all images and masks are uint8 arrays, or undecoded: Normalize divides float32 in place."""
+        if not isinstance(sample, dict):
+            image = sample[0] if isinstance(sample, (tuple, list)) and sample else sample
+            return getattr(image, "dtype", _UINT8) == _UINT8
+        return all(
+            not isinstance(value, np.ndarray) or value.dtype == _UINT8 or name in ("bboxes", "keypoints")
+            for name, value in sample.items()
+        )
+
+    def defer_end(self, pipeline: Any) -> DeferredEnd | None:
+        """See `deferred_end`."""
+        return find_deferred_end(pipeline)
+
+    def split_crop(self, pipeline: Any, *, reduces: bool) -> CropInDecoder | None:
+        """See `crop`."""
+        from fastload.augmentation.albumentations.crop import CropInDecoder  # here: it imports Pillow
+
+        return CropInDecoder(pipeline, reduces=reduces)
+
+
+def _call_with_first(transform: Any, sample: Any) -> Any:
+    """Transform the image that a tuple or list starts with; the rest stays."""
+    image, *rest = sample
+    for position, other in enumerate(rest, start=1):
+        if isinstance(other, np.ndarray) and other.ndim >= 2 and other.shape[:2] == image.shape[:2]:
+            raise TypeError(
+                f"element {position} of the sample has the image's height and width {image.shape[:2]}: a "
+                'mask must be transformed with its image. Return {"image": ..., "mask": ...} from the dataset'
+            )
+    values = (transform(image=image)["image"], *rest)
+    if type(sample) is tuple:
+        return values
+    if is_namedtuple(sample):
+        return type(sample)._make(values)
+    return values if isinstance(sample, tuple) else list(values)

@@ -1,0 +1,113 @@
+"""A dataset that makes batches better than sample by sample: `BatchSource`, and how the loader finds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    # allocate(shape, dtype): a C-contiguous array in the memory of the batch.
+    Allocate = Callable[[tuple[int, ...], np.dtype[Any]], np.ndarray[Any, Any]]
+
+# Numbers of a range: products and sums of larger ones would not fit into 64 bits.
+_MAX_IN_RANGE = 1 << 61
+
+
+class BatchSource(Protocol):
+    """What a map-style dataset can offer to fastload's loader beside ``dataset[index]``.
+
+    The loader asks it if the class of the dataset has a method ``__batch_source__(self)`` that returns a
+    `BatchSource`, usually ``self``, or None. A subclass that overrides ``__getitem__`` or ``__getitems__``
+    is read through these, unless it defines ``__batch_source__`` again. The loader uses it with torch's own
+    `default_collate` alone, also for a dataset inside torch's `Subset`.
+    """
+
+    def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
+        """The batch of these indices, equal to ``default_collate([dataset[i] for i in indices])``.
+
+        It must draw no random numbers: with ``seeding="sample"``, no generator is set for it.
+
+        Args:
+            indices: The sampler's, in the order of the batch.
+            allocate: ``allocate(shape, dtype)`` returns a writable C-contiguous array of arbitrary content
+                in the memory of the batch: in a worker process, in the slot that the consumer reads. Call it
+                for each tensor of the batch, and return ``torch.from_numpy(array)``. The loader owns this
+                memory: write to it before `gather` returns, and keep no reference, because later batches
+                reuse it as soon as the caller has dropped this one. A batch can also have tensors in other
+                memory, which a worker copies.
+
+        Returns:
+            None if this batch cannot be gathered, for example because a sample is unreadable: the loader
+            then reads sample by sample, and a bad index gets the error of ``dataset[index]``.
+        """
+
+    @property
+    def lend(self) -> Callable[[Any], Any] | None:
+        """``lend(index)`` is ``dataset[index]``, but arrays can be read-only views of memory of the dataset.
+
+        The loader copies them into the batch, and drops the sample then, so the memory must stay valid as
+        long as a view of it exists. It must draw no random numbers. None: samples are not lent; the loader
+        asks again for each batch that is not gathered.
+        """
+
+    @property
+    def defer(self) -> Callable[[Any], Any] | None:
+        """``defer(index)`` is ``dataset[index]``, but its image can be a `DeferredImage`.
+
+        Its last step, such as Normalize and ToTensorV2, is computed when it is written into the batch. Until
+        then it can read memory of the dataset. None: the loader calls ``dataset[index]``.
+        """
+
+
+class _RangeSource:
+    """A range: the dataset of a loader whose samples lie on the device.
+
+    There the 15 us that each sample takes to read and collate would be nearly all of the time.
+    """
+
+    lend = defer = None
+
+    def __init__(self, numbers: range) -> None:
+        self._numbers = numbers
+
+    def gather(self, indices: Sequence[Any], allocate: Allocate) -> Any | None:
+        """The batch that default_collate makes of ints; None if not all indices are ints from 0."""
+        numbers = self._numbers
+        try:
+            positions = np.asarray(indices)
+        except ValueError:  # nested lists of different lengths
+            return None
+        if max(abs(numbers.start), abs(numbers.stop), abs(numbers.step)) > _MAX_IN_RANGE:
+            return None
+        if positions.dtype != np.int64 or positions.ndim != 1 or not len(positions):
+            return None
+        if positions.min() < 0 or positions.max() >= len(numbers):
+            return None  # the range itself raises the IndexError
+        return torch.from_numpy(positions * numbers.step + numbers.start)
+
+
+def inside_subsets(dataset: Any, indices: Sequence[Any] = ()) -> tuple[Any, Sequence[Any]]:
+    """The dataset inside torch's Subset, also nested ones, and the indices of these samples there."""
+    while type(dataset) is Subset:
+        indices = [dataset.indices[index] for index in indices]
+        dataset = dataset.dataset
+    return dataset, indices
+
+
+def batch_source_of(dataset: Any) -> BatchSource | None:
+    """The source of a dataset, also inside torch's Subset; None if it must be read by ``dataset[index]``."""
+    dataset, _ = inside_subsets(dataset)
+    if type(dataset) is range:
+        return _RangeSource(dataset)
+    for cls in type(dataset).__mro__:
+        if "__batch_source__" in vars(cls):
+            source: BatchSource | None = dataset.__batch_source__()
+            return source
+        if "__getitem__" in vars(cls) or "__getitems__" in vars(cls):
+            return None
+    return None

@@ -1,0 +1,142 @@
+"""Datasets that make whole batches: `BatchSource`, and when the loader asks it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+from torch.utils.data import default_collate
+
+import fastload
+from tests.kit.batches import assert_same_batches
+
+IMAGES = np.arange(24 * 20_000, dtype=np.int32).reshape(24, 20_000)
+
+
+class Rows(tud.Dataset[Any]):
+    """Rows of an array; what it was asked is in `calls`."""
+
+    lend: Any = None
+    defer: Any = None
+
+    def __init__(self, *, is_gathered: bool = True) -> None:
+        self.is_gathered = is_gathered
+        self.calls: list[str] = []
+
+    def __len__(self) -> int:
+        return len(IMAGES)
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls.append("sample")
+        return IMAGES[index].copy(), index
+
+    def __batch_source__(self) -> fastload.BatchSource | None:
+        return self
+
+    def gather(self, indices: Any, allocate: Any) -> Any | None:
+        self.calls.append("batch")
+        images = allocate((len(indices), IMAGES.shape[1]), IMAGES.dtype)
+        if not self.is_gathered:
+            return None
+        np.take(IMAGES, indices, axis=0, out=images)
+        return [torch.from_numpy(images), torch.tensor(indices)]
+
+
+class Lends(Rows):
+    """Lends views of the array."""
+
+    def __init__(self) -> None:
+        super().__init__(is_gathered=False)
+
+    def lend(self, index: int) -> Any:
+        view = IMAGES[index]
+        view.flags.writeable = False
+        self.calls.append("lent")
+        return view, index
+
+
+class OwnGetItem(Rows):
+    """Has its own samples."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls.append("own")
+        return -IMAGES[index], index
+
+
+class OwnGetItems(Rows):
+    """Has its own lists of samples."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        self.calls.append("own")
+        return [(-IMAGES[index], index) for index in indices]
+
+
+class OwnSource(OwnGetItem):
+    """Has its own samples, and its own batches."""
+
+    def __batch_source__(self) -> fastload.BatchSource | None:
+        return self
+
+    def gather(self, indices: Any, allocate: Any) -> Any | None:
+        batch: Any = super().gather(indices, allocate)
+        return [-batch[0], batch[1]]
+
+
+class NoSource(Rows):
+    """Says that it has none today."""
+
+    def __batch_source__(self) -> fastload.BatchSource | None:
+        return None
+
+
+def user_collate(samples: Any) -> Any:
+    return default_collate(samples)
+
+
+WAYS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "batches": (Rows, {}, "batch"),
+    "seeding sample": (Rows, {"seeding": "sample"}, "batch"),
+    "no batch": (lambda: Rows(is_gathered=False), {}, "batch sample"),
+    "lent": (Lends, {}, "batch lent"),
+    "own samples": (OwnGetItem, {}, "own"),
+    "own lists": (OwnGetItems, {}, "own"),
+    "own batches": (OwnSource, {}, "batch"),
+    "none": (NoSource, {}, "sample"),
+    "collate_fn": (Rows, {"collate_fn": user_collate}, "sample"),
+    "single samples": (Rows, {"batch_size": None}, "sample"),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_source_is_asked_where_its_batches_are_those_of_its_samples(name: str) -> None:
+    """The batches are torch's, also inside a Subset; a subclass with its own samples is read by them."""
+    make, options, calls = WAYS[name]
+    for is_subset in (False, True):
+        dataset = make()
+        part: Any = tud.Subset(dataset, range(20, 2, -1)) if is_subset else dataset
+        arguments = {"batch_size": 5, **options}
+        torchs = {name: value for name, value in arguments.items() if name != "seeding"}
+        expected = list(tud.DataLoader(part, **torchs))
+        dataset.calls.clear()
+        batches = list(fastload.DataLoader(part, **arguments))
+        assert_same_batches(expected, batches)
+        assert set(dataset.calls) == set(calls.split())
+
+
+@pytest.mark.parametrize("make", [Rows, Lends])
+def test_batches_of_a_source_come_from_workers(make: Any) -> None:
+    """They equal torch's, and each stays as it is while it is kept."""
+    expected = list(tud.DataLoader(make(), 5))
+    batches = list(fastload.DataLoader(make(), 5, num_workers=2))
+    assert_same_batches(expected, batches)
+
+
+def test_a_bad_index_raises_what_the_dataset_raises() -> None:
+    """The error of `gather` is the loader's, with the indices of the batch."""
+    loader = fastload.DataLoader(Rows(), batch_sampler=[[1, 99]])
+    with pytest.raises(IndexError) as caught:
+        next(iter(loader))
+    assert "dataset index [1, 99]" in "\n".join(caught.value.__notes__)
