@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from fastload.device.cuda import Backend
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.iterator import EpochIterator
-    from fastload.epochs.without_workers import LocalIterator
     from fastload.memory.lease import BufferPool
 
 
@@ -48,7 +47,7 @@ class LoaderState:
     copy_streams: dict[str, tuple[Backend, Any]] = field(default_factory=dict)
 
     # without_workers.py: buffers whose pages stay warm between epochs, and their current user
-    buffers: tuple[BufferPool, weakref.ref[LocalIterator]] | None = None
+    buffers: tuple[BufferPool, weakref.ref[Any]] | None = None
 
     # rank_consistency.py: the key to compare with other ranks at the first epoch
     rank_key: str | None = None
