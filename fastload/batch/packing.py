@@ -2,14 +2,16 @@
 
 pack() runs in a worker, unpack() in the parent. The format is used for one message and never stored:
 
-* The skeleton is a pickle of the batch in which each plain tensor and array is replaced by a number.
-* A leaf says where that tensor or array lies in the slot: offset, dtype, shape, strides.
+* The skeleton is a pickle of the batch without its plain tensors and arrays, which pickle takes for buffers
+  out of band (PEP 574). A long one, such as one with the bytes of files, lies in the slot, too.
+* A leaf says where such a tensor or array lies in the slot: offset, dtype, shape, strides.
 * Leaves that the collate function already wrote into the slot stay where they are; others are copied once.
 * Other tensors and arrays (a subclass, requires_grad, sparse, an object array) are pickled unchanged.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import io
 import pickle
@@ -29,13 +31,21 @@ from fastload.memory.segment import round_up
 PackedLeaf = tuple[int, int, Any, tuple[int, ...], tuple[int, ...]]
 
 
+# A longer skeleton does not fit into a message beside the leaves (see `workers.channel`).
+_LONG_SKELETON_BYTES = 2048
+
+
 class Packed(NamedTuple):
     """The part of a batch sent as a message; the bytes of its leaves are in the slot."""
 
-    skeleton: bytes
+    skeleton: bytes | tuple[int, int]  # or where it lies in the slot: first and last offset
     leaves: list[PackedLeaf]
     used_bytes: int  # of the slot, from its start
-    num_places: int  # how often leaves occur in the batch; a container that occurs twice counts once
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the leaves."""
+        return self.used_bytes if isinstance(self.skeleton, bytes) else self.skeleton[0]
 
 
 @functools.cache
@@ -72,39 +82,57 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_leaf(value: Any) -> bool:
+    """Whether a value is sent as a leaf."""
+    if type(value) is torch.Tensor:
+        return is_plain(value)
+    return type(value) is np.ndarray and not value.dtype.hasobject
+
+
+# Stands for a leaf. Writable: pickle makes a memoryview of what stands for a read-only buffer.
+_PLACE = pickle.PickleBuffer(bytearray())
+
+
+def _is_in_band(buffer: pickle.PickleBuffer) -> bool:
+    return buffer is not _PLACE
+
+
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
 class Packer(pickle.Pickler):
     """Pickles a batch without its leaves, and collects the leaves."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file, pickle.HIGHEST_PROTOCOL, buffer_callback=_is_in_band)
         self.leaves: list[torch.Tensor | np.ndarray[Any, Any]] = []
-        self.num_places = 0
-        self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
-        """The number of a leaf; None for all other objects."""
-        kind = type(obj)
-        if kind is torch.Tensor:
-            if not is_plain(obj):
-                return None
-        elif kind is not np.ndarray or obj.dtype.hasobject:
+    # Pickle calls it for all values but Python's own containers, numbers and texts; it would call
+    # `persistent_id` for each of these, too. A leaf that is twice in the batch comes once.
+    def reducer_override(self, value: Any) -> Any:
+        """How pickle writes a value; NotImplemented: as always."""
+        if is_leaf(value):
+            self.leaves.append(value)
+            return _itself, (_PLACE,)
+        return NotImplemented
+
+
+class _PlaceCounter(pickle.Pickler):
+    num_places = 0
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not is_leaf(value):
             return None
         self.num_places += 1
-        number = self._numbers.setdefault(id(obj), len(self.leaves))
-        if number == len(self.leaves):
-            self.leaves.append(obj)
-        return number
+        return 0
 
 
-class _Unpacker(pickle.Unpickler):
-    """Puts the leaves back; a tensor that was twice in the batch is one object again."""
-
-    def __init__(self, skeleton: bytes, leaves: list[Any]) -> None:
-        super().__init__(io.BytesIO(skeleton))
-        self._leaves = leaves
-
-    def persistent_load(self, number: Any) -> Any:
-        return self._leaves[number]
+def count_places(batch: Any) -> int:
+    """How often leaves occur in a batch; a container or object that occurs twice counts once."""
+    counter = _PlaceCounter(io.BytesIO())
+    counter.dump(batch)
+    return counter.num_places
 
 
 def pack(batch: Any, arena: BumpAllocator, packer_type: type[Packer] = Packer) -> Packed:
@@ -120,22 +148,29 @@ def pack(batch: Any, arena: BumpAllocator, packer_type: type[Packer] = Packer) -
     file = io.BytesIO()
     packer = packer_type(file)
     packer.dump(batch)
-    leaves = _place(packer.leaves, arena)
+    text = file.getvalue()
+    # As one more leaf, so that it needs neither memory of its own nor another copy.
+    skeleton = np.frombuffer(text, np.uint8) if len(text) > _LONG_SKELETON_BYTES else None
+    values = packer.leaves if skeleton is None else [*packer.leaves, skeleton]
+    leaves = _place(values, arena)
     if leaves is None:
         # The batch outgrew its slot: lay all leaves out again in larger memory.
-        total_bytes = sum(round_up(_span(leaf) * leaf.itemsize, ALIGNMENT_BYTES) for leaf in packer.leaves)
+        total_bytes = sum(round_up(_span(leaf) * leaf.itemsize, ALIGNMENT_BYTES) for leaf in values)
         arena.begin()
         arena.reserve(total_bytes)
         arena.used_bytes = 0
-        leaves = _place(packer.leaves, arena)
+        leaves = _place(values, arena)
         if leaves is None:
             raise AssertionError(f"{total_bytes} bytes were reserved for a batch that needs more")
-    return Packed(file.getvalue(), leaves, arena.used_bytes, packer.num_places)
+    if skeleton is None:
+        return Packed(text, leaves, arena.used_bytes)
+    start, *_ = leaves.pop()
+    return Packed((start, start + len(text)), leaves, arena.used_bytes)
 
 
 def unpack(packed: Packed, lease: Any, max_copied_bytes: int = 0) -> Any:
-    """Restore the batch from ``lease`` (a writable buffer that holds the slot's bytes); see `views`."""
-    return restore(packed, views(packed, lease, max_copied_bytes))
+    """Restore the batch from ``lease`` (a buffer that holds the slot's bytes); see `views`."""
+    return restore(packed, lease, views(packed, lease, max_copied_bytes))
 
 
 def views(packed: Packed, lease: Any, max_copied_bytes: int = 0) -> list[Any]:
@@ -160,9 +195,12 @@ def views(packed: Packed, lease: Any, max_copied_bytes: int = 0) -> list[Any]:
     return leaves
 
 
-def restore(packed: Packed, leaves: list[Any]) -> Any:
-    """The batch with these leaves."""
-    return _Unpacker(packed.skeleton, leaves).load()
+def restore(packed: Packed, lease: Any, leaves: list[Any]) -> Any:
+    """The batch with these leaves; what is not a leaf is copied out of ``lease``."""
+    skeleton = packed.skeleton
+    if not isinstance(skeleton, bytes):
+        return pickle.loads(memoryview(lease)[slice(*skeleton)], buffers=leaves)
+    return pickle.loads(skeleton, buffers=leaves)
 
 
 def _place(batch_leaves: list[Any], arena: BumpAllocator) -> list[PackedLeaf] | None:
@@ -170,7 +208,7 @@ def _place(batch_leaves: list[Any], arena: BumpAllocator) -> list[PackedLeaf] | 
     placed = []
     start = end = 0
     if arena.lease is not None and arena.memory is not None:
-        start = np.frombuffer(arena.lease, np.uint8, 1).ctypes.data
+        start = ctypes.addressof(arena.lease)
         end = start + arena.memory.nbytes
     for value in batch_leaves:
         span = _span(value)
@@ -192,8 +230,7 @@ def _place(batch_leaves: list[Any], arena: BumpAllocator) -> list[PackedLeaf] | 
                 strides = target.strides
             else:
                 # Copy all memory from the first to the last element, to keep any strides.
-                stretch = torch.as_strided(value, (span,), (1,), value.storage_offset())
-                _flat_tensor(arena.lease, value.dtype, span, offset).copy_(stretch)
+                ctypes.memmove(ctypes.addressof(arena.lease) + offset, address, span * value.itemsize)
         placed.append((offset, span, _code_of(value.dtype), tuple(value.shape), strides))
     return placed
 

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.batch.packing import is_plain
+from fastload.batch.packing import count_places, is_leaf
 from fastload.nested.device_tree import map_device_leaves
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastload.batch.packing import Packed
     from fastload.device.cuda import Backend
     from fastload.memory.lease import Memory
 
@@ -88,16 +87,16 @@ class RegisteredSlots:
             say_once(f"a slot could not be unregistered: {reason}")
 
 
-def hides_tensors(packed: Packed, batch: Any) -> bool:
+def hides_tensors(batch: Any) -> bool:
     """Whether some leaves of the unpacked batch are in objects that a prefetcher does not look into.
 
     Tensors in these objects stay on the host when it copies the batch to the device. An object that has a
     ``to`` moves the tensors in its attributes and items.
     """
-    num_tensors = 0
+    num_visible = 0
     seen: dict[int, Any] = {}  # containers and objects: pickle, too, writes each once
 
-    def is_leaf(part: Any) -> bool:
+    def is_seen(part: Any) -> bool:
         if isinstance(part, torch.Tensor):
             return False  # it counts at each place
         if type(part) is np.ndarray or id(part) in seen:
@@ -106,16 +105,17 @@ def hides_tensors(packed: Packed, batch: Any) -> bool:
         return False
 
     def note(leaf: Any) -> Any:
-        nonlocal num_tensors
-        if isinstance(leaf, torch.Tensor):
-            num_tensors += is_plain(leaf)
-        elif type(leaf) is np.ndarray:
-            num_tensors += not leaf.dtype.hasobject
+        nonlocal num_visible
+        if isinstance(leaf, torch.Tensor) or type(leaf) is np.ndarray:
+            num_visible += is_leaf(leaf)
         elif id(leaf) not in seen:  # it has a `to`
             seen[id(leaf)] = leaf
             for part in (*getattr(leaf, "__dict__", {}).values(), *(leaf if isinstance(leaf, tuple) else ())):
-                map_device_leaves(part, note, is_leaf)
+                map_device_leaves(part, note, is_seen)
         return leaf
 
-    map_device_leaves(batch, note, is_leaf)
-    return num_tensors < packed.num_places
+    map_device_leaves(batch, note, is_seen)
+    try:
+        return num_visible < count_places(batch)
+    except Exception:  # noqa: BLE001  # objects that only Ray's own pickle can write
+        return True

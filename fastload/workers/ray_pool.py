@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -343,8 +344,8 @@ class RayPool(SlotPool[_ActorHandle]):
         slot = self.ring.acquire(0)
         if slot is None:  # the caller keeps all batches that were lent
             self._count(WorkerCounters(num_copies=1))
-            reply.nbytes = reply.payload.used_bytes
-            reply.payload = unpack(reply.payload, b"" if data is None else np.array(data))
+            reply.nbytes = reply.payload.nbytes
+            reply.payload = unpack(reply.payload, b"" if data is None else data, max_copied_bytes=sys.maxsize)
             return
         memory = slot.memory
         try:

@@ -83,6 +83,12 @@ class RayWorker:
         class CloudPacker(Packer, ray.cloudpickle.Pickler):  # type: ignore[misc]
             """Packs batches with objects of classes that the script defines, which Ray has sent here."""
 
+            def reducer_override(self, value: Any) -> Any:
+                reduced = Packer.reducer_override(self, value)
+                if reduced is NotImplemented:
+                    reduced = ray.cloudpickle.Pickler.reducer_override(self, value)
+                return reduced
+
         remote_error.use_pickle(ray.cloudpickle)
         self._packer = CloudPacker
         self._buffers = BufferPool(parse_prefetch_memory("auto"), _NUM_BUFFERS)

@@ -152,7 +152,7 @@ class SlotPool(WorkerPool, Generic[Handle]):
         reply, slot = pending.reply, pending.slot
         if reply is not None and slot is not None and reply.kind is ReplyKind.BATCH:
             try:
-                reply.nbytes = reply.payload.used_bytes
+                reply.nbytes = reply.payload.nbytes
                 reply.payload = self._unpack(reply.payload, slot)
             except Exception as error:  # noqa: BLE001  # fails only this batch
                 reply.kind, reply.payload = ReplyKind.ERROR, RemoteError(error)
@@ -168,17 +168,17 @@ class SlotPool(WorkerPool, Generic[Handle]):
             leaves = views(packed, lease)
             # A prefetcher passes arrays on to its caller, who must never see pinned slots.
             leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-            batch = restore(packed, leaves)
-            is_private = hides_tensors(packed, batch)
+            batch = restore(packed, lease, leaves)
+            is_private = hides_tensors(batch)
             if not is_private and not all(isinstance(leaf, np.ndarray) for leaf in leaves):
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
         else:
             small_bytes = max(SMALL_BYTES, int(packed.used_bytes * _SMALL_SHARE))
             leaves = views(packed, lease, small_bytes)
-            batch = restore(packed, leaves)
-            del lease
-            if not slot.memory.is_leased:
-                return batch  # all of it is copied
+            batch = restore(packed, lease, leaves)
+        del lease
+        if not slot.memory.is_leased:
+            return batch  # all of it is copied
         if not is_private and self.ring.lend(slot):
             return batch
         self._count(WorkerCounters(num_copies=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def arrays(draw: Any) -> Any:
 
 
 NESTS = st.recursive(
-    tensors() | arrays() | st.integers() | st.text(max_size=5) | st.none(),
+    tensors() | arrays() | st.integers() | st.text(max_size=5) | st.none() | st.just(b"file" * 1000),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.tuples(inner, inner)
@@ -101,6 +102,23 @@ def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
 
     assert (first == 7).all()
     assert (second == 1).all()
+
+
+def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
+    """A message stays short; strings are copied out, so a batch of them needs no lease."""
+    texts = [f"caption {number}" for number in range(1000)]
+    for batch in (texts, [texts, np.ma.masked_array([1, 2], [0, 1])], [torch.ones(3), texts, torch.ones(9)]):
+        arena = BumpAllocator(private_memory)
+        arena.begin(None)
+        packed = pack(batch, arena)
+        memory, back = arena.memory, unpack(packed, arena.lease)
+        arena.end()
+
+        assert len(pickle.dumps(packed)) < 1024
+        assert memory is not None
+        assert memory.is_leased is isinstance(batch[0], torch.Tensor)
+        assert packed.nbytes <= 128  # of two tensors
+        assert str(back) == str(batch)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11 gives it for any sparse tensor
