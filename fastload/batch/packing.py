@@ -101,6 +101,10 @@ def _itself(leaf: Any) -> Any:
     return leaf
 
 
+def _storage_of(content: torch.Tensor) -> torch.UntypedStorage:
+    return content.untyped_storage()
+
+
 class Packer(pickle.Pickler):
     """Pickles a batch without its leaves, and collects the leaves."""
 
@@ -115,6 +119,8 @@ class Packer(pickle.Pickler):
         if is_leaf(value):
             self.leaves.append(value)
             return _itself, (_PLACE,)
+        if type(value) is torch.UntypedStorage and value.device.type == "cpu":  # which pickle cannot write
+            return _storage_of, (torch.empty(0, dtype=torch.uint8).set_(value),)
         return NotImplemented
 
 

@@ -316,10 +316,23 @@ class WorkerIterator(HostIterator):
         """Whether Ctrl-C has ended a worker, which then serves no further epoch."""
         return self._pool.was_interrupted
 
+    # torch's iterator has the next four attributes, and monitoring tools read them.
+
     @property
     def _workers(self) -> list[Any]:
-        # torch's iterator has this attribute, and monitoring tools read it.
         return self._pool.processes
+
+    @property
+    def _tasks_outstanding(self) -> int:
+        return self._schedule.num_pending
+
+    @property
+    def _send_idx(self) -> int:
+        return self._schedule.num_assigned
+
+    @property
+    def _rcvd_idx(self) -> int:
+        return self._schedule.num_assigned - self._schedule.num_pending
 
     def close(self) -> None:
         """Stop the workers and free the slots; batches that the caller holds stay valid."""

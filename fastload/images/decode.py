@@ -45,6 +45,7 @@ DECODE_VERSION = 1
 REDUCING_GAP = 2.0
 
 _ORIENTATION = 0x0112  # the EXIF tag
+_BITS_PER_SAMPLE = 0x0102  # the TIFF tag
 
 # Warnings about damaged tags are not useful, and under ``-W error`` they would make the image unreadable.
 _QUIET = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
@@ -236,8 +237,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         high = np.asarray(image).astype(np.int32) >> 8
         return Image.fromarray(high.clip(0, 255).astype(np.uint8)).convert("RGB")
     if mode in ("I", "F"):
+        bits = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (32,))[0]
+        kind = "signed 16-bit" if bits == 16 else f"{bits}-bit"
         raise ValueError(
-            f"its pixels are 32-bit numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
+            f"its pixels are {kind} numbers (mode {mode}) without an agreed range; scale them to 8 bits first"
         )
     if mode in ("P", "PA"):
         return image.convert("RGBA").convert("RGB")  # P to RGB directly can replace a transparent color

@@ -85,6 +85,7 @@ _BY_PACKAGE = {
     **dict.fromkeys(("datetime", "decimal", "pathlib", "uuid"), "return str(value)"),
 }
 _BY_TYPE = (
+    (np.ma.MaskedArray, "return (array.data, numpy.ma.getmaskarray(array))"),
     (np.ndarray, "return numpy.asarray(array)"),
     ((int, float, str, bytes, bytearray, memoryview), "return a plain int, float, str or bytes"),
     (Mapping, "return a plain dict"),
@@ -105,6 +106,8 @@ def suggestion(value: Any, otherwise: str = _CACHEABLE) -> str:
         if text is not None:
             return text
     if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
+        if getattr(value, "is_nested", False):
+            return "return list(tensor.unbind())"
         return "return a plain tensor, for instance tensor.as_subclass(torch.Tensor)"
     return next((text for kinds, text in _BY_TYPE if isinstance(value, kinds)), otherwise)
 

@@ -59,6 +59,8 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     Raises:
         UnsupportedSampleError: Such a tensor cannot be cached. The caller adds the path.
     """
+    if tensor.is_nested:
+        raise UnsupportedSampleError("a nested tensor cannot be cached: return list(tensor.unbind())")
     name = _NAMES.get(tensor.dtype)
     is_dense = tensor.device.type == "cpu" and tensor.layout is torch.strided
     if name is None or not is_dense or tensor.requires_grad:

@@ -21,13 +21,16 @@ class Schedule:
     Args:
         num_workers: How many workers there are; all start active.
         first_worker: The worker that makes the first batch.
+
+    Attributes:
+        num_assigned: The batches that were numbered.
     """
 
     def __init__(self, num_workers: int, first_worker: int = 0) -> None:
         self._active = [True] * num_workers
         self._cursor = first_worker
         self._pending: deque[tuple[int, int]] = deque()
-        self._num_assigned = 0
+        self.num_assigned = 0
 
     def assign(self) -> tuple[int, int] | None:
         """Number a new batch and choose its worker: ``(number, worker)``; None when no worker is active."""
@@ -35,11 +38,16 @@ class Schedule:
             worker = self._cursor
             self._cursor = (worker + 1) % len(self._active)
             if self._active[worker]:
-                number = self._num_assigned
-                self._num_assigned += 1
+                number = self.num_assigned
+                self.num_assigned += 1
                 self._pending.append((number, worker))
                 return number, worker
         return None
+
+    @property
+    def num_pending(self) -> int:
+        """The batches that were numbered and not yet removed."""
+        return len(self._pending)
 
     def head(self) -> tuple[int, int] | None:
         """The batch that is due next and its worker; None at the end of the epoch."""

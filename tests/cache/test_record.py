@@ -8,6 +8,7 @@ import decimal
 import io
 import json
 import sys
+import warnings
 from collections import OrderedDict, UserDict, UserList, namedtuple
 from enum import IntEnum
 from pathlib import Path
@@ -142,6 +143,13 @@ class _MetaTensor(torch.Tensor):
 
 
 Colour = IntEnum("Colour", "RED")
+
+
+def nested_tensor(layout: Any) -> torch.Tensor:
+    with warnings.catch_warnings(action="ignore"):  # the API is a prototype
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
 ENDLESS: list[Any] = []
 ENDLESS.append(ENDLESS)
 
@@ -155,7 +163,10 @@ ENDLESS.append(ENDLESS)
         ({"p": Path("x")}, '$["p"]', "str(value)"),
         *((OrderedDict(a=1), "$", "plain dict"), ({"file": bytearray(b"x")}, '$["file"]', "str or bytes")),
         *(((Colour.RED,), "$[0]", "plain int"), ([np.array([None])], "$[0]", "numbers")),
-        *(([np.ma.masked_array([1])], "$[0]", "numpy.asarray"), ([object()], "$[0]", "arrays, tensors")),
+        *(([np.ma.masked_array([1])], "$[0]", "(array.data, numpy.ma.getmaskarray(array))"),
+          ([np.rec.array([(1, 2)])], "$[0]", "numpy.asarray"), ([object()], "$[0]", "arrays, tensors")),
+        *(([nested_tensor(torch.strided)], "$[0]", "list(tensor.unbind())"),
+          ([nested_tensor(torch.jagged)], "$[0]", "list(tensor.unbind())")),
         *(([torch.nn.Parameter(torch.zeros(1))], "$[0]", "plain tensor"),
           ([torch.zeros(1, requires_grad=True)], "$[0]", "detach()"),
           ([torch.zeros(1).to_sparse()], "$[0]", "to_dense()"),

@@ -282,6 +282,9 @@ def bomb() -> bytes:
     return bytes(content)
 
 
+SIGNED = np.ones((4, 4), np.uint16)  # with the tag SampleFormat, 2: elevations, computed tomography
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -293,7 +296,12 @@ def bomb() -> bytes:
         ("damaged.png", saved(SCENE, "png").replace(b"IDAT", b"ID\0T"), "."),
         ("bomb.bmp", bomb(), "900000000 pixels"),
         ("floats.tif", saved(np.ones((4, 4), np.float32), "tif"), "scale them to 8 bits"),
-        ("ints.tif", saved(np.ones((4, 4), np.int32), "tif"), "scale them to 8 bits"),
+        ("ints.tif", saved(np.ones((4, 4), np.int32), "tif"), "32-bit numbers .*scale them to 8 bits"),
+        (
+            "signed.tif",
+            saved(SIGNED, "tif", tiffinfo={339: 2}),
+            "signed 16-bit numbers .*scale them to 8 bits",
+        ),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, content: Any, reason: str) -> None:

@@ -250,3 +250,28 @@ def test_the_memory_format_leaves_nested_tensors(layout: torch.layout) -> None:
     (batch,) = next(iter(DataLoader(dataset, 1, collate_fn=cloned, memory_format=torch.channels_last)))
 
     assert told(batch) == told(dataset[0])
+
+
+# --- storages --------------------------------------------------------------------------------------------
+
+
+def storages(index: int) -> Any:
+    whole = torch.arange(20_000) + index
+    parts = whole.untyped_storage(), whole[3:5].untyped_storage(), torch.UntypedStorage(0)
+    return [*parts, torch.full((3,), index)._typed_storage(), whole]
+
+
+def contents(value: Any) -> Any:
+    return [contents(part) if isinstance(part, list) else (type(part), part.tolist()) for part in value]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_storages_are_those_of_torchs_loader(num_workers: int) -> None:
+    """Of a whole tensor, of a part of one, empty, and typed."""
+    options: dict[str, Any] = {"collate_fn": list, "num_workers": num_workers}
+    theirs, ours = (
+        [contents(batch) for batch in make(datasets.Made(storages, 4), 2, **options)]
+        for make in (tud.DataLoader, DataLoader)
+    )
+    assert theirs == ours
