@@ -105,7 +105,9 @@ class CachedDataset(Dataset[Any]):
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
-            host, divided by the number of ranks there.
+            host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
+            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            limit).
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
