@@ -163,11 +163,11 @@ def build(
     started_s = time.monotonic()
     cache: LMDBCache | Manifest
     if ray is not None:
-        from fastload.integrations import ray_build
+        from fastload.integrations.ray import build_cache
 
         with users_code(source):
             elsewhere = SourceElsewhere(source, size, os.getcwd())
-            cache = ray_build.build(elsewhere, dest, address=ray, **options)
+            cache = build_cache(elsewhere, dest, address=ray, **options)
     else:
         from fastload.cache.build.build import build_lmdb
         from fastload.cache.build.upload import build_at_url

@@ -113,7 +113,7 @@ def run(
     draws.
     """
     from fastload.cli.script import run_script
-    from fastload.integrations import patch
+    from fastload.integrations.patch import patch_on_import
 
     given: dict[str, Any] = {
         "seeding": seeding and seeding.value,
@@ -121,7 +121,7 @@ def run(
         "worker_type": worker_type and worker_type.value,
         "seed_albumentations": seed_albumentations,
     }
-    patch.watch(
+    patch_on_import(
         cache=None if cache is None else cache.value,
         defaults={name: value for name, value in given.items() if value is not None},
         is_verbose=not quiet,
