@@ -83,5 +83,6 @@ def _estimate(value: Any, depth: int, seen: set[int]) -> float:
 
 def _attributes(value: Any) -> dict[str, Any]:
     attributes = getattr(value, "__dict__", None)
-    is_instance = isinstance(attributes, dict) and not isinstance(value, ModuleType)
-    return attributes.copy() if is_instance else {}
+    if isinstance(attributes, dict) and not isinstance(value, ModuleType):
+        return attributes.copy()
+    return {}
