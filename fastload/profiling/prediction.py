@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fastload.profiling.timeline import mean, seconds
+from fastload.profiling.timeline import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,10 +50,7 @@ class LoaderModel:
         """The model of what was recorded."""
         info = timeline.info
         num_workers = info["num_workers"]
-        makes = [
-            [seconds(batch.end_ns - batch.start_ns) for batch in batches[1:] or batches]
-            for batches in timeline.batches.values()
-        ]
+        makes = [[batch.make_s for batch in batches[1:] or batches] for batches in timeline.batches.values()]
         receiving_s = timeline.receiving_s
         computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s

@@ -42,6 +42,11 @@ class Batch(NamedTuple):
     num_samples: int
     stages: list[tuple[str, str, list[int]]]
 
+    @property
+    def make_s(self) -> float:
+        """Seconds from the beginning of the work to the collated batch."""
+        return (self.end_ns - self.start_ns) / 1e9
+
 
 class Event(NamedTuple):
     """Time outside of making a batch, such as sending one, or a sample of the line that a thread runs.

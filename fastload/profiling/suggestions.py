@@ -118,7 +118,7 @@ def _detail(timeline: Timeline, stage: str) -> str:
 def _slow_worker(timeline: Timeline) -> str:
     """A worker that takes much longer for its batches than the others; "" if there is none."""
     times = {
-        worker: median([(batch.end_ns - batch.start_ns) / max(batch.num_samples, 1) for batch in batches[1:]])
+        worker: median([batch.make_s / max(batch.num_samples, 1) for batch in batches[1:]])
         for worker, batches in timeline.batches.items()
         if len(batches) > 3
     }

@@ -137,7 +137,7 @@ class Timeline:
     @property
     def make_s(self) -> float:
         """The mean time of making a batch, as seen by the worker that makes it."""
-        return mean([seconds(batch.end_ns - batch.start_ns) for batch in self.warm])
+        return mean([batch.make_s for batch in self.warm])
 
     @property
     def make_cpu_s(self) -> float:
