@@ -20,8 +20,7 @@ from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
-from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.batch.source import batch_source_of, inside_subsets
+from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import BufferPool, allocating_in
 from fastload.rng.batch_draws import BatchDraws, drawing_from

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
 from fastload.cache.format.counts import counts
 from fastload.cache.format.undecoded import decode_images

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from fastload.batch.failures import check_max_errors
-from fastload.batch.read_ahead import reads_ahead
+from fastload.batch.source import reads_ahead
 from fastload.device.cuda import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
