@@ -17,7 +17,7 @@ import torch
 
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.device.stream_prefetcher import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator

@@ -11,7 +11,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailureCount
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.cache.format.counts import counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume

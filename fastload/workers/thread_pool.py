@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search, held_generators
