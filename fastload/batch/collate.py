@@ -31,7 +31,7 @@ from torch.utils.data import default_collate
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
-from fastload.images.layout import image_layout
+from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves, private_copy
@@ -40,7 +40,7 @@ from fastload.system.torch_private import torch_collate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.images.layout import ImageLayout
+    from fastload.images.geometry import ImageLayout
     from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").

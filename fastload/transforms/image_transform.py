@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
+from fastload.images.geometry import IMAGE_CHANNELS, fitting_layouts
 from fastload.memory.lease import current_allocator
 from fastload.nested.device_tree import map_device_leaves
 
