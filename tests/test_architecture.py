@@ -124,7 +124,7 @@ def test_the_drawing_shows_the_arrows_of_the_imports() -> None:
         (r"\bflock\(|\blockf\(|\.flock\b", "system.locks"),
         (r"MADV_POPULATE_WRITE", "memory.segment"),
         (r"\bmallopt\(", "system.worker_memory"),
-        (r"/sys/fs/cgroup|sys/fs/cgroup", "system.cgroups"),
+        (r"/sys/fs/cgroup|sys/fs/cgroup", "system.limits"),
     ],
 )
 def test_what_only_linux_has_is_used_in_one_place(names: str, file: str) -> None:
