@@ -16,7 +16,7 @@ import torch
 
 from fastload.device.synchronous import SYNCHRONOUS_TYPES, SynchronousDevice, why_no_synchronous_device
 from fastload.errors import DeviceUnavailableError
-from fastload.nested.device_tree import move_leaf
+from fastload.nested.tree import move_leaf
 from fastload.system.logs import say_once
 from fastload.system.worker_memory import freeze_inherited
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fastload.batch.packing import is_plain
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fastload.errors import LoaderClosedError
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 
 SYNCHRONOUS_TYPES = ("mps", "xpu")
 

@@ -9,7 +9,7 @@ import torch.utils.data
 from torch import nn
 
 from fastload.device.cuda import free_bytes
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:

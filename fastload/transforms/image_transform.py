@@ -15,7 +15,7 @@ from torch import nn
 
 from fastload.images.geometry import IMAGE_CHANNELS, fitting_layouts
 from fastload.memory.lease import current_allocator
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 
 LAYOUTS = ("auto", "HWC", "CHW")
 # Tensors of these dtypes are NumPy's arrays, too.
