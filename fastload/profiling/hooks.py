@@ -26,7 +26,7 @@ from fastload.profiling import probes
 from fastload.profiling.line_sampler import LineSampler
 from fastload.profiling.recording import Moment, Recording
 from fastload.profiling.spans import BatchWatch, here, probe
-from fastload.rng.worker_info import get_worker_info
+from fastload.rng.seeding import get_worker_info
 from fastload.system.torch_private import (
     DATASET_FETCHERS,
     pin_memory,

@@ -24,7 +24,7 @@ from fastload.cache.format.counts import counts
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
-from fastload.rng.worker_info import WorkerInfo, work_as
+from fastload.rng.seeding import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
 from fastload.system.worker_memory import keep_freed_memory
