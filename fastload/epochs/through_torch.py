@@ -23,7 +23,7 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import THREAD, ThreadState, swap_state
-from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 
