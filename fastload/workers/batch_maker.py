@@ -20,7 +20,7 @@ import torch
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
-from fastload.cache.format.counts import counts
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
@@ -112,8 +112,8 @@ class BatchMaker:
         """What the worker did since the last call."""
         before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
         idle_ns, self._idle_ns = self._idle_ns, 0
-        hits, self._hits = self._hits, counts.hits
-        misses, self._misses = self._misses, counts.misses
+        hits, self._hits = self._hits, cache_counts.hits
+        misses, self._misses = self._misses, cache_counts.misses
         busy_us = (self._since_ns - before_ns - idle_ns) // 1000
         return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
 
