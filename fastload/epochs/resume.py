@@ -31,7 +31,7 @@ from fastload.rng.keys import occurrence_counter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,8 +39,7 @@ from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
-from fastload.workers.settings import worker_spec
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import pool_type_of, worker_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
