@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from fastload.batch.failures import FailedSample
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.ray_pool import RayWorkers
 
 _KNOWN_CONTEXTS = (

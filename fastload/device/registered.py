@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastload.batch.packing import Packed
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.memory.lease import Memory
 
 

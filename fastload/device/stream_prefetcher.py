@@ -33,7 +33,7 @@ from fastload.nested.tree import map_device_leaves
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ from fastload.workers.settings import pool_type_of, worker_spec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.epochs.stats import Size
     from fastload.workers.messages import BatchReply
     from fastload.workers.pool import WorkerPool

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 from torch.utils.data import dataloader as torch_loader
 
-from fastload.device.cuda import finish_all_work
+from fastload.device.devices import finish_all_work
 from fastload.profiling.facts import facts_of, facts_of_batch, worker_facts
 from fastload.profiling.hooks import (
     NO_LOADER,

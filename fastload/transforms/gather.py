@@ -8,7 +8,7 @@ import torch
 import torch.utils.data
 from torch import nn
 
-from fastload.device.cuda import free_bytes
+from fastload.device.devices import free_bytes
 from fastload.nested.tree import map_device_leaves
 from fastload.system.humanize import readable_size
 

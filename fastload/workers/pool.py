@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.messages import PendingBatch, WorkerCounters
     from fastload.workers.worker_spec import WorkerSpec
 

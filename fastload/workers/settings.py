@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from fastload.batch.failures import check_max_errors
 from fastload.batch.source import reads_ahead
-from fastload.device.cuda import check_device
+from fastload.device.devices import check_device
 from fastload.rng.keys import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of

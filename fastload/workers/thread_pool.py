@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.pool import PoolSettings
     from fastload.workers.worker_spec import WorkerSpec
 
