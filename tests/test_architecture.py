@@ -187,7 +187,7 @@ def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
     assert {name.split(".")[0] for name in naming} == {"device", "training"}
 
 
-def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpreter) -> None:
+def test_import_starts_nothing_and_brings_no_heavy_libraries(interpreter: Interpreter) -> None:
     """No process, no thread, no CUDA context; albumentations, OpenCV and rich only where they are used."""
     _run(
         interpreter,
@@ -197,8 +197,8 @@ def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpret
         "assert threading.active_count() == 1\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not open(f'/proc/self/task/{os.getpid()}/children').read()\n"
-        "guests = {'albumentations', 'cv2', 'rich', 'matplotlib', 'scipy', 'typer'}\n"
-        "assert not guests & (set(sys.modules) - before), guests & set(sys.modules)\n",
+        "libraries = {'albumentations', 'cv2', 'rich', 'matplotlib', 'scipy', 'typer'}\n"
+        "assert not libraries & (set(sys.modules) - before), libraries & set(sys.modules)\n",
     )
 
 
@@ -220,8 +220,8 @@ def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpr
     _run(
         interpreter,
         f"import sys\n{program}\n"
-        "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.format.record'}\n"
-        "assert not guests & set(sys.modules), guests & set(sys.modules)\n",
+        "libraries = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.format.record'}\n"
+        "assert not libraries & set(sys.modules), libraries & set(sys.modules)\n",
     )
 
 

@@ -72,7 +72,7 @@ class RegisteredSlots:
         if os.getpid() != self._pid or not self._addresses:
             return
         try:
-            # Before any memory is unregistered: an event behind all copies from the slots. Leaves that move
+            # Before any memory is unregistered: an event after all copies from the slots. Leaves that move
             # on the caller's stream are covered, because the side stream waits for them.
             self._backend.synchronize(self._backend.record_event(self.stream))
             for memory in list(self._addresses):

@@ -37,7 +37,7 @@ class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.obstacle(loader))
+        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.why_unresumable(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
         cursor.choose_base_seed(int(self._base_seed))

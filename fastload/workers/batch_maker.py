@@ -47,7 +47,7 @@ class BatchMaker:
         worker_id: 0 to num_workers - 1.
         load_spec: Returns the worker's spec; called in the worker. A thread's spec has the thread's copies of
             the dataset and the collate_fn.
-        arena: The memory of batches; the transport begins and ends it around each reply.
+        allocator: The memory of batches; the transport begins and ends it around each reply.
         to_payload: Called with each batch; returns the payload of its reply. Its errors are those of the
             batch. None: the batch itself.
         is_thread: Whether it is a thread, which leaves to its process what all threads share; else it has a
@@ -61,7 +61,7 @@ class BatchMaker:
         self,
         worker_id: int,
         load_spec: Callable[[], WorkerSpec],
-        arena: BumpAllocator,
+        allocator: BumpAllocator,
         to_payload: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
@@ -69,7 +69,7 @@ class BatchMaker:
         self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
         self._id = worker_id
         self._load_spec = load_spec
-        self._arena = arena
+        self._allocator = allocator
         self._to_payload = to_payload
         self._is_thread = is_thread
         # What ends a process must not end a thread silently.
@@ -142,7 +142,7 @@ class BatchMaker:
                 dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
-                spec, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
+                spec, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
             )
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
@@ -186,7 +186,7 @@ class BatchMaker:
 
 def make_fetcher(
     spec: WorkerSpec,
-    arena: BumpAllocator,
+    allocator: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,
@@ -204,7 +204,7 @@ def make_fetcher(
     return Fetcher(
         spec,
         spec.dataset,
-        arena,
+        allocator,
         in_worker=worker_id is not None and not is_thread,
         seeder=seeder,
         dataset_state=dataset_state,

@@ -45,7 +45,7 @@ _CROPS: dict[str, tuple[str, ...]] = {
     "CropNonEmptyMaskIfExists": (),
     "RandomCropFromBorders": (),
 }
-# Transforms that resize the whole image: `decode="fast"` saves work there, and a CenterCrop behind them.
+# Transforms that resize the whole image: `decode="fast"` saves work there, and a CenterCrop after them.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 # Smaller images gain less than the extra copy costs (benchmarks/NOTES.md, "Validation of large images").
 _MIN_PIXELS = 500_000
@@ -65,7 +65,7 @@ class CropInDecoder:
             transform shrinks them anyway.
 
     Attributes:
-        obstacle: Why images are decoded in full; None if they are not.
+        why_whole: Why images are decoded in full; None if they are not.
     """
 
     def __init__(self, pipeline: Any, *, reduces: bool) -> None:
@@ -75,12 +75,12 @@ class CropInDecoder:
         transforms = pipeline.transforms if self._is_compose else [pipeline]
         self._first: Any = transforms[0] if transforms else None
         self._center: Any = transforms[1] if len(transforms) > 1 and _keeps_center(*transforms[:2]) else None
-        self.obstacle = self._find_obstacle()
+        self.why_whole = self._find_why_whole()
 
     def explain(self) -> str:
         """What is decoded, in one clause."""
-        if self.obstacle is not None:
-            return f"whole images are decoded: {self.obstacle}"
+        if self.why_whole is not None:
+            return f"whole images are decoded: {self.why_whole}"
         name = type(self._first).__name__
         decoder = name_of_decoder()
         ways = []
@@ -105,7 +105,7 @@ class CropInDecoder:
             Exception: An error of the pipeline.
         """
         image = data["image"].opened()
-        if self.obstacle is not None:
+        if self.why_whole is not None:
             return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
         first = _first_with(self._first, image, self._center, reduces=self._reduces)
@@ -119,7 +119,7 @@ class CropInDecoder:
             output["image"] = image.decode()
         return output
 
-    def _find_obstacle(self) -> str | None:
+    def _find_why_whole(self) -> str | None:
         first = self._first
         if first is None:
             return "the pipeline is empty"

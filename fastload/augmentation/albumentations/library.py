@@ -141,8 +141,8 @@ class Albumentations(AugmentationLibrary):
 def _call_with_first(transform: Any, sample: Any) -> Any:
     """Transform the image that a tuple or list starts with; the rest stays."""
     image, *rest = sample
-    for position, other in enumerate(rest, start=1):
-        if isinstance(other, np.ndarray) and other.ndim >= 2 and other.shape[:2] == image.shape[:2]:
+    for position, value in enumerate(rest, start=1):
+        if isinstance(value, np.ndarray) and value.ndim >= 2 and value.shape[:2] == image.shape[:2]:
             raise TypeError(
                 f"element {position} of the sample has the image's height and width {image.shape[:2]}: a "
                 'mask must be transformed with its image. Return {"image": ..., "mask": ...} from the dataset'
