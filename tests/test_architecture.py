@@ -98,6 +98,54 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
 
+def test_the_page_names_files_that_exist() -> None:
+    """In the table of the layers, each name is a file of its folder; in the text, names begin with a folder."""
+    page = layers.PAGE.read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)/` \|[^|]*\|[^|]*\|([^|]*)\|$", page, re.MULTILINE)
+    assert {folder for folder, _ in rows} == {layer for layer in LAYERS if f"{layer}.__init__" in FILES}
+    names = {f"{folder}/{file}" for folder, files in rows for file in re.findall(r"`([\w/]+)`", files)}
+    names |= {name for name in re.findall(r"`(\w+/[\w/]*\w)`", page) if name.partition("/")[0] in LAYERS}
+    assert len(names) > 40
+    assert {name for name in names if name.replace("/", ".") not in FILES} == set()
+
+
+FOLDERS = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
+# Of these, the docstring names every file.
+LOADERS_OWN = LAYERS[LAYERS.index("system") : LAYERS.index("training")]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_in_which_order_to_read_its_files(folder: str) -> None:
+    """Each name in its docstring is a file or folder in it; below the loader, it names all of them."""
+    docstring = ast.get_docstring(ast.parse(FILES[f"{folder}.__init__"].read_text("utf-8"))) or ""
+    named = set(re.findall(r"`(\w+)`", docstring))
+    inside = {
+        name.removeprefix(f"{folder}.").partition(".")[0] for name in FILES if name.startswith(f"{folder}.")
+    }
+    inside.discard("__init__")
+    assert named <= inside
+    assert folder.partition(".")[0] not in LOADERS_OWN or named == inside
+
+
+def _changes() -> dict[str, str]:
+    """The changes that CONTRIBUTING.md describes, and where they are made."""
+    text = (layers.ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    section = text.partition("## Changes, and the files they touch")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!change )(\w.*?) \| (.+) \|$", section, re.MULTILINE)
+    return dict(rows)
+
+
+@pytest.mark.parametrize("change", _changes())
+def test_a_change_touches_at_most_three_files(change: str) -> None:
+    """They exist, and the names that the change is made at are in them."""
+    where = _changes()[change]
+    files = set(re.findall(r"`([\w/]+\.py)`", where))
+    paths = [layers.ROOT / file if file.startswith("tests/") else layers.PACKAGE / file for file in files]
+    assert 1 <= len(paths) <= 3
+    code = "\n".join(path.read_text("utf-8") for path in paths)
+    assert {name for name in re.findall(r"`(\w+)`", where) if not re.search(rf"\b{name}\b", code)} == set()
+
+
 def test_each_rule_names_a_test_that_exists() -> None:
     """Five rules never break, and the page says which test holds each."""
     text = layers.PAGE.read_text(encoding="utf-8")
