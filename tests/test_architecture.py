@@ -99,7 +99,7 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
 
 
 def test_the_page_names_files_that_exist() -> None:
-    """In the table of the layers, each name is a file of its folder; in the text, names begin with a folder."""
+    """In the table of the layers, each name is a file of its folder; elsewhere names have a folder."""
     page = layers.PAGE.read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)/` \|[^|]*\|[^|]*\|([^|]*)\|$", page, re.MULTILINE)
     assert {folder for folder, _ in rows} == {layer for layer in LAYERS if f"{layer}.__init__" in FILES}
