@@ -10,7 +10,7 @@ import shutil
 import statistics
 from typing import Any
 
-from fastload.batch.read_ahead import read_ahead
+from fastload.batch.source import read_ahead
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
 from fastload.cache.format.undecoded import decoded_nbytes

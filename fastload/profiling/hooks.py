@@ -21,7 +21,7 @@ from fastload.profiling import probes
 from fastload.profiling.line_sampler import LineSampler
 from fastload.profiling.recording import Event, Recording
 from fastload.profiling.spans import BatchRecorder, probe, this_thread
-from fastload.rng.worker_info import get_worker_info
+from fastload.rng.seeding import get_worker_info
 from fastload.system.torch_private import (
     DATASET_FETCHERS,
     pin_memory,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 from torch.utils.data import dataloader as torch_loader
 
-from fastload.device.cuda import finish_all_work
+from fastload.device.devices import finish_all_work
 from fastload.profiling.hooks import (
     NO_LOADER,
     ProcessRecorder,

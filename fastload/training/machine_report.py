@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastload.device.cuda import choose_backend, why_unavailable
+from fastload.device.devices import choose_backend, why_unavailable
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate

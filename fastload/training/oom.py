@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 
 Result = TypeVar("Result")
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]

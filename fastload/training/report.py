@@ -20,9 +20,8 @@ import psutil
 import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
-from fastload.system.cgroups import read_counter, read_text
 from fastload.system.humanize import readable_memory
-from fastload.system.limits import resource
+from fastload.system.limits import read_counter, read_text, resource
 from fastload.system.torch_private import has_cuda_context
 
 if TYPE_CHECKING:

@@ -79,7 +79,7 @@ def test_a_segment_fits_its_examples(
 def test_samples_larger_than_the_examples_are_left_out_with_a_warning(monkeypatch: Any, caplog: Any) -> None:
     """Where the examples said too little, what does not fit comes from the dataset, which is logged once."""
     monkeypatch.setattr("fastload.cache.ram.layout._MIN_RAGGED_BYTES", 4096)
-    dataset = Made(lambda index: np.full(8 + index if index in (0, 9, 19) else 5000, index, np.uint8))
+    dataset = Made(lambda index: np.full(8 + index if index in (0, 10, 19) else 5000, index, np.uint8))
     ds = CachedDataset(dataset, max_memory="1GB")
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)

@@ -34,7 +34,7 @@ _SEEDS = (114642, 101306)
 def spread_indices(length: int, count: int) -> list[int]:
     """At most `count` indices of a dataset, evenly from the first to the last: classes can be sorted."""
     count = min(length, count)
-    return [number * (length - 1) // max(1, count - 1) for number in range(count)]
+    return [-(-number * (length - 1) // max(1, count - 1)) for number in range(count)]
 
 
 def probe(
