@@ -304,11 +304,11 @@ def test_public_modules_show_their_public_names() -> None:
     """Of the modules that need no other library; what they import is not seen."""
     import fastload.errors
     import fastload.integrations.patch
-    import fastload.integrations.ray_build
+    import fastload.integrations.ray
 
     assert dir(fastload.errors) == sorted(name for name in vars(fastload.errors) if name.endswith("Error"))
-    assert dir(fastload.integrations) == ["accelerate", "ray", "ray_build"]
-    assert dir(fastload.integrations.ray_build) == ["build"]
+    assert dir(fastload.integrations) == ["accelerate", "ray"]
+    assert dir(fastload.integrations.ray) == ["build_cache", "prepare"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
