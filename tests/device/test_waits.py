@@ -88,7 +88,7 @@ def test_the_profile_blames_no_loader_for_a_busy_device(timed: TimedBackend) -> 
         assert profile._recorder is not None
         steps(loader, timed, step_ms=50, host_ms=5)
         (record,) = profile._recorder.records
-    waited_ns = sum(step.end_ns - step.start_ns for step in list(watched.steps)[3:])
+    waited_ns = sum(step.end_ns - step.start_ns for step in list(record.steps)[3:])
     assert waited_ns < 0.02 * timed.clock.now_ns
 
 
