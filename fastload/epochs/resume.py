@@ -84,15 +84,13 @@ def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
     )
 
 
-def begin_epoch(
-    loader: DataLoader[Any], iterator_kind: str, why_unresumable: str | None = None
-) -> EpochCursor:
+def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None = None) -> EpochCursor:
     """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
     Args:
         loader: The loader whose epoch begins.
         iterator_kind: See EpochCursor.
-        why_unresumable: Why the epoch cannot be resumed in the middle.
+        reason: Why the epoch cannot be resumed in the middle.
 
     Raises:
         ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
@@ -100,23 +98,17 @@ def begin_epoch(
     state = state_of(loader)
     loaded, state.loaded = state.loaded, None  # `make_iterator` restores it after an error
     sources = OrderSources(loader)
-    cursor = EpochCursor(
-        state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=why_unresumable
-    )
+    cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=reason)
     cursor.is_iterable = is_iterable(loader)
     try:
         cursor.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         cursor.error = RemoteError.current("in a sampler's state_dict()")
-    if why_unresumable is None and has_dataset_states(loader):
+    if reason is None and has_dataset_states(loader):
         _begin_dataset_states(loader, cursor, loaded)
     if loaded is not None and loaded.is_within_epoch:
         _resume_at(loader, cursor, loaded)
-    elif (
-        loaded is not None
-        and why_unresumable is None
-        and _has_persistent_workers(loader, loaded, iterator_kind)
-    ):
+    elif loaded is not None and reason is None and _has_persistent_workers(loader, loaded, iterator_kind):
         cursor.follow(loaded)
     cursor.sample_seed = sample_seed_of(loader)
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))

@@ -75,14 +75,8 @@ def _contradictions(cursor: EpochCursor) -> Iterator[tuple[bool, str]]:
     """Combinations that no loader saves, and whether they occur here."""
     num_received, copies = cursor.num_received, cursor.dataset_states or []
     rank, num_ranks = cursor.rank, cursor.sharding.num_ranks
-    beginning = (
-        num_received,
-        cursor.is_finished,
-        cursor.checksum,
-        cursor.base_seed,
-        cursor.why_unresumable,
-        copies,
-    )
+    is_finished, reason = cursor.is_finished, cursor.why_unresumable
+    beginning = num_received, is_finished, cursor.checksum, cursor.base_seed, reason, copies
     has_begun = beginning != (0, False, (0, 0), 0, None, [])
     yield cursor.iterator_kind is None and has_begun, "an epoch has begun, but 'iterator_kind' is None"
     # Between two epochs, a state has none of torch's default generator, which belongs to the user.
