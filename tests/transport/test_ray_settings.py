@@ -125,7 +125,7 @@ def test_a_shared_list_is_pickled_as_a_copy_for_other_machines() -> None:
 
 
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job would be read wrongly; the error names both releases."""
+    """The spec would be read wrongly; the error names both releases."""
     from fastload.workers.ray_worker import load_spec
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
 
-from fastload.batch.read_ahead import read_tasks_ahead
+from fastload.batch.source import read_tasks_ahead
 from fastload.cache.build import processes
 from fastload.cache.format.progress import BuildProgress
 from fastload.system.humanize import readable_size
