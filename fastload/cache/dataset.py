@@ -1,7 +1,8 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
-method. It pickles as handles, so all workers read and fill one cache. Rules:
+method. It pickles as handles, so all workers read and fill one cache. Loaded from a checkpoint, it begins
+with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
    the cache.
