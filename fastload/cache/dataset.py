@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.counts import counts
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
@@ -335,12 +335,12 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
-        counts.hits += 1
+        cache_counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if `max_memory` allows it."""
-        counts.misses += 1
+        cache_counts.misses += 1
         restore = save_generators() if self._stores else None
         try:
             fresh = self._source[index]
@@ -409,7 +409,7 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            counts.hits += len(positions)
+            cache_counts.hits += len(positions)
         return batch
 
     def fill(

@@ -39,13 +39,12 @@ from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
-from fastload.workers.settings import worker_spec
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import pool_type_of, worker_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.epochs.stats import Size
     from fastload.workers.messages import BatchReply
     from fastload.workers.pool import WorkerPool
@@ -62,7 +61,7 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
-        self._cursor = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
+        self._cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
         super().__init__(loader)
         self._base_seed = self._cursor.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
@@ -117,7 +116,7 @@ class WorkerIterator(HostIterator):
         with self._turn:
             try:
                 if not first_iter:
-                    self._cursor = resume.begin_epoch(loader, "again", resume.obstacle(loader))
+                    self._cursor = resume.begin_epoch(loader, "again", resume.why_unresumable(loader))
                     self._cursor.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
                 self._sampler_iter = self._cursor.replay(loader, self._sampler_iter)

@@ -15,7 +15,7 @@ from fastload.integrations.state import state
 from fastload.system.notes import add_note
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
-_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments
+_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its position among the arguments
 
 
 class DataLoader(fastload.loader.DataLoader):

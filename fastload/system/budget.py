@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.system.cgroups import cgroup_directories, read_counter, read_text
-from fastload.system.limits import resource
+from fastload.system.limits import cgroup_directories, read_counter, read_text, resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

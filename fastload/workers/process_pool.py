@@ -20,8 +20,7 @@ from fastload.errors import BatchLostError
 from fastload.memory.lease import Memory
 from fastload.memory.ring import Ring
 from fastload.memory.segment import Segment
-from fastload.system.cgroups import oom_kills
-from fastload.system.limits import too_many_files
+from fastload.system.limits import oom_kills, too_many_files
 from fastload.system.notes import add_note, short_repr
 from fastload.workers.channel import make_channel
 from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, FetchRequest, WorkerCounters

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.packing import unpack
-from fastload.batch.read_ahead import reads_ahead
+from fastload.batch.source import reads_ahead
 from fastload.errors import (
     BatchLostError,
     LoaderClosedError,

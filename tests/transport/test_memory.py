@@ -36,14 +36,14 @@ from tests.kit import datasets
 
 def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
     """Blocks of `allocating_in` are nested: each puts back what it found, also after an error."""
-    arena = BufferPool(1 << 20)
-    with allocating_in(arena):
+    allocator = BufferPool(1 << 20)
+    with allocating_in(allocator):
         with contextlib.suppress(ZeroDivisionError), allocating_in(None):
             within = current_allocator()
             raise ZeroDivisionError
         behind = current_allocator()
 
-    assert (within, behind, current_allocator()) == (None, arena, None)
+    assert (within, behind, current_allocator()) == (None, allocator, None)
 
 
 ALIASES: dict[str, Any] = {
@@ -117,17 +117,17 @@ def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], p
         made.append(private_memory(nbytes))
         return made[-1]
 
-    arena = BumpAllocator(make)
+    allocator = BumpAllocator(make)
     memory = private_memory(pages * 4096)
-    arena.begin(memory)
-    parts = [arena.allocate(size) for size in sizes]
+    allocator.begin(memory)
+    parts = [allocator.allocate(size) for size in sizes]
     for number, part in enumerate(parts):
         part[:] = number
     end = memory.address + memory.nbytes
 
     assert [part.tolist() for part in parts] == [[number] * size for number, size in enumerate(sizes)]
     assert made == []  # each of these fits into an empty memory
-    assert arena.memory is memory
+    assert allocator.memory is memory
     offset = 0
     for part in parts:
         does_fit = offset + part.nbytes <= memory.nbytes
@@ -140,12 +140,12 @@ def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], p
 def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
     """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
     small = private_memory(64)
-    arena = BumpAllocator(private_memory)
-    arena.begin(small)
-    arena.allocate(0)
-    part = arena.allocate(100_000)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(small)
+    allocator.allocate(0)
+    part = allocator.allocate(100_000)
     part[:] = 7
-    new = arena.memory
+    new = allocator.memory
     is_leased = small.is_leased
 
     assert new is not None

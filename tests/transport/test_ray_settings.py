@@ -113,7 +113,7 @@ def test_there_is_no_cluster(
 
 
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job would be read wrongly; the error names both releases."""
+    """The spec would be read wrongly; the error names both releases."""
     from fastload.workers.ray_worker import load_spec
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
-from fastload.batch.read_ahead import read_tasks_ahead
+from fastload.batch.source import read_tasks_ahead
 from fastload.cache.build import processes
 from fastload.cache.format.progress import BuildProgress
 from fastload.errors import UnsupportedSampleError
