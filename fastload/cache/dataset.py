@@ -1,7 +1,8 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
-method. It pickles as handles, so all workers read and fill one cache. Rules:
+method. It pickles as handles, so all workers read and fill one cache. Loaded from a checkpoint, it begins
+with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
    the cache.
@@ -171,6 +172,8 @@ class CachedDataset(Dataset[Any]):
         cache_key: str | None = None,
         num_workers: int | None = None,
         progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
     ) -> LMDBCache:
         """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
 
@@ -181,15 +184,27 @@ class CachedDataset(Dataset[Any]):
             cache_key: As for this class.
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
+                sample out and writes a line about it to PATH.errors.jsonl.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Raises:
             CacheBusyError: Another process is building it.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: As this class.
         """
         from fastload.cache.open_cache import CacheRequest, open_cache  # here: as above
 
         _check_map_style(dataset)
-        request = CacheRequest(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        request = CacheRequest(
+            dataset,
+            pre_transform,
+            cache_key,
+            num_workers=num_workers,
+            progress=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
@@ -399,21 +414,39 @@ class CachedDataset(Dataset[Any]):
             cache_counts.hits += len(positions)
         return batch
 
-    def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
+    def fill(
+        self,
+        num_workers: int | None = None,
+        *,
+        progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
+    ) -> CacheInfo:
         """Cache all missing samples that fit into `max_memory` now, instead of in the first epoch.
 
         Args:
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends it at the first sample that cannot be read; `"skip"` leaves such samples
+                out of the cache, so each access reads them again, and `on_error` of the loader applies.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Returns:
             The state of the cache afterwards, including samples that other processes have stored meanwhile.
 
         Raises:
             UnsupportedSampleError: A value in a sample cannot be cached.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
-        fill(self, self.cache, num_workers=num_workers, shown=progress)
+        fill(
+            self,
+            self.cache,
+            num_workers=num_workers,
+            shown=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:

@@ -7,6 +7,7 @@ restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ import torch
 
 from fastload.cache.build.sources import MappedDataset
 from fastload.cache.format.record import decode, encode
-from fastload.errors import CacheError, NondeterministicDatasetError
+from fastload.errors import CacheError, NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from fastload.rng.entry_points import RandomSource, seeded_by
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
 
+_PROBED = 3  # samples that are read
+_TRIED = 10  # at most, if some of them cannot be read
+
 
 def spread_indices(length: int, count: int) -> list[int]:
     """At most `count` indices of a dataset, evenly from the first to the last: classes can be sorted."""
@@ -37,39 +42,83 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [-(-number * (length - 1) // max(1, count - 1)) for number in range(count)]
 
 
-def probe(
-    dataset: Any, indices: list[int], rechecked: list[int], look: Callable[[Any], None] | None = None
-) -> dict[int, Any]:
-    """Read the samples at `indices`, and those at `rechecked` again, under another seed.
+def probe(dataset: Any, look: Callable[[Any], None] | None = None) -> dict[int, Any]:
+    """Read the first, the middle and the last sample, all but the middle one again, under another seed.
+
+    Other samples take the place of those that cannot be read, because `on_error` can allow these.
 
     Args:
         dataset: Map-style.
-        indices: Of the samples.
-        rechecked: Those to read again.
         look: Called with each sample as the dataset returns it; the result has copies.
 
     Raises:
         NondeterministicDatasetError: Reading a sample twice gave different results; names the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
+        Exception: The error of the first sample, if none of ten samples can be read.
     """
-    samples = {}
+    once = spread_indices(len(dataset), _PROBED)[1:-1]
+    samples = readable(dataset, lambda index: read_checked(dataset, index, look, twice=index not in once))
+    return dict(itertools.islice(samples, _PROBED))
+
+
+def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
+    """Indices of samples that can be read, from the whole dataset, each with what `read` returns for it.
+
+    Raises:
+        NondeterministicDatasetError: Raised by `read`.
+        UnsupportedSampleError: Raised by `read`.
+        Exception: The error of the first sample, if none of ten samples can be read.
+    """
+    indices = list(
+        dict.fromkeys(spread_indices(len(dataset), _PROBED) + spread_indices(len(dataset), _TRIED))
+    )
+    indices, errors = indices[:_TRIED], []
+    for index in indices:
+        try:
+            sample = read(index)
+        except (NondeterministicDatasetError, UnsupportedSampleError):
+            raise
+        except Exception as error:  # noqa: BLE001 - any error of the user's dataset
+            log.debug("sample %d cannot be read, so another one is probed: %r", index, error)
+            errors.append(error)
+            continue
+        yield index, sample
+    if errors and len(errors) == len(indices):
+        listed = ", ".join(map(str, indices))
+        add_note(errors[0], f"none of the {len(indices)} samples that were probed can be read: {listed}")
+        raise errors[0]
+
+
+def read_checked(
+    dataset: Any, index: int, look: Callable[[Any], None] | None = None, *, twice: bool = True
+) -> Any:
+    """A copy of a sample, after it was read again under another seed.
+
+    Args:
+        dataset: Map-style.
+        index: Of the sample.
+        look: Called with the sample as the dataset returns it.
+        twice: False to read it once, without the check.
+
+    Raises:
+        NondeterministicDatasetError: The results differ; names the leaf.
+        UnsupportedSampleError: A value in the sample cannot be cached.
+    """
     with _random_state_kept():
-        for index in indices:
-            # Copied as bytes: a dataset can reuse its buffer on the next access.
-            fresh = _read(dataset, index, _SEEDS[0])
-            if look is not None:
-                look(fresh)
-            samples[index] = decode(encode(fresh))
-            if index in rechecked:
-                path = first_difference(samples[index], _read(dataset, index, _SEEDS[1]))
-                if path is not None:
-                    of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
-                    raise NondeterministicDatasetError(
-                        f"{type(of_user).__name__}[{index}] returns a different sample on every access: "
-                        f"{path} differs. A cache would freeze one draw. Move the random part out of the "
-                        "dataset, to CachedDataset(dataset, transform), which runs it on every access"
-                    )
-    return samples
+        # Copied as bytes: a dataset can reuse its buffer on the next access.
+        fresh = _read(dataset, index, _SEEDS[0])
+        if look is not None:
+            look(fresh)
+        sample = decode(encode(fresh))
+        path = first_difference(sample, _read(dataset, index, _SEEDS[1])) if twice else None
+    if path is not None:
+        of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
+        raise NondeterministicDatasetError(
+            f"{type(of_user).__name__}[{index}] returns a different sample on every access: {path} differs. "
+            "A cache would freeze one draw. Move the random part out of the dataset, to "
+            "CachedDataset(dataset, transform), which runs it on every access"
+        )
+    return sample
 
 
 def read_unnoticed(dataset: Any, index: int) -> Any:
@@ -133,16 +182,23 @@ def reject_random(dataset: Any) -> None:
 
     Raises:
         NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different
-            results.
+            results. Others take the place of samples that cannot be read.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
     if isinstance(dataset, ImageFolder) and dataset.transform is None:
         return
-    for index in spread_indices(len(dataset), 3):
+
+    def read(index: int) -> Any:
         try:
-            probe(dataset, [index], rechecked=[index])
+            return read_checked(dataset, index)
         except CacheError as error:
             add_note(error, f"in sample {index} of the dataset")
             raise
-        except Exception:  # noqa: BLE001 - the build reads this sample again, and reports its error
-            continue
+
+    try:
+        for _ in itertools.islice(readable(dataset, read), _PROBED):
+            pass
+    except (NondeterministicDatasetError, UnsupportedSampleError):
+        raise
+    except Exception:  # noqa: BLE001 - none can be read: the build reads them again, and reports the error
+        return

@@ -1,7 +1,7 @@
 """SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
-A cache pickles as a handle, `copy.deepcopy` returns the same cache, and any process can use it.
-`cache_counts` counts the accesses to all caches.
+A cache pickles as a handle, which becomes an empty cache where it cannot be reached. `copy.deepcopy` returns
+the same cache. `cache_counts` counts the accesses to all caches.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 See `format` for the layout of a file, and `files` for the table of open files. Rules:
 
-1. A cache pickles as its path and the id of its build; a process opens the file on first use.
+1. A cache pickles as its path and the id of its build; a process opens the file on first use. A closed cache
+   stays closed in child processes; loaded from a checkpoint, it is open.
 2. get() copies a value before it reads it; samples are views of that copy.
 3. gather() verifies the records of the batch, and then copies only the needed bytes from the page cache
    directly to the rows of the batch. The records are valid only while it holds the files. It requests the
@@ -26,7 +27,7 @@ from fastload.cache.lmdb.format import CURE
 from fastload.cache.lmdb.mirror import open_mirror
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.file_systems import is_url, local_path
-from fastload.memory.segment import is_for_other_machines
+from fastload.memory.segment import is_for_child, is_for_other_machines
 from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
 from fastload.nested.leaves import tensor_functions, text_value
 from fastload.nested.spec import Spec, build_batch
@@ -97,7 +98,7 @@ class LMDBCache(BaseCache):
             **vars(self),
             "_files": None,
             "_plan": None,
-            "_is_closed": False,
+            "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
             # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
             "_source": self._source if is_for_other_machines() else None,
