@@ -28,7 +28,7 @@ from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views

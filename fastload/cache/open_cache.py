@@ -44,7 +44,7 @@ from fastload.cache.ram import shared
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiers import TieredCache, split_budget
+from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path

@@ -6,7 +6,7 @@ torch's class stays in place, and two of its methods change:
    name of the class, also in modules imported before, in default arguments and in closures, which replacing
    names in modules would not reach. isinstance and issubclass stay correct.
 2. `__init_subclass__`: classes derived from torch's class from now on derive from `replaced.DataLoader`, too,
-   also if their constructor calls `torch.utils.data.DataLoader.__init__` by name. Earlier ones stay as they are.
+   also if their constructor calls `torch.utils.data.DataLoader.__init__` by name. Earlier ones stay.
 
 This file imports little, because `from_environment` runs in the middle of the import of torch.
 """
