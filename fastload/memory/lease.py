@@ -26,6 +26,10 @@ ALIGNMENT_BYTES = 64  # a cache line, and the alignment of torch's own CPU alloc
 # Extra bytes in a new slot, for data whose size is not known when the slot is made: labels beside images.
 SLACK_BYTES = 64 * 1024
 
+# Private memory of at most this size comes from the heap: a loop that keeps all labels, for a metric, must
+# not keep the buffers with the images. malloc reuses memory of this size while it is warm.
+SMALL_BYTES = 64 * 1024
+
 # Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
 
@@ -173,6 +177,10 @@ class BufferPool(BumpAllocator):
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
         self._buffers: list[Memory] = []
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A writable region of ``nbytes`` bytes; a small one has memory of its own."""
+        return np.empty(nbytes, np.uint8) if nbytes <= SMALL_BYTES else super().allocate(nbytes)
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""
