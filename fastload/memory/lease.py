@@ -33,6 +33,9 @@ SMALL_BYTES = 64 * 1024
 # Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
 
+_PEAK_BATCHES = 32
+_KEPT_BYTES = 1 << 20  # memory below this size is never given up
+
 Bytes = npt.NDArray[np.uint8]
 
 _forks = 0  # how often this process has forked since it first leased shared memory
@@ -111,6 +114,32 @@ def shared_memory(nbytes: int) -> Memory:
     segment, mapping = create_slot_segment(nbytes)
     segment.close()  # the mapping stays
     return Memory(mapping, shared=True)
+
+
+class RecentPeak:
+    """The largest of the last batches: of those since the last multiple of 32, and of the 32 before.
+
+    Attributes:
+        nbytes: Its size; 0 before the first batch.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._period_bytes = self._num_batches = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Note a batch; returns whether older ones were forgotten."""
+        self.nbytes = max(self.nbytes, nbytes)
+        self._period_bytes = max(self._period_bytes, nbytes)
+        self._num_batches += 1
+        if self._num_batches < _PEAK_BATCHES:
+            return False
+        self.nbytes, self._period_bytes, self._num_batches = self._period_bytes, 0, 0
+        return True
+
+    def is_exceeded_by(self, memory_bytes: int) -> bool:
+        """Whether memory was made for a batch of another size, and is not worth keeping for these."""
+        return memory_bytes > 2 * self.nbytes + _KEPT_BYTES
 
 
 class BumpAllocator:
