@@ -103,8 +103,7 @@ def _cacheable(dataset: Any, indices: Sequence[int], samples: Sequence[Any]) -> 
     if isinstance(dataset, CachedDataset):
         return nbytes, "the dataset is a CachedDataset already"
     try:
-        for index in sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}):
-            probe(dataset, [index], rechecked=[index])
+        probe(dataset, sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}))
     except CacheError:
         return nbytes, "the dataset is random: move its random part to --transform"
     return nbytes, ""

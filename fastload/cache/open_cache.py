@@ -163,7 +163,7 @@ class _Samples:
         """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
         if not self.is_examined and len(self):
             indices = spread_indices(len(self), 3)
-            self.examples = probe(self.source, indices, [indices[0], indices[-1]], look=self._look)
+            self.examples = probe(self.source, indices, self._look)
             self.is_examined = True
         return list(self.examples.values())
 
@@ -190,7 +190,7 @@ def open_cache(
     """The requested cache, or tiers of caches.
 
     Raises:
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.

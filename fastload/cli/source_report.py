@@ -60,7 +60,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         cache = '"ram-encoded"' if 0 < files <= ram else "None"
     problem = ""
     try:
-        probe(source, [min(sizes)], rechecked=[min(sizes)])
+        probe(source, [min(sizes)])
     except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
     facts = {

@@ -34,7 +34,6 @@ class _Chunks(Dataset[int]):
     """Reads chunks of samples; each item is the number of stored samples of a chunk."""
 
     dataset: Any
-    cache: SampleCache
     chunks: Sequence[Sequence[int]]
 
     def __getitem__(self, number: int) -> int:
@@ -42,9 +41,7 @@ class _Chunks(Dataset[int]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `_view` stores the sample, unless another process holds the lock; `put` says whether it is
-                # stored, and else tries once more.
-                num_stored += bool(self.cache.put(index, self.dataset._view(index)))
+                num_stored += self.dataset._store(index)
             except Exception as error:
                 add_note(error, f"in sample {index} of the dataset")
                 raise
@@ -57,7 +54,7 @@ def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bo
     If there is none, nothing is read, no random number is drawn, and the log says so.
 
     Args:
-        dataset: Has `_view(index)`, which stores what it reads in the cache.
+        dataset: Has `_store(index)`, which stores a sample in the cache and says whether it is there.
         cache: The cache to fill.
         num_workers: Processes; None for one per usable CPU, 0 for none.
         shown: Draw a bar, if standard error is a terminal.
@@ -91,7 +88,7 @@ def _read(
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    answers = processes.run(_Chunks(dataset, cache, chunks), len(chunks), num_processes)
+    answers = processes.run(_Chunks(dataset, chunks), len(chunks), num_processes)
     rejected, nbytes = 0, cache.nbytes
     try:
         for chunk, stored in zip(chunks, answers, strict=True):
