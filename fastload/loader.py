@@ -32,8 +32,7 @@ from fastload.system import cpus
 from fastload.system.logs import log, say_once
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
-from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import OPTION_NAMES, LoaderSettings, Options, default_options, pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
 
     from fastload.batch.failures import FailedSample
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.ray_pool import RayWorkers
 
 _KNOWN_CONTEXTS = (

@@ -43,7 +43,7 @@ LAST = [
     "test_training.py",
     "test_stats.py",
 ]
-LAST += ["test_gpu_checks.py", "test_train.py", "test_launchers.py", "test_culprits.py"]
+LAST += ["test_gpu_checks.py", "test_train.py", "test_launchers.py", "test_bottlenecks.py"]
 # What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.
 READY = """
@@ -193,6 +193,17 @@ def pretend_accelerator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     from tests.kit import accelerator
 
     return lambda: accelerator.pretend_accelerator(monkeypatch.setattr)
+
+
+@pytest.fixture
+def lends_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small leaves lie in slots and in buffers, too: batches of a few bytes then show what is lent."""
+    from fastload.memory import lease
+    from fastload.workers import slot_pool
+
+    monkeypatch.setattr(lease, "SMALL_BYTES", 0)
+    monkeypatch.setattr(slot_pool, "SMALL_BYTES", 0)
+    monkeypatch.setattr(slot_pool, "_SMALL_SHARE", 0)
 
 
 @pytest.fixture

@@ -31,16 +31,16 @@ from torch.utils.data import default_collate
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
-from fastload.images.layout import image_layout
+from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
-from fastload.nested.tree import map_leaves, private_copy
+from fastload.nested.tree import map_leaves
 from fastload.system.torch_private import torch_collate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.images.layout import ImageLayout
+    from fastload.images.geometry import ImageLayout
     from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
@@ -65,20 +65,18 @@ class _MismatchError(Exception):
 class _Batch:
     """What all leaves of one batch share."""
 
-    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
-        self.arena = arena
+    def __init__(self, allocator: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
+        self.allocator = allocator
         self.in_worker = in_worker
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
-        self.is_lent = False
+        self.own: Callable[[Any], Any] | None = None  # see `RowCollate.begin`
         self._channels_last = channels_last
-        self._stack = functools.partial(_stack, arena)
-        self._stack_arrays = functools.partial(_stack_arrays, arena)
+        self._stack = functools.partial(_stack, allocator)
+        self._stack_arrays = functools.partial(_stack_arrays, allocator)
 
     def collate(self, values: Any) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
-        if self.is_lent:
-            values = private_copy(values)
         rules = torch_collate.default_collate_fn_map
         is_torchs = rules.get(torch.Tensor) is torch_collate.collate_tensor_fn
         if self.in_worker or not is_torchs or rules.get(np.ndarray) is not ARRAY_RULE:
@@ -91,22 +89,22 @@ class _Batch:
         return _layout(tuple(leaf.shape), leaf.dtype) if self._channels_last else None
 
 
-def _stack(arena: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> Any:
+def _stack(allocator: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
     # With out=, torch.stack would silently cast tensors of a different dtype.
     are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
     if are_alike and is_plain(first) and first.is_contiguous():
-        rows = rows_for(arena, tensors)
+        rows = rows_for(allocator, tensors)
         with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
-def _stack_arrays(arena: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
+def _stack_arrays(allocator: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for arrays, except that small arrays that are alike are stacked by NumPy."""
-    stacked = stacked_arrays(arena, arrays)
+    stacked = stacked_arrays(allocator, arrays)
     return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
@@ -135,12 +133,12 @@ class _Rows:
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        count, arena, dtype = self._batch.count, self._batch.arena, self._row_dtype
+        count, allocator, dtype = self._batch.count, self._batch.allocator, self._row_dtype
         if self._layout == "CHW":
             channels, height, width = self._shape
-            self._rows = arena.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+            self._rows = allocator.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
         else:
-            self._rows = arena.array((count, *self._shape), dtype)
+            self._rows = allocator.array((count, *self._shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
         if type(value) is DeferredImage:
@@ -181,7 +179,8 @@ class _Kept:
         self._values = []
 
     def write(self, value: Any, row: int) -> None:
-        self._values.append(value)
+        own = self._batch.own
+        self._values.append(value if own is None else own(value))
 
     def restore(self, row: int) -> Any:
         return self._values[row]
@@ -239,37 +238,32 @@ class RowCollate:
     ``len()`` of it is the number of samples that were added to the batch so far.
 
     Args:
-        arena: Where rows are laid out.
+        allocator: Where rows are laid out.
         in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
         channels_last: Lay `(C, H, W)` samples out to give batches channels-last strides.
     """
 
-    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
-        self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
+    def __init__(self, allocator: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
+        self._batch = _Batch(allocator, in_worker=in_worker, channels_last=channels_last)
         self.takes_deferred = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None
         self._num_rows = 0
-        self._has_deferred = False
         self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
         self._kept: Any = []
 
-    def begin(
-        self, count: int, *, keeps: bool = False, is_lent: bool = False, has_deferred: bool = False
-    ) -> None:
+    def begin(self, count: int, *, keeps: bool = False, own: Callable[[Any], Any] | None = None) -> None:
         """Start a batch of at most ``count`` samples.
 
         Args:
             count: The number of rows.
             keeps: Whether all samples are kept, for `take`.
-            is_lent: Whether arrays can be read-only views of a cache. torch warns about such arrays, so it
-                gets copies of those that are not written to rows.
-            has_deferred: Whether samples can hold a `DeferredImage`.
+            own: Called with each sample, or part of one, that is kept while the next sample is read, because
+                the memory that it refers to can change or must not reach torch; None: it is kept itself.
         """
         self._batch.count = count
-        self._batch.is_lent = is_lent
+        self._batch.own = own
         self._num_rows = 0
         self._keeps = keeps
-        self._has_deferred = has_deferred
         self._kept = []
 
     def __len__(self) -> int:
@@ -284,8 +278,10 @@ class RowCollate:
                 if self._keeps:
                     break
         if self._keeps:
+            own = self._batch.own
             for index in indices:
-                self._kept.append(get(index))
+                sample = get(index)
+                self._kept.append(sample if own is None else own(sample))
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
         """Take the samples of a whole batch, which the dataset read together.
@@ -310,8 +306,6 @@ class RowCollate:
     def take(self) -> Any:
         """Return the kept samples, for a different collate function."""
         samples, self._kept = self._kept, []
-        if self._has_deferred:
-            samples = [map_leaves(sample, computed) for sample in samples]
         return samples
 
     def forget(self) -> None:
@@ -328,13 +322,16 @@ class RowCollate:
             self._root.write(sample, row)
             self._num_rows = row + 1
         except _MismatchError:
-            self._kept = [*map(self._root.restore, range(row)), sample]
+            # A dataset that reuses a buffer: the rows held each sample as it was returned, and so do these.
+            self._batch.own = functools.partial(map_leaves, function=_owned)
+            self._kept = [*map(self._root.restore, range(row)), self._batch.own(sample)]
             self._keeps = True
             self._root = None
 
     def _add_first(self, sample: Any) -> None:
         if not _has_row(sample, self._batch):
-            self._keeps, self._kept = True, [sample]
+            own = self._batch.own
+            self._keeps, self._kept = True, [sample if own is None else own(sample)]
             return
         if self._root is not None:
             try:
@@ -343,7 +340,7 @@ class RowCollate:
             except _MismatchError:
                 self._root = None
                 # The rows for the old kind of sample are no longer needed: start over in the same memory.
-                self._batch.arena.begin(self._batch.arena.memory)
+                self._batch.allocator.begin(self._batch.allocator.memory)
         if self._root is None:
             self._root = _compile(sample, self._batch)
             self._root.begin()
@@ -364,6 +361,13 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
     except Exception as error:
         explain(values, path, error)
         raise
+
+
+def _owned(leaf: Any) -> Any:
+    """The leaf, in memory of its own if it is of a kind that is written to rows."""
+    if type(leaf) is np.ndarray:
+        return leaf.copy(order="K")
+    return leaf.clone() if type(leaf) is torch.Tensor and is_plain(leaf) else computed(leaf)
 
 
 def _has_row(sample: Any, batch: _Batch) -> bool:

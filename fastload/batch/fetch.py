@@ -20,10 +20,11 @@ from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
-from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.batch.source import batch_source_of, inside_subsets
+from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import BufferPool, allocating_in
+from fastload.nested.deferred import computed
+from fastload.nested.tree import map_leaves, private_copy
 from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import SampleKey
 from fastload.system.notes import add_note, short_repr
@@ -79,13 +80,18 @@ def _reader_of(dataset: Any) -> Callable[[Any], Any]:
     return functools.partial(operator.getitem, dataset)
 
 
+def _computed(sample: Any) -> Any:
+    """The sample with the results of what is deferred."""
+    return map_leaves(sample, computed)
+
+
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
     Args:
         settings: How batches are made.
         dataset: The dataset to read; this calls ``iter`` on an iterable one.
-        arena: The memory of batches; the caller begins and ends it around each fetch.
+        allocator: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         seeder: Sets the generators before each sample; None lets them continue.
         dataset_state: The state from which the dataset resumes; None: from its beginning.
@@ -103,7 +109,7 @@ class Fetcher:
         self,
         settings: FetchSettings,
         dataset: Any,
-        arena: BumpAllocator,
+        allocator: BumpAllocator,
         *,
         in_worker: bool,
         seeder: SampleSeeder | None,
@@ -118,13 +124,13 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = allocating_in(arena), BufferPool(_SCRATCH_BYTES)
-            arena = self._scratch
-        self._arena = arena
+            self._results, self._scratch = allocating_in(allocator), BufferPool(_SCRATCH_BYTES)
+            allocator = self._scratch
+        self._allocator = allocator
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
-        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = allocating_in(arena if in_worker else None)
+        self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=settings.channels_last)
+        self._stacking = allocating_in(allocator if in_worker else None)
         self._source = None if settings.is_iterable else batch_source_of(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -222,11 +228,12 @@ class Fetcher:
         self.gathered_bytes = 0
         lend = source.lend
         if lend is not None:  # it draws nothing, so no generator is set
-            self._read(self._getter(lend, indices, None), indices, positions, is_lent=True)
+            # torch warns about read-only arrays, and a dataset can reuse the memory of those that it lends.
+            self._read(self._getter(lend, indices, None), indices, positions, own=private_copy)
             return self._collated()
         defer = source.defer if self._rows.takes_deferred else None
         get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
-        self._read(get, indices, positions, has_deferred=defer is not None)
+        self._read(get, indices, positions, own=None if defer is None else _computed)
         return self._collated()
 
     def _fetch_next(self, index: Any) -> Any:
@@ -280,13 +287,12 @@ class Fetcher:
         indices: list[Any],
         positions: Sequence[Any],
         *,
-        is_lent: bool = False,
-        has_deferred: bool = False,
+        own: Callable[[Any], Any] | None = None,
     ) -> None:
         """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
         keeps = not self._writes_rows
-        self._rows.begin(len(indices), keeps=keeps, is_lent=is_lent, has_deferred=has_deferred)
+        self._rows.begin(len(indices), keeps=keeps, own=own)
         self._indices, self._left = indices, iter(positions)
         self._rows.read(get, self._left)
         self._indices = ()
@@ -307,7 +313,7 @@ class Fetcher:
     # --- how a batch is made of them ---
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        array = self._arena.array(shape, dtype)
+        array = self._allocator.array(shape, dtype)
         self.gathered_bytes += array.nbytes
         return array
 

@@ -1,7 +1,8 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
-method. It pickles as handles, so all workers read and fill one cache. Rules:
+method. It pickles as handles, so all workers read and fill one cache. Loaded from a checkpoint, it begins
+with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
    the cache. A sample that draws random numbers is not stored.
@@ -21,13 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.counts import counts
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
@@ -107,7 +108,9 @@ class CachedDataset(Dataset[Any]):
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
-            host, divided by the number of ranks there.
+            host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
+            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            limit).
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
@@ -174,6 +177,8 @@ class CachedDataset(Dataset[Any]):
         cache_key: str | None = None,
         num_workers: int | None = None,
         progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
     ) -> LMDBCache:
         """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
 
@@ -184,15 +189,27 @@ class CachedDataset(Dataset[Any]):
             cache_key: As for this class.
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
+                sample out and writes a line about it to PATH.errors.jsonl.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Raises:
             CacheBusyError: Another process is building it.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: As this class.
         """
         from fastload.cache.open_cache import CacheRequest, open_cache  # here: as above
 
         _check_map_style(dataset)
-        request = CacheRequest(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        request = CacheRequest(
+            dataset,
+            pre_transform,
+            cache_key,
+            num_workers=num_workers,
+            progress=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
@@ -325,7 +342,7 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
-        counts.hits += 1
+        cache_counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
@@ -343,7 +360,7 @@ class CachedDataset(Dataset[Any]):
 
     def _read_and_store(self, index: int) -> tuple[Any, bool]:
         """The sample from its source, and whether it is random, and so not stored."""
-        counts.misses += 1
+        cache_counts.misses += 1
         drawn: list[str] = []
         restore = save_generators() if self._stores else None
         try:
@@ -428,24 +445,42 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            counts.hits += len(positions)
+            cache_counts.hits += len(positions)
         return batch
 
-    def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
+    def fill(
+        self,
+        num_workers: int | None = None,
+        *,
+        progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
+    ) -> CacheInfo:
         """Cache all missing samples that fit into `max_memory` now, instead of in the first epoch.
 
         Args:
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends it at the first sample that cannot be read; `"skip"` leaves such samples
+                out of the cache, so each access reads them again, and `on_error` of the loader applies.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Returns:
             The state of the cache afterwards, including samples that other processes have stored meanwhile.
 
         Raises:
             UnsupportedSampleError: A value in a sample cannot be cached.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
-        fill(self, self.cache, num_workers=num_workers, shown=progress)
+        fill(
+            self,
+            self.cache,
+            num_workers=num_workers,
+            shown=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:

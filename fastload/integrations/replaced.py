@@ -16,7 +16,7 @@ from fastload.system.notes import add_note
 from fastload.workers.settings import default_options
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
-_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its place among the positional arguments
+_COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its position among the arguments
 
 
 class DataLoader(fastload.loader.DataLoader):

@@ -26,8 +26,15 @@ ALIGNMENT_BYTES = 64  # a cache line, and the alignment of torch's own CPU alloc
 # Extra bytes in a new slot, for data whose size is not known when the slot is made: labels beside images.
 SLACK_BYTES = 64 * 1024
 
+# Private memory of at most this size comes from the heap: a loop that keeps all labels, for a metric, must
+# not keep the buffers with the images. malloc reuses memory of this size while it is warm.
+SMALL_BYTES = 64 * 1024
+
 # Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
+
+_PEAK_BATCHES = 32
+_KEPT_BYTES = 1 << 20  # memory below this size is never given up
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,6 +116,32 @@ def shared_memory(nbytes: int) -> Memory:
     return Memory(mapping, shared=True)
 
 
+class RecentPeak:
+    """The largest of the last batches: of those since the last multiple of 32, and of the 32 before.
+
+    Attributes:
+        nbytes: Its size; 0 before the first batch.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._period_bytes = self._num_batches = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Note a batch; returns whether older ones were forgotten."""
+        self.nbytes = max(self.nbytes, nbytes)
+        self._period_bytes = max(self._period_bytes, nbytes)
+        self._num_batches += 1
+        if self._num_batches < _PEAK_BATCHES:
+            return False
+        self.nbytes, self._period_bytes, self._num_batches = self._period_bytes, 0, 0
+        return True
+
+    def is_exceeded_by(self, memory_bytes: int) -> bool:
+        """Whether memory was made for a batch of another size, and is not worth keeping for these."""
+        return memory_bytes > 2 * self.nbytes + _KEPT_BYTES
+
+
 class BumpAllocator:
     """Lays out the arrays of one batch after another in memory, as aligned regions in sequence.
 
@@ -173,6 +206,10 @@ class BufferPool(BumpAllocator):
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
         self._buffers: list[Memory] = []
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A writable region of ``nbytes`` bytes; a small one has memory of its own."""
+        return np.empty(nbytes, np.uint8) if nbytes <= SMALL_BYTES else super().allocate(nbytes)
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""

@@ -25,7 +25,7 @@ from skimage import data as photographs
 from fastload.cache.format.codecs import CODECS, codec_of_leaf, decode_image, encode_image
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, encode, record_parts
 from fastload.cache.format.undecoded import decode_images
-from fastload.cache.lmdb.gather import stack_records
+from fastload.cache.lmdb.lmdb_cache import stack_records
 from fastload.errors import CacheCorruptError, CacheError, UnsupportedSampleError
 from fastload.images.decode import decode as image_of
 from fastload.images.encoded import EncodedImage

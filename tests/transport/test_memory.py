@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastload import DataLoader
+from fastload import CachedDataset, DataLoader
 from fastload.epochs.loader_state import state_of
 from fastload.errors import SharedMemoryError
 from fastload.memory import lease as memory_module
@@ -36,14 +37,14 @@ from tests.kit import datasets
 
 def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
     """Blocks of `allocating_in` are nested: each puts back what it found, also after an error."""
-    arena = BufferPool(1 << 20)
-    with allocating_in(arena):
+    allocator = BufferPool(1 << 20)
+    with allocating_in(allocator):
         with contextlib.suppress(ZeroDivisionError), allocating_in(None):
             within = current_allocator()
             raise ZeroDivisionError
         behind = current_allocator()
 
-    assert (within, behind, current_allocator()) == (None, arena, None)
+    assert (within, behind, current_allocator()) == (None, allocator, None)
 
 
 ALIASES: dict[str, Any] = {
@@ -117,17 +118,17 @@ def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], p
         made.append(private_memory(nbytes))
         return made[-1]
 
-    arena = BumpAllocator(make)
+    allocator = BumpAllocator(make)
     memory = private_memory(pages * 4096)
-    arena.begin(memory)
-    parts = [arena.allocate(size) for size in sizes]
+    allocator.begin(memory)
+    parts = [allocator.allocate(size) for size in sizes]
     for number, part in enumerate(parts):
         part[:] = number
     end = memory.address + memory.nbytes
 
     assert [part.tolist() for part in parts] == [[number] * size for number, size in enumerate(sizes)]
     assert made == []  # each of these fits into an empty memory
-    assert arena.memory is memory
+    assert allocator.memory is memory
     offset = 0
     for part in parts:
         does_fit = offset + part.nbytes <= memory.nbytes
@@ -140,12 +141,12 @@ def test_a_batch_lies_in_one_memory_or_in_regions_of_its_own(sizes: list[int], p
 def test_memory_that_is_too_small_for_a_batch_is_left_also_where_the_batch_begins_with_nothing() -> None:
     """An empty array lies nowhere: the first bytes of the batch decide, and take new memory."""
     small = private_memory(64)
-    arena = BumpAllocator(private_memory)
-    arena.begin(small)
-    arena.allocate(0)
-    part = arena.allocate(100_000)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(small)
+    allocator.allocate(0)
+    part = allocator.allocate(100_000)
     part[:] = 7
-    new = arena.memory
+    new = allocator.memory
     is_leased = small.is_leased
 
     assert new is not None
@@ -161,6 +162,7 @@ def batch_of(buffers: BufferPool, nbytes: int) -> Any:
     return part
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_buffers_are_used_again_and_never_while_held() -> None:
     """As many warm buffers as are needed, up to MAX_BUFFERS; beyond that memory of its own."""
     buffers = BufferPool(1 << 30)
@@ -205,6 +207,7 @@ def test_a_batch_may_begin_anew_in_larger_memory(clears: bool) -> None:
     assert part.sum() == 5 * 300_000
 
 
+@pytest.mark.usefixtures("lends_small")
 @pytest.mark.parametrize(("spare_bytes", "expected"), [(-1, 1), (0, 2)])
 def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) -> None:
     """A batch beyond it has memory that goes with the batch."""
@@ -226,6 +229,7 @@ def _slot_bytes(pid: int | str) -> int:
     return total_bytes
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> None:
     """What is lent stays mapped until its last view is gone; nothing else does."""
     loader = DataLoader(datasets.Made(datasets.image, 400), 4, num_workers=2)
@@ -243,6 +247,7 @@ def test_close_gives_the_slots_back_while_the_caller_keeps_the_iterator() -> Non
     assert _slot_bytes("self") == 0
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() -> None:
     """Slots that were made for small batches are given up by the parent and by the worker."""
     dataset = datasets.Made(lambda index: np.full(1024 if index < 20 else 512 * 1024, index, np.uint8), 80)
@@ -279,6 +284,61 @@ def test_a_worker_keeps_no_segment_that_a_batch_has_outgrown() -> None:
     assert [int(large[0]) for _, large in batches[::2]] == [0, 2, 4, 6]
 
 
+def image_and_more(index: int) -> Any:
+    """An image, and what an evaluation keeps of each batch: 64 samples are 196 kB and 7 kB."""
+    more = {"ids": np.array([index, -index]), "boxes": torch.full((5, 4), index), "label": index}
+    return {"label": index, "image": np.full((32, 32, 3), index % 256, np.uint8), "more": more}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}])
+@pytest.mark.parametrize("cache", [None, "ram"])
+def test_labels_that_are_kept_do_not_keep_the_images(
+    options: Any, cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No slot and no buffer is held by small leaves, of whatever kind, nested or not."""
+    memories: list[Memory] = []
+    make = Memory.__init__
+
+    def noted(self: Memory, *args: Any, **named: Any) -> None:
+        make(self, *args, **named)
+        memories.append(self)
+
+    monkeypatch.setattr(Memory, "__init__", noted)
+    dataset: Any = datasets.Made(image_and_more, 640)
+    if cache is not None:
+        dataset = CachedDataset(dataset, cache=cache, max_memory="20MB")
+        dataset.fill(0, progress=False)
+    with DataLoader(dataset, 64, **options) as loader:
+        kept = [(batch["label"], batch["more"]) for batch in loader]
+
+        assert memories
+        assert not any(memory.is_leased for memory in memories)
+        for number, (labels, more) in enumerate(kept):
+            wanted = torch.arange(64 * number, 64 * number + 64)
+            assert torch.equal(labels, wanted)
+            assert torch.equal(more["label"], wanted)
+            assert torch.equal(more["ids"], torch.stack([wanted, -wanted], 1))
+            assert torch.equal(more["boxes"], wanted[:, None, None].expand(64, 5, 4))
+
+
+def image_and_mask(index: int) -> Any:
+    return np.full(50_000, index, np.uint8), np.full((2, 25_000), index, np.uint8)
+
+
+def test_a_leaf_of_a_batch_that_is_copied_out_keeps_no_other_leaf() -> None:
+    """Where no slot is left to lend, each leaf gets memory of its own."""
+    with DataLoader(datasets.Made(image_and_mask, 80), 4, num_workers=1, max_prefetch_memory="1B") as loader:
+        tracemalloc.start()
+        masks = [mask for _, mask in loader]
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        num_copies = loader.stats().num_copies
+
+    assert num_copies > 10
+    assert held_bytes < 1.2 * sum(mask.nbytes for mask in masks)
+    assert [mask[:, 0, 0].tolist() for mask in masks] == torch.arange(80).view(20, 4).tolist()
+
+
 def _no_memory(mapping: Any) -> None:
     raise SharedMemoryError("cannot take so much memory")
 
@@ -294,6 +354,7 @@ def test_memory_that_cannot_be_taken_is_an_error_and_is_not_kept(monkeypatch: py
         assert next(iterator) == 0
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_a_loader_without_workers_keeps_its_buffers_between_epochs_until_it_is_closed() -> None:
     """The second epoch's batches lie where the first one's lay; a batch that is held stays as it is."""
     loader = DataLoader(datasets.Made(datasets.image, 40), 4)

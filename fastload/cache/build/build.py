@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
 from fastload.cache.build.plan import as_stored, check_source, make_plan
-from fastload.cache.build.random_check import read_unnoticed, spread_indices
+from fastload.cache.build.random_check import read_unnoticed, readable, spread_indices
 from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.description import Plan
 
-_GUESSED_BYTES = 1 << 20  # of a sample, if sample 0 cannot be read
+_GUESSED_BYTES = 1 << 20  # of a sample, if none was read before
 _CHECKS = {
     "shards": optional(integer(1)),
     "codec": optional(CODEC_CHECK),
@@ -158,23 +158,20 @@ class Build:
             add_note(error, "To build a cache, use a path that does not exist yet")
             raise
         dataset, fingerprint = as_stored(self.dataset, self.fingerprint, self.codec)
-        num_samples, first = len(dataset), self.probed.get(0)
-        if (
-            first is None
-            and 0 in cache
-            and num_samples
-            and (fingerprint is None or cache.description.parts is None)
-        ):
-            first = read_unnoticed(dataset, 0)
+        num_samples, probed = len(dataset), self.probed
+        is_compared = fingerprint is None or cache.description.parts is None
+        if is_compared and 0 not in probed and 0 in cache and num_samples:
+            with contextlib.suppress(*[Exception] * self._is_skipping):
+                probed = {0: read_unnoticed(dataset, 0)}
         shards = None if self.shards is None else max(1, min(self.shards, num_samples))
         quality = None if cache.description.quality is None else self.quality
         settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
         settings = {name: value for name, value in settings.items() if value is not None}
-        check_source(cache, num_samples, first, fingerprint=fingerprint, settings=settings)
+        check_source(cache, num_samples, probed, fingerprint=fingerprint, settings=settings)
         return cache
 
     def plan(self, earlier: Plan | None) -> Plan:
-        """The plan of this build; reads sample 0, unless it was probed.
+        """The plan of this build; reads sample 0, or another one if it cannot be read, unless it was probed.
 
         Args:
             earlier: The plan of an earlier build, whose settings replace those that are None.
@@ -190,7 +187,9 @@ class Build:
             except Exception as error:  # noqa: BLE001 - it is raised, unless such samples are left out
                 if not self._is_skipping:
                     Failure.of(0, error).reraise()
-        return make_plan(self.dataset, self.probed.get(0), self.fingerprint, codec, quality, num_shards)
+                with contextlib.suppress(Exception):
+                    self.probed |= [next(readable(self.dataset, self.dataset.__getitem__))]
+        return make_plan(self.dataset, self.probed, self.fingerprint, codec, quality, num_shards)
 
     def write(
         self,
@@ -222,7 +221,7 @@ class Build:
         if num_left < total:
             log.info("%s: continues, %d of %d samples are in finished shards", title, total - num_left, total)
         num_processes = processes.choose_workers(self.num_workers, num_left)
-        example_bytes = len(encode(self.probed[0])) if 0 in self.probed else _GUESSED_BYTES
+        example_bytes = len(encode(self.probed[min(self.probed)])) if self.probed else _GUESSED_BYTES
         ranges = cut(spans, example_bytes, num_processes)
         tasks = RecordTasks(self.dataset, ranges, self.probed, plan.codec, plan.quality, self._is_skipping)
         # Workers start before a file is opened, because they must not inherit LMDB environments.

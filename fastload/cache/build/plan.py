@@ -58,7 +58,7 @@ def as_stored(
 
 def make_plan(
     dataset: Any,
-    first: Any,
+    probed: Mapping[int, Any],
     fingerprint: Fingerprint | None,
     codec: str,
     quality: int | None,
@@ -68,27 +68,31 @@ def make_plan(
 
     Args:
         dataset: The samples to store.
-        first: Sample 0; None without samples, or if it cannot be read.
+        probed: Samples that were read, by index; without sample 0 if it cannot be read.
         fingerprint: Of the samples.
         codec: As of a build.
         quality: Of a lossy codec; None for the default.
         num_shards: None for files of about 1 GiB.
 
     Raises:
-        ValueError: The codec is "source", and sample 0 has no undecoded image.
+        ValueError: The codec is "source", and a sample has no undecoded image.
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
     quality = (quality or _QUALITY) if codec in LOSSY else None
-    if codec == SOURCE and first is not None and not holds_images(first):
+    index = min(probed, default=0)
+    example = probed.get(index)
+    if codec == SOURCE and probed and not holds_images(example):
         raise ValueError(
-            f'codec "{SOURCE}" stores the files of images, but sample 0 is {tree.structure_of(first)}: '
-            "return fastload.EncodedImage(path) instead of the decoded array, use fastload.ImageFolder "
-            "without size=, or choose a different codec"
+            f'codec "{SOURCE}" stores the files of images, but sample {index} is '
+            f"{tree.structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
+            "use fastload.ImageFolder without size=, or choose a different codec"
         )
-    spec, crc32 = (None, None) if first is None else _identity(first)
-    if num_shards is None and first is not None:
-        parts, _ = record_parts(*flatten(first), "raw" if codec == SOURCE else codec, quality or BEST_QUALITY)
+    spec, crc32 = _identity(probed[0]) if 0 in probed else (None, None)
+    if num_shards is None and probed:
+        parts, _ = record_parts(
+            *flatten(example), "raw" if codec == SOURCE else codec, quality or BEST_QUALITY
+        )
         num_shards = min(MAX_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
     classes = getattr(dataset, "classes", None)
     is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -127,7 +131,7 @@ def _without_path(leaf: Any) -> Any:
 def check_source(
     cache: LMDBCache,
     num_samples: int,
-    first: Any,
+    probed: Mapping[int, Any],
     *,
     fingerprint: Fingerprint | None = None,
     url: str | None = None,
@@ -138,7 +142,7 @@ def check_source(
     Args:
         cache: The finished cache; its `reason` becomes that it matches.
         num_samples: Of the dataset.
-        first: Sample 0 of the dataset, if it is needed.
+        probed: Samples that were read, by index; sample 0 is compared, if it is needed and could be read.
         fingerprint: Of the dataset.
         url: Where the cache is, if this is the local copy of one in an object store.
         settings: Fields of its plan that the user requested.
@@ -150,8 +154,8 @@ def check_source(
     wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
     if parts is None or cache.description.parts is None:
         parts = None
-        if 0 in cache and num_samples:
-            spec, crc32 = _identity(first)
+        if 0 in cache and 0 in probed:
+            spec, crc32 = _identity(probed[0])
             wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import random
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset
 
 from fastload.cache.build.sources import MappedDataset
 from fastload.cache.format.record import decode, encode
-from fastload.errors import CacheError, NondeterministicDatasetError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.attributes import attributes
 from fastload.nested.tree import first_difference
@@ -25,16 +26,20 @@ from fastload.rng.draws import DrawWatch
 from fastload.rng.entry_points import seeded_by
 from fastload.rng.generators import LIBRARY_GENERATORS
 from fastload.rng.rng_scope import RngScope
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 _MAX_PARTS = 1_000  # datasets in one list
+
+_PROBED = 3  # samples that are read
+_TRIED = 10  # at most, if some of them cannot be read
 
 
 def spread_indices(length: int, count: int) -> list[int]:
@@ -44,66 +49,99 @@ def spread_indices(length: int, count: int) -> list[int]:
 
 
 def probe(
-    dataset: Any,
-    indices: list[int],
-    look: Callable[[Any], None] | None = None,
-    *,
-    skips_errors: bool = False,
+    dataset: Any, look: Callable[[Any], None] | None = None, *, indices: list[int] | None = None
 ) -> dict[int, Any]:
-    """Read the samples at `indices`; read the first and the last again, and those that draw random numbers.
+    """Read the first, the middle and the last sample; all but the middle one again, and those that draw.
+
+    Other samples take the place of those that cannot be read, because `on_error` can allow these.
 
     Args:
         dataset: Map-style.
-        indices: Of the samples.
         look: Called with each sample as the dataset returns it; the result has copies.
-        skips_errors: Leave out samples whose reading raises an error.
+        indices: Samples that can be read, to be read instead.
 
     Raises:
         NondeterministicDatasetError: A sample draws random numbers, or reading it twice gave different
             results; names the generators, or the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
+        Exception: The error of the first sample, if none of ten samples can be read.
     """
-    samples: dict[int, Any] = {}
-    changes: dict[int, dict[str, Any]] = {}
-    drawn: dict[int, list[str]] = {}
     watch = DrawWatch(dataset)
     with RngScope(watch.generators):
-        twin = _twin(dataset)
-        _seed(watch, _SEEDS[0])
-        for index in indices:
-            try:
-                fresh, changes[index] = watch.access(twin, index)
-            except Exception:
-                if skips_errors:  # the build reads this sample again, and reports its error
-                    continue
-                raise
-            if look is not None:
-                look(fresh)
-            try:
-                # Copied as bytes: a dataset can reuse its buffer on the next access.
-                samples[index] = decode(encode(fresh))
-            except CacheError as error:
-                add_note(error, f"in sample {index} of the dataset")
-                raise
-        fresh = twin = None  # with the files that it has opened, which might not be opened twice
+        samples, changes = _read_once(watch, dataset, look, indices)
+        # Another copy, so a dataset that keeps its finished samples reads them again. The first copy is gone,
+        # with the files that it has opened: some libraries do not open a file twice.
         twin = _twin(dataset)
         _seed(watch, _SEEDS[1])
-        for index in samples:
-            if index not in (indices[0], indices[-1]) and not changes[index]:
+        drawn: dict[int, list[str]] = {}
+        once = spread_indices(len(dataset), _PROBED)[1:-1]
+        for index, sample in samples.items():
+            if index in once and indices is None and not changes[index]:
                 continue
             fresh, again = watch.access(twin, index)
             # A generator that the dataset seeds for each sample ends in the same state.
             names = [name for name in again if name in changes[index] and again[name] != changes[index][name]]
-            path = first_difference(samples[index], fresh)
+            path = first_difference(sample, fresh)
             if path is not None:
                 _reject(dataset, index, f"returns a different sample on every access: {path} differs", names)
             if names:
                 drawn[index] = names
-        # What draws on the first access alone can be what is made or imported for all others.
-        if drawn.keys() - indices[:1] or (drawn and len(samples) == 1):
-            index = max(drawn)
-            _reject(dataset, index, "returns a random sample: it draws random numbers", drawn[index])
+    # What draws on the first access alone can be what is made or imported for all others.
+    if len(drawn) > 1 or (drawn and (len(samples) == 1 or next(iter(samples)) not in drawn)):
+        index = max(drawn)
+        _reject(dataset, index, "returns a random sample: it draws random numbers", drawn[index])
     return samples
+
+
+def _read_once(
+    watch: DrawWatch, dataset: Any, look: Callable[[Any], None] | None, indices: list[int] | None
+) -> tuple[dict[int, Any], dict[int, dict[str, Any]]]:
+    """Samples of a copy of the dataset, and the changes of the generators by each of them."""
+    twin = _twin(dataset)
+    changes: dict[int, dict[str, Any]] = {}
+    _seed(watch, _SEEDS[0])
+
+    def read(index: int) -> Any:
+        fresh, changes[index] = watch.access(twin, index)
+        if look is not None:
+            look(fresh)
+        try:
+            return decode(encode(fresh))  # as bytes: a dataset can reuse its buffer on the next access
+        except UnsupportedSampleError as error:
+            add_note(error, f"in sample {index} of the dataset")
+            raise
+
+    if indices is not None:
+        return {index: read(index) for index in indices}, changes
+    return dict(itertools.islice(readable(dataset, read), _PROBED)), changes
+
+
+def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
+    """Indices of samples that can be read, from the whole dataset, each with what `read` returns for it.
+
+    Raises:
+        NondeterministicDatasetError: Raised by `read`.
+        UnsupportedSampleError: Raised by `read`.
+        Exception: The error of the first sample, if none of ten samples can be read.
+    """
+    indices = list(
+        dict.fromkeys(spread_indices(len(dataset), _PROBED) + spread_indices(len(dataset), _TRIED))
+    )
+    indices, errors = indices[:_TRIED], []
+    for index in indices:
+        try:
+            sample = read(index)
+        except (NondeterministicDatasetError, UnsupportedSampleError):
+            raise
+        except Exception as error:  # noqa: BLE001 - any error of the user's dataset
+            log.debug("sample %d cannot be read, so another one is probed: %r", index, error)
+            errors.append(error)
+            continue
+        yield index, sample
+    if errors and len(errors) == len(indices):
+        listed = ", ".join(map(str, indices))
+        add_note(errors[0], f"none of the {len(indices)} samples that were probed can be read: {listed}")
+        raise errors[0]
 
 
 def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> NoReturn:
@@ -156,8 +194,15 @@ def reject_random(dataset: Any) -> None:
     An `ImageFolder` without a transform is known not to; none of its files is read.
 
     Raises:
-        NondeterministicDatasetError: The first, the middle or the last sample is random.
+        NondeterministicDatasetError: The first, the middle or the last sample is random. Others take the
+            place of samples that cannot be read.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
-    if not isinstance(dataset, ImageFolder) or dataset.transform is not None:
-        probe(dataset, spread_indices(len(dataset), 3), skips_errors=True)
+    if isinstance(dataset, ImageFolder) and dataset.transform is None:
+        return
+    try:
+        probe(dataset)
+    except (NondeterministicDatasetError, UnsupportedSampleError):
+        raise
+    except Exception:  # noqa: BLE001 - none can be read: the build reads them again, and reports the error
+        return

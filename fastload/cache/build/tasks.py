@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample
-from fastload.batch.read_ahead import read_tasks_ahead
+from fastload.batch.source import read_tasks_ahead
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
 from fastload.cache.format.undecoded import check_headers
