@@ -192,7 +192,7 @@ def open_cache(
     """The requested cache, or tiers of caches.
 
     Raises:
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
