@@ -52,7 +52,7 @@ ENTRY_BYTES = 8
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _MAGIC = b"FLcache\0"
-_VERSION = 7
+_VERSION = 8
 _CURSOR = struct.Struct("<qqqq")
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
 
