@@ -85,6 +85,7 @@ def build_cache(
     shards: int | None = None,
     codec: str | None = None,
     quality: int | None = None,
+    lossy_leaf: str | None = None,
     on_error: str = "raise",
     max_errors: int | float = 0.01,
     max_retries: int = 3,
@@ -106,6 +107,8 @@ def build_cache(
         codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"`` or ``"source"``;
             None for raw.
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
+        lossy_leaf: The image that jpeg and webp change, such as ``"image"``; all others, such as masks, are
+            exact. None finds the one image with the look of a photograph.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
         max_errors: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
@@ -150,6 +153,7 @@ def build_cache(
             shards=shards,
             codec=codec,
             quality=quality,
+            lossy_leaf=lossy_leaf,
             on_error=on_error,
             max_errors=max_errors,
             progress=progress,

@@ -524,10 +524,10 @@ def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
     builder.stopped()
     good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
     for data in (
-        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 2, "plan": 5}'),
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 3, "plan": 5}'),
         good.replace(b'"num_samples": 20', b'"num_samples": -20'),
         good.replace(b'"codec"', b'"coder"'),
-        good.replace(b'"version": 2', b'"version": 9'),
+        good.replace(b'"version": 3', b'"version": 9'),
     ):
         builder.plan(data)
         before = builder.content()
