@@ -1,4 +1,4 @@
-"""torchvision's v2 transforms leave NumPy arrays as they are; where this library calls them, that is an error.
+"""torchvision's v2 transforms leave NumPy arrays as they are; here that is an error.
 
 A pipeline of flips and colors would otherwise train without augmentation, and nobody would notice.
 """
@@ -41,8 +41,8 @@ def reject_arrays() -> None:
         image = next(filter(_has_sides, flat_inputs), None)
         if isinstance(image, np.ndarray) and _ignores(self, flat_inputs, chosen) and _is_called_by_us():
             raise TypeError(
-                f"{type(self).__name__} of torchvision takes no NumPy array, so it would leave the image of shape "
-                f"{image.shape} as it is: begin the transform with torchvision.transforms.v2.ToImage(), "
+                f"{type(self).__name__} of torchvision takes no NumPy array, so it would leave the image of "
+                f"shape {image.shape} as it is: begin the transform with torchvision.transforms.v2.ToImage, "
                 "which makes a tensor of an (H, W, C) array"
             )
         return chosen
