@@ -33,7 +33,7 @@ from harness import Contender, best, interleave, report, save
 
 import fastload
 from fastload.device import resample
-from fastload.device.cuda import copy_parameters
+from fastload.device.devices import copy_parameters
 from fastload.rng.batch_draws import BatchDraws
 from fastload.rng.keys import BatchKey
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes

@@ -101,7 +101,7 @@ def _nothing(*args: Any, **options: Any) -> Any:
 
 def install() -> None:
     """Put the stand-ins in place, for this process and those that it forks."""
-    from fastload.device import cuda
+    from fastload.device import devices
 
     for name in CONSTRUCTORS:
         setattr(torch, name, _constructing(getattr(torch, name)))
@@ -144,6 +144,6 @@ def install() -> None:
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
-    cuda.why_unavailable = lambda index: None
+    devices.why_unavailable = lambda index: None
     torch.profiler.profile = Profile  # type: ignore[assignment, misc]
     os.environ["FASTLOAD_GPU_DRY_RUN"] = "1"

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fastload.memory.shared_list import SharedList as SharedList
     from fastload.profiling.session import profile as profile
     from fastload.rng.sample_rng import sample_rng as sample_rng
+    from fastload.rng.seeding import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
     from fastload.rng.seeding import seed_everything as seed_everything, seed_worker as seed_worker
-    from fastload.rng.worker_info import WorkerInfo as WorkerInfo, get_worker_info as get_worker_info
     from fastload.training.report import memory_report as memory_report
     from fastload.workers.ray_pool import RayWorkers as RayWorkers
 else:  # with __getattr__ in sight, type checkers would accept any name
@@ -53,8 +53,7 @@ else:  # with __getattr__ in sight, type checkers would accept any name
             "memory.shared_list": ("SharedList",),
             "profiling.session": ("profile",),
             "rng.sample_rng": ("sample_rng",),
-            "rng.seeding": ("seed_everything", "seed_worker"),
-            "rng.worker_info": ("WorkerInfo", "get_worker_info"),
+            "rng.seeding": ("WorkerInfo", "get_worker_info", "seed_everything", "seed_worker"),
             "training.report": ("memory_report",),
             "workers.ray_pool": ("RayWorkers",),
         },

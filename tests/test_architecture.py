@@ -98,6 +98,54 @@ def test_the_page_counts_the_lines_of_each_layer() -> None:
     assert {name for name, lines in shown.items() if abs(lines - counted[name]) > lines / 10 + 20} == set()
 
 
+def test_the_page_names_files_that_exist() -> None:
+    """In the table of the layers, each name is a file of its folder; elsewhere names have a folder."""
+    page = layers.PAGE.read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)/` \|[^|]*\|[^|]*\|([^|]*)\|$", page, re.MULTILINE)
+    assert {folder for folder, _ in rows} == {layer for layer in LAYERS if f"{layer}.__init__" in FILES}
+    names = {f"{folder}/{file}" for folder, files in rows for file in re.findall(r"`([\w/]+)`", files)}
+    names |= {name for name in re.findall(r"`(\w+/[\w/]*\w)`", page) if name.partition("/")[0] in LAYERS}
+    assert len(names) > 40
+    assert {name for name in names if name.replace("/", ".") not in FILES} == set()
+
+
+FOLDERS = [name.removesuffix(".__init__") for name in FILES if name.endswith(".__init__")]
+# Of these, the docstring names every file.
+LOADERS_OWN = LAYERS[LAYERS.index("system") : LAYERS.index("training")]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_in_which_order_to_read_its_files(folder: str) -> None:
+    """Each name in its docstring is a file or folder in it; below the loader, it names all of them."""
+    docstring = ast.get_docstring(ast.parse(FILES[f"{folder}.__init__"].read_text("utf-8"))) or ""
+    named = set(re.findall(r"`(\w+)`", docstring))
+    inside = {
+        name.removeprefix(f"{folder}.").partition(".")[0] for name in FILES if name.startswith(f"{folder}.")
+    }
+    inside.discard("__init__")
+    assert named <= inside
+    assert folder.partition(".")[0] not in LOADERS_OWN or named == inside
+
+
+def _changes() -> dict[str, str]:
+    """The changes that CONTRIBUTING.md describes, and where they are made."""
+    text = (layers.ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    section = text.partition("## Changes, and the files they touch")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!change )(\w.*?) \| (.+) \|$", section, re.MULTILINE)
+    return dict(rows)
+
+
+@pytest.mark.parametrize("change", _changes())
+def test_a_change_touches_at_most_three_files(change: str) -> None:
+    """They exist, and the names that the change is made at are in them."""
+    where = _changes()[change]
+    files = set(re.findall(r"`([\w/]+\.py)`", where))
+    paths = [layers.ROOT / file if file.startswith("tests/") else layers.PACKAGE / file for file in files]
+    assert 1 <= len(paths) <= 3
+    code = "\n".join(path.read_text("utf-8") for path in paths)
+    assert {name for name in re.findall(r"`(\w+)`", where) if not re.search(rf"\b{name}\b", code)} == set()
+
+
 def test_each_rule_names_a_test_that_exists() -> None:
     """Five rules never break, and the page says which test holds each."""
     text = layers.PAGE.read_text(encoding="utf-8")
@@ -124,7 +172,7 @@ def test_the_drawing_shows_the_arrows_of_the_imports() -> None:
         (r"\bflock\(|\blockf\(|\.flock\b", "system.locks"),
         (r"MADV_POPULATE_WRITE", "memory.segment"),
         (r"\bmallopt\(", "system.worker_memory"),
-        (r"/sys/fs/cgroup|sys/fs/cgroup", "system.cgroups"),
+        (r"/sys/fs/cgroup|sys/fs/cgroup", "system.limits"),
     ],
 )
 def test_what_only_linux_has_is_used_in_one_place(names: str, file: str) -> None:
@@ -187,7 +235,7 @@ def test_torch_cuda_is_named_for_devices_and_training_alone() -> None:
     assert {name.split(".")[0] for name in naming} == {"device", "training"}
 
 
-def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpreter) -> None:
+def test_import_starts_nothing_and_brings_no_heavy_libraries(interpreter: Interpreter) -> None:
     """No process, no thread, no CUDA context; albumentations, OpenCV and rich only where they are used."""
     _run(
         interpreter,
@@ -197,8 +245,8 @@ def test_import_starts_nothing_and_brings_no_heavy_guests(interpreter: Interpret
         "assert threading.active_count() == 1\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not open(f'/proc/self/task/{os.getpid()}/children').read()\n"
-        "guests = {'albumentations', 'cv2', 'rich', 'matplotlib', 'scipy', 'typer'}\n"
-        "assert not guests & (set(sys.modules) - before), guests & set(sys.modules)\n",
+        "libraries = {'albumentations', 'cv2', 'rich', 'matplotlib', 'scipy', 'typer'}\n"
+        "assert not libraries & (set(sys.modules) - before), libraries & set(sys.modules)\n",
     )
 
 
@@ -220,8 +268,8 @@ def test_a_loader_and_a_worker_bring_no_cache(program: str, interpreter: Interpr
     _run(
         interpreter,
         f"import sys\n{program}\n"
-        "guests = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.format.record'}\n"
-        "assert not guests & set(sys.modules), guests & set(sys.modules)\n",
+        "libraries = {'PIL', 'lmdb', 'psutil', 'fastload.cache.dataset', 'fastload.cache.format.record'}\n"
+        "assert not libraries & set(sys.modules), libraries & set(sys.modules)\n",
     )
 
 
@@ -256,11 +304,11 @@ def test_public_modules_show_their_public_names() -> None:
     """Of the modules that need no other library; what they import is not seen."""
     import fastload.errors
     import fastload.integrations.patch
-    import fastload.integrations.ray_build
+    import fastload.integrations.ray
 
     assert dir(fastload.errors) == sorted(name for name in vars(fastload.errors) if name.endswith("Error"))
-    assert dir(fastload.integrations) == ["accelerate", "ray", "ray_build"]
-    assert dir(fastload.integrations.ray_build) == ["build"]
+    assert dir(fastload.integrations) == ["accelerate", "ray"]
+    assert dir(fastload.integrations.ray) == ["build_cache", "prepare"]
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.bench import measure, subprocess_runner
-from fastload.bench.contenders import Contender
+from fastload.bench.configurations import Configuration
 from fastload.bench.measure import Epochs
 from fastload.bench.report import ending_lines
 from fastload.bench.result import Result
@@ -141,7 +141,7 @@ def test_the_code_for_any_source_and_transform_is_complete(
     monkeypatch.chdir(photos.parent)
     transform = None if named is None else f"{__name__}:{named}"
     setup = {"8x8": setup_code(source, (8, 8) if source == "photos" else None, transform)}
-    row = made_up.row(Contender("fastload", "lmdb", 0, 4, size="8x8"), 2.0)
+    row = made_up.row(Configuration("fastload", "lmdb", 0, 4, size="8x8"), 2.0)
     loader = made_by(ending_lines(made_up.result(row, source=source, transform=transform), setup)[1:-1])
     assert len(next(iter(loader))) == (4 if named == "only_images" else 2)
     assert (loader.dataset.transform is None) == (named is None)
@@ -184,7 +184,7 @@ def test_when_all_fail_the_command_fails(temporary: Path) -> None:
     result = run("tests.cli_zoo:Broken", *QUICK[:2], "--workers", "0,1")
     assert result.exit_code == 1
     assert "failed: ValueError: sample thirty is broken" in result.stdout
-    assert "no contender could be measured" in result.stdout
+    assert "no configuration could be measured" in result.stdout
     assert list(temporary.iterdir()) == []
 
 
@@ -207,8 +207,14 @@ def measured() -> str:
 @pytest.mark.parametrize(
     ("factor", "only", "words", "code", "said"),
     [
-        (1e-6, "", "", 0, f"48 of 100 samples, batches of 16.* transform {__name__}:flip.*no contender is s"),
-        (1e6, "ram", "--tolerance 1.0", 0, "no contender is slower"),
+        (
+            1e-6,
+            "",
+            "",
+            0,
+            f"48 of 100 samples, batches of 16.* transform {__name__}:flip.*no configuration is s",
+        ),
+        (1e6, "ram", "--tolerance 1.0", 0, "no configuration is slower"),
         (1e6, "ram", "--tolerance 0.999", 4, " baseline  fastload, ram cache, 0 workers, batch 16: "),
         (1e6, "elsewhere", "", 2, r"a different machine \(another processor"),
         (1e6, "elsewhere", "--relative --tolerance 0.999", 0, "warning: the machine was another proc"),
@@ -242,7 +248,7 @@ def test_a_run_is_compared_with_a_baseline(
     if code == 4:
         as_json = run(*command, "--json")
         comparison = json.loads(as_json.stdout)["comparison"]
-        slower = [one["contender"] for one in comparison["changes"] if one["is_slower"]]
+        slower = [one["configuration"] for one in comparison["changes"] if one["is_slower"]]
         assert (as_json.exit_code, comparison["has_passed"]) == (code, False)
         assert slower == ["fastload, ram cache, 0 workers, batch 16"]
 
@@ -268,8 +274,10 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
     """The exit code of an interruption; no process, no cache and no file."""
     pids, saved = tmp_path / "pids", tmp_path / "result.json"
 
-    def measure_and_interrupt(dataset: Any, transform: Any, contender: Contender, path: str | None) -> Epochs:
-        if contender.is_torch:
+    def measure_and_interrupt(
+        dataset: Any, transform: Any, configuration: Configuration, path: str | None
+    ) -> Epochs:
+        if configuration.is_torch:
             return Epochs(11.0, 4321.0)
         with fastload.DataLoader(dataset, 4, num_workers=2) as loader:
             batches = iter(loader)

@@ -19,7 +19,7 @@ import torch.utils.data as tud
 from torch.utils.data import dataloader
 
 import fastload
-from fastload.images.layout import image_layout
+from fastload.images.geometry import image_layout
 from tests.kit import datasets
 
 EXTRAS = {

@@ -25,7 +25,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import fastload
 from fastload import DataLoader
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.epochs import on_device, stats
 from fastload.epochs.loader_state import recorder_of
 from fastload.epochs.stats import Counts, stats_of

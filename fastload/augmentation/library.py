@@ -1,8 +1,4 @@
-"""The interface to a library of transforms: how it draws, how it is called, what it can leave to others.
-
-To add a library, derive a class from `AugmentationLibrary` in a file or folder beside this one, and add an
-instance to the table in `libraries`.
-"""
+"""The interface to a library of transforms: how it draws, how it is called, what it can leave to others."""
 
 from __future__ import annotations
 
@@ -39,18 +35,20 @@ class AugmentationLibrary:
     """One library of transforms. This base class knows nothing: a transform is any function of a sample.
 
     Attributes:
+        package: Its top-level package.
         random_classes: The base classes of its random transforms.
         private_generators: Further attributes in which its transforms keep generators.
         input_name: What its transforms get of a sample, for error messages.
     """
 
+    package = ""
     random_classes: tuple[RandomClass, ...] = ()
     private_generators: frozenset[str] = frozenset()
     input_name = "the whole sample"
 
     def owns(self, transform: Any) -> bool:
-        """Whether this library defines the class of a transform, or one of its bases; imports nothing."""
-        return True
+        """Whether this library defines a base class of a transform, or the metaclass of a class."""
+        return any(base.__module__.partition(".")[0] == self.package for base in type(transform).__mro__)
 
     def seeds_itself(self, pipeline: Any) -> bool:
         """Whether a pipeline seeds its generators in each worker process, so that it is left alone there."""

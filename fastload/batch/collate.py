@@ -31,7 +31,7 @@ from torch.utils.data import default_collate
 from fastload.batch.collate_errors import explain
 from fastload.batch.packing import is_plain
 from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_takes
-from fastload.images.layout import image_layout
+from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
 from fastload.nested.tree import map_leaves
@@ -40,7 +40,7 @@ from fastload.system.torch_private import torch_collate
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.images.layout import ImageLayout
+    from fastload.images.geometry import ImageLayout
     from fastload.memory.lease import BumpAllocator
 
 # benchmarks/NOTES.md has the measurements behind the next four sizes ("Collating").
@@ -65,15 +65,15 @@ class _MismatchError(Exception):
 class _Batch:
     """What all leaves of one batch share."""
 
-    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
-        self.arena = arena
+    def __init__(self, allocator: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
+        self.allocator = allocator
         self.in_worker = in_worker
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
         self.own: Callable[[Any], Any] | None = None  # see `RowCollate.begin`
         self._channels_last = channels_last
-        self._stack = functools.partial(_stack, arena)
-        self._stack_arrays = functools.partial(_stack_arrays, arena)
+        self._stack = functools.partial(_stack, allocator)
+        self._stack_arrays = functools.partial(_stack_arrays, allocator)
 
     def collate(self, values: Any) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
@@ -89,22 +89,22 @@ class _Batch:
         return _layout(tuple(leaf.shape), leaf.dtype) if self._channels_last else None
 
 
-def _stack(arena: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> Any:
+def _stack(allocator: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for tensors, except that large batches are stacked in warm memory."""
     first = tensors[0]
     is_large = first.numel() * first.itemsize * len(tensors) >= WARM_BYTES
     # With out=, torch.stack would silently cast tensors of a different dtype.
     are_alike = is_large and len({(type(tensor), tensor.dtype) for tensor in tensors}) == 1
     if are_alike and is_plain(first) and first.is_contiguous():
-        rows = rows_for(arena, tensors)
+        rows = rows_for(allocator, tensors)
         with contextlib.suppress(RuntimeError):  # torch's own rule below raises the error
             return torch.stack(tuple(tensors), 0, out=rows)
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
-def _stack_arrays(arena: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
+def _stack_arrays(allocator: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
     """Torch's rule for arrays, except that small arrays that are alike are stacked by NumPy."""
-    stacked = stacked_arrays(arena, arrays)
+    stacked = stacked_arrays(allocator, arrays)
     return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
@@ -133,12 +133,12 @@ class _Rows:
         self._rows = _NO_ROWS
 
     def begin(self) -> None:
-        count, arena, dtype = self._batch.count, self._batch.arena, self._row_dtype
+        count, allocator, dtype = self._batch.count, self._batch.allocator, self._row_dtype
         if self._layout == "CHW":
             channels, height, width = self._shape
-            self._rows = arena.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
+            self._rows = allocator.array((count, height, width, channels), dtype).transpose(0, 3, 1, 2)
         else:
-            self._rows = arena.array((count, *self._shape), dtype)
+            self._rows = allocator.array((count, *self._shape), dtype)
 
     def write(self, value: Any, row: int) -> None:
         if type(value) is DeferredImage:
@@ -238,13 +238,13 @@ class RowCollate:
     ``len()`` of it is the number of samples that were added to the batch so far.
 
     Args:
-        arena: Where rows are laid out.
+        allocator: Where rows are laid out.
         in_worker: Whether torch would stack into shared memory here (its strides and promotion differ then).
         channels_last: Lay `(C, H, W)` samples out to give batches channels-last strides.
     """
 
-    def __init__(self, arena: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
-        self._batch = _Batch(arena, in_worker=in_worker, channels_last=channels_last)
+    def __init__(self, allocator: BumpAllocator, *, in_worker: bool, channels_last: bool) -> None:
+        self._batch = _Batch(allocator, in_worker=in_worker, channels_last=channels_last)
         self.takes_deferred = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None
         self._num_rows = 0
@@ -340,7 +340,7 @@ class RowCollate:
             except _MismatchError:
                 self._root = None
                 # The rows for the old kind of sample are no longer needed: start over in the same memory.
-                self._batch.arena.begin(self._batch.arena.memory)
+                self._batch.allocator.begin(self._batch.allocator.memory)
         if self._root is None:
             self._root = _compile(sample, self._batch)
             self._root.begin()

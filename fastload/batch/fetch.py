@@ -20,8 +20,7 @@ from fastload.batch.collate import RowCollate, to_channels_last
 from fastload.batch.collate_errors import explain, is_of_torch
 from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
-from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.batch.source import batch_source_of, inside_subsets
+from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import BufferPool, allocating_in
 from fastload.nested.deferred import computed
@@ -92,7 +91,7 @@ class Fetcher:
     Args:
         settings: How batches are made.
         dataset: The dataset to read; this calls ``iter`` on an iterable one.
-        arena: The memory of batches; the caller begins and ends it around each fetch.
+        allocator: The memory of batches; the caller begins and ends it around each fetch.
         in_worker: Whether this is a worker process.
         seeder: Sets the generators before each sample; None lets them continue.
         dataset_state: The state from which the dataset resumes; None: from its beginning.
@@ -110,7 +109,7 @@ class Fetcher:
         self,
         settings: FetchSettings,
         dataset: Any,
-        arena: BumpAllocator,
+        allocator: BumpAllocator,
         *,
         in_worker: bool,
         seeder: SampleSeeder | None,
@@ -125,13 +124,14 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = allocating_in(arena), BufferPool(_SCRATCH_BYTES)
-            arena = self._scratch
-        self._arena = arena
+            self._results = allocating_in(allocator)
+            allocator.scratch = self._scratch = allocator.scratch or BufferPool(_SCRATCH_BYTES)
+            allocator = self._scratch
+        self._allocator = allocator
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
-        self._rows = RowCollate(arena, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = allocating_in(arena if in_worker else None)
+        self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=settings.channels_last)
+        self._stacking = allocating_in(allocator if in_worker else None)
         self._source = None if settings.is_iterable else batch_source_of(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -314,7 +314,7 @@ class Fetcher:
     # --- how a batch is made of them ---
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        array = self._arena.array(shape, dtype)
+        array = self._allocator.array(shape, dtype)
         self.gathered_bytes += array.nbytes
         return array
 

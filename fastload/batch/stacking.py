@@ -53,29 +53,29 @@ def install_slot_rules() -> None:
             _default_rules = tuple((key, slot_rule if key is kind else rule) for key, rule in _default_rules)
 
 
-def rows_for(arena: BumpAllocator, tensors: Any) -> torch.Tensor:
-    """Memory of ``arena`` for a stack of tensors like the first, `(len(tensors), *shape)`.
+def rows_for(allocator: BumpAllocator, tensors: Any) -> torch.Tensor:
+    """Memory for a stack of tensors like the first, `(len(tensors), *shape)`.
 
     Raises:
         SharedMemoryError: The memory could not be allocated; torch's own rule would need the same amount.
     """
     first = tensors[0]
-    memory = torch.from_numpy(arena.allocate(first.numel() * first.itemsize * len(tensors)))
+    memory = torch.from_numpy(allocator.allocate(first.numel() * first.itemsize * len(tensors)))
     return memory.view(first.dtype).view(len(tensors), *first.shape)
 
 
 def _slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for tensors in a worker, with the slot instead of new shared memory."""
-    arena = current_allocator()
-    if arena is not None and batch[0].numel() and is_plain(batch[0]):
-        rows = rows_for(arena, batch)
+    allocator = current_allocator()
+    if allocator is not None and batch[0].numel() and is_plain(batch[0]):
+        rows = rows_for(allocator, batch)
         with contextlib.suppress(Exception):  # torch's own rule below raises the error
             return torch.stack(tuple(batch), 0, out=rows)
     return _TENSOR_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
 
 
-def stacked_arrays(arena: BumpAllocator, arrays: Any) -> torch.Tensor | None:
-    """Small arrays, `(len(arrays), *shape)`, in memory of ``arena``; None if torch's rule has to stack them.
+def stacked_arrays(allocator: BumpAllocator, arrays: Any) -> torch.Tensor | None:
+    """Small arrays, `(len(arrays), *shape)`, in the allocator's memory; None if torch's rule must stack them.
 
     NumPy copies all of them in one call, in a third of the time of a loop over rows or of torch's rule.
     """
@@ -87,15 +87,15 @@ def stacked_arrays(arena: BumpAllocator, arrays: Any) -> torch.Tensor | None:
             return None
         if array.dtype is not dtype and array.dtype != dtype:
             return None
-    rows = arena.array((len(arrays) * shape[0], *shape[1:]), dtype)
+    rows = allocator.array((len(arrays) * shape[0], *shape[1:]), dtype)
     np.concatenate(arrays, out=rows)
     return torch.from_numpy(rows).view(len(arrays), *shape)
 
 
 def _array_slot_rule(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
     """Torch's rule for arrays in a worker, with the slot instead of new shared memory."""
-    arena = current_allocator()
-    stacked = None if arena is None else stacked_arrays(arena, batch)
+    allocator = current_allocator()
+    stacked = None if allocator is None else stacked_arrays(allocator, batch)
     if stacked is None:
         return ARRAY_RULE(batch, collate_fn_map=collate_fn_map)  # type: ignore[no-any-return]
     return stacked

@@ -1,4 +1,4 @@
-"""The steps that read samples: examine the dataset, warm the page cache, build a cache, measure a contender.
+"""The steps that read samples: examine the dataset, warm the page cache, build a cache, time a configuration.
 
 Each step runs in its own process (see `subprocess_runner`). The process that compares never reads a sample.
 """
@@ -23,7 +23,7 @@ from fastload.loader import DataLoader
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastload.bench.contenders import Contender
+    from fastload.bench.configurations import Configuration
 
 LATER_S = 0.5  # later epochs are repeated until they took this long together
 _MAX_EXAMINED = 32
@@ -75,7 +75,7 @@ def examine(dataset: Any, transform: Callable[..., Any] | None) -> Examined:
     nbytes, why_no_cache = _cacheable(dataset, indices, samples)
     before_s = time.perf_counter()
     transformed = with_transform(samples, transform)
-    outputs = [transformed[place] for place in range(len(samples))]
+    outputs = [transformed[position] for position in range(len(samples))]
     transform_s = (time.perf_counter() - before_s) / len(samples)
     sample_s = sum(times_s) / len(times_s)
     return Examined(sample_s, transform_s, nbytes, _why_no_batch(outputs), why_no_cache)
@@ -103,15 +103,14 @@ def _cacheable(dataset: Any, indices: Sequence[int], samples: Sequence[Any]) -> 
     if isinstance(dataset, CachedDataset):
         return nbytes, "the dataset is a CachedDataset already"
     try:
-        for index in sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}):
-            probe(dataset, [index], rechecked=[index])
+        probe(dataset, indices=sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}))
     except CacheError:
         return nbytes, "the dataset is random: move its random part to --transform"
     return nbytes, ""
 
 
 def warm(dataset: Any, num_workers: int) -> None:
-    """Read every sample once, so every contender finds its files in the page cache."""
+    """Read every sample once, so every configuration finds its files in the page cache."""
     with DataLoader(dataset, batch_size=None, num_workers=num_workers) as loader:
         for _ in loader:
             pass
@@ -125,33 +124,33 @@ def build(dataset: Any, path: str, num_workers: int) -> float:
 
 
 def measure(
-    dataset: Any, transform: Callable[..., Any] | None, contender: Contender, lmdb_path: str | None
+    dataset: Any, transform: Callable[..., Any] | None, configuration: Configuration, lmdb_path: str | None
 ) -> Epochs:
-    """The rates of one contender over all samples of the dataset.
+    """The rates of one configuration over all samples of the dataset.
 
     Args:
         dataset: The samples of an epoch.
         transform: The random part, run on every access.
-        contender: The loader and its settings.
-        lmdb_path: The finished cache of the dataset, if the contender reads one.
+        configuration: The loader and its settings.
+        lmdb_path: The finished cache of the dataset, if the configuration reads one.
     """
     num_samples = len(dataset)
-    if contender.cache == "lmdb":
+    if configuration.cache == "lmdb":
         dataset = CachedDataset(dataset, transform, cache=f"lmdb:{lmdb_path}")
-    elif contender.cache == "ram":
+    elif configuration.cache == "ram":
         # A key of this run: it must not find a different process's cache, which is already filled.
         key = f"fastload bench, process {os.getpid()}"
         dataset = CachedDataset(dataset, transform, cache="ram", cache_key=key)
     else:
         dataset = with_transform(dataset, transform)
-    loader_class: Any = torch.utils.data.DataLoader if contender.is_torch else DataLoader
+    loader_class: Any = torch.utils.data.DataLoader if configuration.is_torch else DataLoader
     loader = loader_class(
         dataset,
-        batch_size=contender.batch_size,
+        batch_size=configuration.batch_size,
         shuffle=True,
-        num_workers=contender.num_workers,
-        multiprocessing_context=contender.start_method,
-        persistent_workers=contender.num_workers > 0,
+        num_workers=configuration.num_workers,
+        multiprocessing_context=configuration.start_method,
+        persistent_workers=configuration.num_workers > 0,
     )
     try:
         first_s = _epoch_s(loader)
@@ -160,7 +159,7 @@ def measure(
             later_s += _epoch_s(loader)
             num_epochs += 1
     finally:
-        if not contender.is_torch:
+        if not configuration.is_torch:
             loader.close()
         loader._iterator = None  # ends persistent workers of torch's loader
     return Epochs(num_samples / first_s, num_samples * num_epochs / later_s)

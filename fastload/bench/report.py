@@ -1,4 +1,4 @@
-"""The result of a benchmark as text: the table, the code of the fastest loader, the baseline."""
+"""The result of a benchmark as text and as a chart: the rates, the fastest loader's code, the baseline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fastload.system.humanize import readable_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fastload.bench.baseline import Comparison
-    from fastload.bench.result import Result, Verdict
+    from fastload.bench.result import Comparison, Result, Verdict
 
 _WIDE = 1000  # columns: a table is never wrapped, because a file or a pipe has no width
+_COLORS = {"none": "#2f6fb3", "ram": "#2e8b57", "lmdb": "#8a6fb3"}  # of the chart, by cache
+_TORCH_COLOR = "#9aa5b1"
+_ROW_INCHES = 0.32
 _VARIED = {"batch_size": "batch", "start_method": "start", "size": "size"}  # columns if rows differ in them
 
 
@@ -27,8 +29,8 @@ def report_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[
     for size, nbytes in result.sample_nbytes.items():
         whole = readable_size(nbytes * result.length)
         notes.append(f"a decoded sample {size} takes {readable_size(nbytes)}, the whole dataset {whole}")
-    for size, took_s in result.build_s.items():
-        notes.append(f"the LMDB cache {size} was built once, in {took_s:.1f} s, before the first round")
+    for size, build_s in result.build_s.items():
+        notes.append(f"the LMDB cache {size} was built once, in {build_s:.1f} s, before the first round")
     return [
         *_heading(result),
         "",
@@ -57,7 +59,7 @@ def _heading(result: Result) -> list[str]:
 
 
 def table_lines(result: Result) -> list[str]:
-    """A row for each contender; problems are numbered, and follow below."""
+    """A row for each configuration; problems are numbered, and follow below."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -70,24 +72,24 @@ def table_lines(result: Result) -> list[str]:
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("first epoch\nsamples/s", "later epochs\nsamples/s", "spread", "to torch's\nbest"):
         table.add_column(column, justify="right")
-    torch_rates = {one.size: one.torch.rate for one in verdicts(result.rows) if one.torch is not None}
+    torch_rates = {each.size: each.torch.rate for each in verdicts(result.rows) if each.torch is not None}
     problems = list(dict.fromkeys(row.problem for row in result.rows if row.problem))
     for row in result.rows:
-        contender = row.contender
-        settings = [getattr(contender, name) for name in varied]
+        configuration = row.configuration
+        settings = [getattr(configuration, name) for name in varied]
         figures = ["", "", "", "not run"]
         if row.problem:
             figures = ["", "", "", f"[{problems.index(row.problem) + 1}]"]
         elif row.later:
-            torch_rate = torch_rates.get(contender.size)
+            torch_rate = torch_rates.get(configuration.size)
             figures = [
                 f"{statistics.median(row.first):,.0f}",
                 f"{row.rate:,.0f}",
                 f"{min(row.later):,.0f} to {max(row.later):,.0f}",
                 "" if torch_rate is None else f"{_times(row.rate / torch_rate)}x",
             ]
-        cache = "" if contender.is_torch else contender.cache
-        cells = [contender.loader, cache, contender.num_workers, *settings, *figures]
+        cache = "" if configuration.is_torch else configuration.cache
+        cells = [configuration.loader, cache, configuration.num_workers, *settings, *figures]
         table.add_row(*("" if cell is None else str(cell).replace("[", "\\[") for cell in cells))
     text = io.StringIO()
     Console(file=text, width=_WIDE, color_system=None).print(table)
@@ -110,20 +112,20 @@ def ending_lines(result: Result, setup: Mapping[str | None, list[str]]) -> list[
         result: The result.
         setup: By size, the lines of Python that make the variables `dataset` and `transform`.
     """
-    found = verdicts(result.rows)
-    if not found:
-        return ["no contender could be measured"]
+    by_size = verdicts(result.rows)
+    if not by_size:
+        return ["no configuration could be measured"]
     lines = []
-    for verdict in found:
+    for verdict in by_size:
         # A name in the working directory for the cache of a folder, a URL or MODULE:NAME.
         words = [re.split(r"[:/]", result.source.rstrip("/"))[-1], verdict.size]
         path = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, words))) + ".lmdb"
-        code = verdict.fastest.contender.code(
+        code = verdict.fastest.configuration.code(
             multiprocessing.get_start_method(), has_transform=result.transform is not None, lmdb_path=path
         )
         code = [*setup[verdict.size], *code]
         code.sort(key=lambda line: not line.startswith(("import ", "from ")))
-        of_size = f" at size {verdict.size}" if len(found) > 1 else ""
+        of_size = f" at size {verdict.size}" if len(by_size) > 1 else ""
         lines += [f"fastest on this machine{of_size}:", *(f"    {line}" for line in code), _gain(verdict)]
     return lines
 
@@ -133,15 +135,15 @@ def _gain(verdict: Verdict) -> str:
     if gain is None:
         missing = "torch's" if verdict.torch is None else "fastload's"
         return f"{missing} loader has no figures here, so there is no comparison"
-    said = f"{_times(gain.value)} times torch's best here"
+    text = f"{_times(gain.value)} times torch's best here"
     if verdict.fastest is verdict.torch:
-        said = f"torch's own loader is the fastest here: fastload's best has {_times(gain.value)} of its rate"
+        text = f"torch's own loader is the fastest here: fastload's best has {_times(gain.value)} of its rate"
     if gain.num_rounds < 2:
         doubt = ". One round shows no spread: use --rounds 3 before you rely on it"
     else:
-        said += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
+        text += f" (spread {_times(gain.low)} to {_times(gain.high)} over {gain.num_rounds} rounds)"
         doubt = ". The difference is within the spread: the rounds disagree on which loader is faster"
-    return f"{said}, from the second epoch on{doubt if gain.is_within_spread else ''}"
+    return f"{text}, from the second epoch on{doubt if gain.is_within_spread else ''}"
 
 
 # --- the baseline ----------------------------------------------------------------------------------------
@@ -154,28 +156,76 @@ def baseline_lines(comparison: Comparison, path: str) -> list[str]:
     for change in comparison.changes:
         mark = "SLOWER" if change.is_slower else "ok"
         lines.append(
-            f"  {mark:6}  {change.ratio:.2f} of the baseline  {change.contender}: "
+            f"  {mark:6}  {change.ratio:.2f} of the baseline  {change.configuration}: "
             f"{change.before:,.0f} samples/s then, {change.now:,.0f} now"
         )
-    lines += [f"  FAILED  measured in the baseline, but not in this run  {one}" for one in comparison.failed]
-    lines += [f"  not in this run  {one}" for one in comparison.only_before]
-    lines += [f"  not in the baseline  {one}" for one in comparison.only_now]
+    lines += [
+        f"  FAILED  measured in the baseline, but not in this run  {name}" for name in comparison.failed
+    ]
+    lines += [f"  not in this run  {name}" for name in comparison.only_before]
+    lines += [f"  not in the baseline  {name}" for name in comparison.only_now]
     ratio = comparison.torch_ratio
     if ratio is not None:
         lines.append(f"  torch's loader runs at {ratio:.2f} of its rate in the baseline")
     if comparison.has_passed:
-        return [*lines, "no contender is slower than the baseline by more than the tolerance"]
+        return [*lines, "no configuration is slower than the baseline by more than the tolerance"]
     if not comparison.changes:
         lines.append(
-            "the check failed: nothing could be compared, because no contender has figures in both runs"
+            "the check failed: nothing could be compared, because no configuration has figures in both runs"
         )
         return lines
-    outcome = (
-        f"slower or failed: {len(comparison.slower) + len(comparison.failed)} of the baseline's contenders"
-    )
+    number = len(comparison.slower) + len(comparison.failed)
+    outcome = f"slower or failed: {number} of the baseline's configurations"
     if not comparison.is_relative and ratio is not None and ratio < 1 - comparison.tolerance:
         outcome += (
             ". torch's loader is slower, too: the machine or your dataset has become slower. --relative "
             "compares each rate with torch's in the same run"
         )
     return [*lines, outcome]
+
+
+# --- the chart -------------------------------------------------------------------------------------------
+
+
+def draw(result: Result, path: str) -> None:
+    """Write a PNG: a bar for each configuration with its spread, or its problem.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context({"text.parse_math": False}):
+        _draw(result, path)
+
+
+def _draw(result: Result, path: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, and pyplot keeps no figure
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 1.8 + _ROW_INCHES * len(result.rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for position, row in enumerate(result.rows):
+        text, end = f" {row.problem:.90}", 0.0
+        if row.is_measured:
+            configuration = row.configuration
+            color = _TORCH_COLOR if configuration.is_torch else _COLORS[configuration.cache]
+            spread = [[row.rate - min(row.later)], [max(row.later) - row.rate]]
+            axes.barh(position, row.rate, color=color, xerr=spread, capsize=2)
+            text, end = f" {row.rate:,.0f}", max(row.later)
+        axes.text(end, position, text, va="center", fontsize="small")
+    axes.set_yticks(
+        range(len(result.rows)), [str(row.configuration) for row in result.rows], fontsize="small"
+    )
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("samples/s in later epochs; higher is better")
+    axes.set_title(f"{result.source}: {result.num_samples:,} of {result.length:,} samples", fontsize="medium")
+    machine = f"{result.machine['cpu']}, {result.machine['cores']} cores, torch {result.machine['torch']}"
+    note = (
+        f"Medians of {result.rounds} rounds; the thin lines span all of them. Nothing is trained.\n{machine}"
+    )
+    figure.supxlabel("\n".join([note, *result.warnings]), fontsize="x-small", color="#555555", wrap=True)
+    figure.savefig(path, dpi=150, format="png")

@@ -1,4 +1,4 @@
-"""The result of a benchmark: the rates of each contender, their medians and spread, the fastest, and JSON."""
+"""The result of a benchmark: the rates of each configuration, the fastest, the comparison with a baseline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.bench.contenders import Contender
+from fastload.bench.configurations import Configuration
 from fastload.system.cpus import worthwhile_cpus
 from fastload.version import __version__
 
@@ -23,16 +23,16 @@ FORMAT, VERSION = "fastload bench", 2
 
 @dataclass
 class Row:
-    """The rates of one contender, in samples per second.
+    """The rates of one configuration, in samples per second.
 
     Attributes:
-        contender: Its settings.
+        configuration: Its settings.
         first: Of the first epoch of each round, with the start of the workers and the filling of a RAM cache.
         later: Of the later epochs of each round.
         problem: Why there are no figures; "" if there are.
     """
 
-    contender: Contender
+    configuration: Configuration
     first: list[float] = field(default_factory=list)
     later: list[float] = field(default_factory=list)
     problem: str = ""
@@ -65,13 +65,13 @@ class Ratio:
     @classmethod
     def of(cls, row: Row, other: Row) -> Ratio:
         """The ratio of two rows; runs of the same round are compared with each other."""
-        ratios = [mine / theirs for mine, theirs in zip(row.later, other.later, strict=False)]
+        ratios = [rate / other_rate for rate, other_rate in zip(row.later, other.later, strict=False)]
         return cls(row.rate / other.rate, min(ratios), max(ratios), len(ratios))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fastest rows among contenders that deliver the same samples.
+    """The fastest rows among configurations that deliver samples of one size.
 
     Attributes:
         size: Their `--size`.
@@ -98,15 +98,15 @@ def verdicts(rows: Iterable[Row]) -> list[Verdict]:
     by_size: dict[str | None, list[Row]] = {}
     for row in rows:
         if row.is_measured:
-            by_size.setdefault(row.contender.size, []).append(row)
+            by_size.setdefault(row.configuration.size, []).append(row)
     return [
         Verdict(
             size,
-            _fastest(some),
-            _fastest([row for row in some if row.contender.is_torch]),
-            _fastest([row for row in some if not row.contender.is_torch]),
+            _fastest(rows),
+            _fastest([row for row in rows if row.configuration.is_torch]),
+            _fastest([row for row in rows if not row.configuration.is_torch]),
         )
-        for size, some in by_size.items()
+        for size, rows in by_size.items()
     ]
 
 
@@ -139,9 +139,9 @@ class Result:
         length: The number of samples of the dataset.
         num_samples: The number of samples of an epoch.
         sample_nbytes: Bytes of a decoded sample, by size.
-        rounds: How often each contender was to run.
+        rounds: How often each configuration was to run.
         machine: Where it ran, see `this_machine`.
-        rows: Of each contender.
+        rows: Of each configuration.
         build_s: Seconds that each LMDB cache took to build, by size.
         others_share: The share of the CPUs that other processes used; None if unknown.
         warnings: Sentences about conditions that make the figures doubtful.
@@ -160,15 +160,15 @@ class Result:
     warnings: list[str] = field(default_factory=list)
 
     def settings(self, name: str) -> tuple[Any, ...]:
-        """The values of an attribute of the contenders, such as `batch_size`."""
-        found = dict.fromkeys(getattr(row.contender, name) for row in self.rows)
-        return tuple(value for value in found if value is not None)
+        """The values of an attribute of the configurations, such as `batch_size`."""
+        values = dict.fromkeys(getattr(row.configuration, name) for row in self.rows)
+        return tuple(value for value in values if value is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, for JSON; see docs/howto/command-line.md."""
         rows = [
             {
-                **dataclasses.asdict(row.contender),
+                **dataclasses.asdict(row.configuration),
                 "first": row.first,
                 "later": row.later,
                 "median": row.rate if row.later else None,
@@ -176,8 +176,8 @@ class Result:
             }
             for row in self.rows
         ]
-        facts = {"format": FORMAT, "version": VERSION, "unit": "samples/s"}
-        return {**facts, **dataclasses.asdict(self), "rows": rows}
+        header = {"format": FORMAT, "version": VERSION, "unit": "samples/s"}
+        return {**header, **dataclasses.asdict(self), "rows": rows}
 
     @classmethod
     def from_dict(cls, plain: Any) -> Result:
@@ -189,15 +189,130 @@ class Result:
         try:
             if (plain["format"], plain["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"it is of {plain['format']!r}, version {plain['version']!r}")
-            facts = {one.name: plain[one.name] for one in dataclasses.fields(cls)}
-            names = [one.name for one in dataclasses.fields(Contender)]
-            facts["rows"] = [
+            values = {field.name: plain[field.name] for field in dataclasses.fields(cls)}
+            names = [field.name for field in dataclasses.fields(Configuration)]
+            values["rows"] = [
                 Row(
-                    Contender(**{name: row[name] for name in names}),
+                    Configuration(**{name: row[name] for name in names}),
                     *(row[name] for name in ("first", "later", "problem")),
                 )
                 for row in plain["rows"]
             ]
         except (KeyError, TypeError) as error:
             raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
-        return cls(**facts)
+        return cls(**values)
+
+
+# --- the comparison with a baseline ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """The change of one configuration between two runs.
+
+    Attributes:
+        configuration: Its settings.
+        before: Samples per second in the baseline.
+        now: Samples per second in this run.
+        ratio: `now / before`; in a relative comparison, after both were divided by torch's rate.
+        is_slower: Whether it is slower by more than the tolerance.
+    """
+
+    configuration: str
+    before: float
+    now: float
+    ratio: float
+    is_slower: bool
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A run and its baseline.
+
+    Attributes:
+        has_passed: Whether something was compared, and nothing has become slower or failed.
+        is_relative: Whether rates were divided by torch's.
+        tolerance: The share of its rate that a configuration can lose.
+        torch_ratio: How fast torch's loader was in this run, where 1 is its rate in the baseline; the
+            geometric mean of its rows. None if no row is in both runs.
+        changes: The configurations with figures in both runs; in a relative comparison, without torch's.
+        failed: Configurations that have figures in the baseline and a problem in this run.
+        only_before: Configurations that this run does not have.
+        only_now: Configurations that have no figures in the baseline.
+    """
+
+    has_passed: bool
+    is_relative: bool
+    tolerance: float
+    torch_ratio: float | None
+    changes: list[Change]
+    failed: list[str]
+    only_before: list[str]
+    only_now: list[str]
+
+    @property
+    def slower(self) -> list[Change]:
+        """The configurations that are slower by more than the tolerance."""
+        return [change for change in self.changes if change.is_slower]
+
+
+def compare(baseline: Result, now: Result, *, tolerance: float, is_relative: bool) -> Comparison:
+    """Compare a run with its baseline, configuration by configuration.
+
+    Only later epochs are compared: the first ones depend on the start of processes.
+
+    Args:
+        baseline: The earlier run.
+        now: The later run.
+        tolerance: The share of its rate that a configuration can lose.
+        is_relative: Whether each rate is divided by the rate of torch's loader in the same run (the geometric
+            mean of its rows). A slower or different machine slows both, so the quotient stays; but so does a
+            dataset that has become slower, which this comparison does not notice.
+    """
+    rates_before = {row.configuration: row.rate for row in baseline.rows if row.is_measured}
+    rates = {row.configuration: row.rate for row in now.rows if row.is_measured}
+    configurations = {row.configuration for row in now.rows}
+    ratios = {key: rates[key] / rate for key, rate in rates_before.items() if key in rates}
+    torch_ratios = [ratio for key, ratio in ratios.items() if key.is_torch]
+    torch_ratio = statistics.geometric_mean(torch_ratios) if torch_ratios else None
+    if is_relative:  # without torch's rows there is nothing to be relative to
+        ratios = {key: ratio / (torch_ratio or 1) for key, ratio in ratios.items() if not key.is_torch}
+        ratios = {} if torch_ratio is None else ratios
+    changes = [
+        Change(str(key), rates_before[key], rates[key], ratio, ratio < 1.0 - tolerance)
+        for key, ratio in ratios.items()
+    ]
+    failed = [str(key) for key in rates_before if key in configurations and key not in rates]
+    return Comparison(
+        has_passed=bool(changes) and not failed and not any(change.is_slower for change in changes),
+        is_relative=is_relative,
+        tolerance=tolerance,
+        torch_ratio=torch_ratio,
+        changes=changes,
+        failed=failed,
+        only_before=[str(key) for key in rates_before if key not in configurations],
+        only_now=[str(key) for key in rates if key not in rates_before],
+    )
+
+
+def differences(baseline: Result, now: Result) -> list[str]:
+    """The differences between two runs apart from speed, as sentences."""
+    properties = []
+    for result in (baseline, now):
+        machine = dict(result.machine)
+        hardware = f"{machine.pop('cpu')} with {machine.pop('cores')} cores"
+        properties.append(
+            {
+                "the machine": hardware,
+                "the number of samples of the dataset": result.length,
+                "the number of samples of an epoch": result.num_samples,
+                "the transform": result.transform,
+                **{f"the version of {name}": machine[name] for name in ("torch", "fastload", "python")},
+                **{f"bytes of a sample {size}".strip(): n for size, n in result.sample_nbytes.items()},
+            }
+        )
+    return [
+        f"{name} was {before} in the baseline, and is {properties[1][name]} now"
+        for name, before in properties[0].items()
+        if properties[1].get(name, before) != before
+    ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Subset
 
 from fastload.bench import measure
-from fastload.bench.contenders import CACHES, contenders_of
+from fastload.bench.configurations import CACHES, configurations_of
 from fastload.bench.result import Result, Row, this_machine
 from fastload.bench.subprocess_runner import RunFailedError, run_isolated
 from fastload.cache.build.random_check import spread_indices
@@ -30,7 +30,7 @@ from fastload.system.logs import log
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from fastload.bench.contenders import Contender
+    from fastload.bench.configurations import Configuration
     from fastload.bench.measure import Examined
 
 _BATCH_SIZES = (64,)
@@ -55,11 +55,11 @@ class Settings:
         workers: Numbers of workers.
         batch_sizes: Batch sizes.
         start_methods: Start methods of workers.
-        caches: Of `contenders.CACHES`.
+        caches: Of `configurations.CACHES`.
         sizes: The names of sizes to which images are scaled.
         samples: Samples of an epoch.
         minutes: Approximate duration of the benchmark.
-        rounds: How often each contender runs.
+        rounds: How often each configuration runs.
         scratch: A directory for LMDB caches.
     """
 
@@ -77,7 +77,7 @@ class Settings:
 
     def completed_by(self, baseline: Result) -> Settings:
         """These settings, and those of the baseline where the user chose none, so the runs match."""
-        of_fastload = [row.contender.cache for row in baseline.rows if not row.contender.is_torch]
+        of_fastload = [row.configuration.cache for row in baseline.rows if not row.configuration.is_torch]
         there: dict[str, Any] = {
             "transform": baseline.transform,
             "workers": baseline.settings("num_workers"),
@@ -104,7 +104,7 @@ class Benchmark:
         transform: The random part behind it; None without one.
 
     Attributes:
-        result: The contenders, with the figures of those that have run.
+        result: The configurations, with the figures of those that have run.
 
     Raises:
         RunFailedError: Samples could not be read.
@@ -116,9 +116,10 @@ class Benchmark:
         self._examined: dict[str | None, Examined] = {
             size: run_isolated(measure.examine, dataset, transform) for size, dataset in datasets.items()
         }
-        for why_no_batch in filter(None, (one.why_no_batch for one in self._examined.values())):
-            raise NoBatchError(why_no_batch)
-        contenders = contenders_of(
+        for examined in self._examined.values():
+            if examined.why_no_batch:
+                raise NoBatchError(examined.why_no_batch)
+        configurations = configurations_of(
             settings.workers or default_workers(worthwhile_cpus()),
             settings.batch_sizes or _BATCH_SIZES,
             settings.start_methods or (multiprocessing.get_start_method(),),
@@ -126,31 +127,33 @@ class Benchmark:
             tuple(datasets),
         )
         rounds, length = settings.rounds or _ROUNDS, len(next(iter(datasets.values())))
-        costs = costs_s(contenders, rounds, self._examined, worthwhile_cpus())
+        costs = costs_s(configurations, rounds, self._examined, worthwhile_cpus())
         count = settings.samples
         if count is None:
             fitting = int((60 * settings.minutes - costs[0]) / max(costs[1], 1e-9))
-            batches = {one.batch_size * max(_MIN_BATCHES, 2 * one.num_workers) for one in contenders}
-            count = max(fitting, *batches)
+            min_samples = max(
+                each.batch_size * max(_MIN_BATCHES, 2 * each.num_workers) for each in configurations
+            )
+            count = max(fitting, min_samples)
         count = min(count, length)
         minutes = (costs[0] + costs[1] * count) / 60
         log.info(
-            "%d contenders, %d rounds, %d of %d samples: about %.1f minutes",
-            *(len(contenders), rounds, count, length, minutes),
+            "%d configurations, %d rounds, %d of %d samples: about %.1f minutes",
+            *(len(configurations), rounds, count, length, minutes),
         )
         self.result = Result(
             source=settings.source,
             transform=settings.transform,
             length=length,
             num_samples=count,
-            sample_nbytes={size or "": one.sample_nbytes for size, one in self._examined.items()},
+            sample_nbytes={size or "": samples.sample_nbytes for size, samples in self._examined.items()},
             rounds=rounds,
             machine=this_machine(),
-            rows=[Row(contender) for contender in contenders],
+            rows=[Row(configuration) for configuration in configurations],
         )
 
     def run(self) -> None:
-        """Measure all contenders in turn; an interruption leaves what was measured."""
+        """Measure all configurations in turn; an interruption leaves what was measured."""
         result = self.result
         with _temporary_files() as temporary, _directory(self._settings.scratch or temporary) as directory:
             parts = {size: _part(dataset, result.num_samples) for size, dataset in self._datasets.items()}
@@ -161,12 +164,13 @@ class Benchmark:
                 log.info("round %d of %d", number + 1, result.rounds)
                 for row in in_turn(result.rows, number, result.rounds):
                     if not row.problem:
-                        size = row.contender.size
+                        size = row.configuration.size
                         self._run_once(row, parts[size], paths.get(size))
             share = result.others_share = others_share(before, CpuTimes.now())
         if any(isinstance(dataset, CachedDataset) for dataset in self._datasets.values()):
             result.warnings.append(
-                "the dataset is a CachedDataset, whose cache all contenders share: only later epochs compare"
+                "the dataset is a CachedDataset, whose cache all configurations share: only later epochs "
+                "compare"
             )
         if share is not None and share > _BUSY_SHARE:
             result.warnings.append(
@@ -175,9 +179,11 @@ class Benchmark:
             )
 
     def _run_once(self, row: Row, dataset: Any, lmdb_path: str | None) -> None:
-        """Measure a contender; an error becomes its problem."""
+        """Measure a configuration; an error becomes its problem."""
         try:
-            first, later = run_isolated(measure.measure, dataset, self._transform, row.contender, lmdb_path)
+            first, later = run_isolated(
+                measure.measure, dataset, self._transform, row.configuration, lmdb_path
+            )
         except RunFailedError as error:
             row.problem = f"failed: {error}"
         else:
@@ -190,17 +196,17 @@ class Benchmark:
         memory_nbytes = parse_memory("auto")
         disk_nbytes = int(_DISK_SHARE * shutil.disk_usage(directory).free)
         for row in result.rows:
-            cache, found = row.contender.cache, self._examined[row.contender.size]
+            cache, examined = row.configuration.cache, self._examined[row.configuration.size]
             if cache == "none":
                 continue
-            whole, part = result.length * found.sample_nbytes, result.num_samples * found.sample_nbytes
+            whole, part = result.length * examined.sample_nbytes, result.num_samples * examined.sample_nbytes
             is_for_whole = whole > memory_nbytes and not self._settings.caches
             sizes = (
                 f"the whole dataset takes {readable_size(whole)} decoded, but a cache in RAM can take "
                 f"{readable_size(memory_nbytes)} now"
             )
-            if found.why_no_cache:
-                row.problem = f"not possible: {found.why_no_cache}"
+            if examined.why_no_cache:
+                row.problem = f"not possible: {examined.why_no_cache}"
             elif cache == "ram" and (part > memory_nbytes or is_for_whole):
                 row.problem = f"not measured: {sizes}. --cache ram measures a part"
             elif cache == "lmdb" and part > disk_nbytes:
@@ -215,12 +221,12 @@ class Benchmark:
     def _prepare(self, parts: Mapping[str | None, Any], directory: str) -> dict[str | None, str]:
         """Build the LMDB caches; for sizes without one, read all samples once.
 
-        Both bring the files into the page cache, before any contender runs.
+        Both bring the files into the page cache, before any configuration runs.
         """
         paths: dict[str | None, str] = {}
         for number, (size, dataset) in enumerate(parts.items()):
-            rows = [row for row in self.result.rows if row.contender.size == size and not row.problem]
-            in_lmdb = [row for row in rows if row.contender.cache == "lmdb"]
+            rows = [row for row in self.result.rows if row.configuration.size == size and not row.problem]
+            in_lmdb = [row for row in rows if row.configuration.cache == "lmdb"]
             try:
                 if in_lmdb:
                     log.info("building an LMDB cache")
@@ -243,22 +249,26 @@ def default_workers(num_cpus: int) -> tuple[int, ...]:
 
 
 def costs_s(
-    contenders: Sequence[Contender], rounds: int, examined: Mapping[str | None, Examined], num_cpus: int
+    configurations: Sequence[Configuration],
+    rounds: int,
+    examined: Mapping[str | None, Examined],
+    num_cpus: int,
 ) -> tuple[float, float]:
     """Estimated duration of a benchmark: fixed seconds, and seconds per sample."""
-    each_s = sum(one.sample_s for one in examined.values()) / num_cpus  # the pass that warms the page cache
-    for contender in contenders:
-        found = examined[contender.size]
-        at_once = min(max(1, contender.num_workers), num_cpus)
-        run_s = _READS[contender.cache] * found.sample_s + 2 * found.transform_s
+    # The pass that warms the page cache.
+    each_s = sum(samples.sample_s for samples in examined.values()) / num_cpus
+    for configuration in configurations:
+        samples = examined[configuration.size]
+        at_once = min(max(1, configuration.num_workers), num_cpus)
+        run_s = _READS[configuration.cache] * samples.sample_s + 2 * samples.transform_s
         each_s += rounds * run_s / at_once
-    return rounds * len(contenders) * (_START_S + measure.LATER_S), each_s
+    return rounds * len(configurations) * (_START_S + measure.LATER_S), each_s
 
 
 def in_turn(rows: Sequence[Row], number: int, rounds: int) -> list[Row]:
     """All rows, in the order of a round: each round begins with a different one.
 
-    In each round every contender runs once, so a slow minute of the machine affects all of them.
+    In each round every configuration runs once, so a slow minute of the machine affects all of them.
     """
     first = number * max(1, len(rows) // rounds) % max(1, len(rows))
     return [*rows[first:], *rows[:first]]

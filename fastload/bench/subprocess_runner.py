@@ -1,15 +1,6 @@
-"""Run a function in its own process, so it leaves nothing behind for the next run.
+"""Runs a function in its own process, so it leaves nothing behind for the next run.
 
-Memory, file handles, caches, threads and worker processes of a run end with its process. Rules:
-
-1. On Linux the process is forked from this one, which has imported torch and opened the dataset, but never
-   reads a sample. So all runs start from the same state, and imports cost time once. Elsewhere the process is
-   spawned.
-2. The process leads a process group. A Ctrl-C of the terminal reaches only this process, which then
-   interrupts the run: the run closes its loader and waits for its workers. A group that has not ended after
-   `_PATIENCE_S` is killed.
-3. If this process dies, the run ends too.
-4. A signal that comes while the process starts is handled after the start.
+Memory, file handles, caches, threads and worker processes of a run end with its process.
 """
 
 from __future__ import annotations
@@ -48,13 +39,15 @@ def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         RunFailedError: The function raised an error, or its process died.
     """
+    # A fork: this process has imported torch and opened the dataset, but never reads a sample, so all runs
+    # start from the same state, and imports cost time once.
     context: Any = multiprocessing.get_context("fork" if sys.platform.startswith("linux") else "spawn")
     if context.get_start_method() != "fork":
         resource_tracker.ensure_running()  # before signals are blocked: its start would unblock them
     receiver, sender = context.Pipe(duplex=False)
     process: Any = None
     try:
-        with handlers_blocked() as mask:
+        with handlers_blocked() as mask:  # a signal that comes meanwhile is handled after the start
             process = context.Process(target=_main, args=(sender, os.getpid(), mask, function, arguments))
             process.start()
         sender.close()  # the run has its own end: when the run ends, so does the pipe
@@ -74,7 +67,7 @@ def run_isolated(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _end(process: Any) -> None:
-    """Let a run end in order, or kill it with all of its processes."""
+    """Interrupt a run, which then closes its loader; later, kill it with all of its processes."""
     if process is None or process.pid is None:
         return
     if process.is_alive():
@@ -108,9 +101,9 @@ def _main(
 ) -> None:
     try:
         if hasattr(os, "setpgid"):
-            os.setpgid(0, 0)
+            os.setpgid(0, 0)  # a Ctrl-C of the terminal reaches the parent alone, which interrupts this one
         with contextlib.suppress(AttributeError, OSError):  # a system without pidfd_open
-            enter_child(parent_pid, signal_mask)
+            enter_child(parent_pid, signal_mask)  # this process ends if the parent dies
         os.dup2(2, 1)  # standard output is for results; what the user's code prints goes to standard error
         sys.stdout = sys.stderr = sys.__stderr__  # a progress bar can have replaced both
         warnings.simplefilter("ignore")  # such as torch's about more workers than cores: they were requested
@@ -118,7 +111,7 @@ def _main(
         result = True, function(*arguments)
     except KeyboardInterrupt:
         return
-    except BaseException as error:  # noqa: BLE001  # it is shown in the row of this contender
+    except BaseException as error:  # noqa: BLE001  # it is shown in the row of this configuration
         result = False, in_a_line(error)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # nothing waits for it anymore
         sender.send(result)

@@ -1,10 +1,11 @@
 """CachedDataset: a dataset, a cache of its samples, and the random transform that runs after the cache.
 
 The parent makes it; the parent and the workers of fastload's or torch's loader use it, with every start
-method. It pickles as handles, so all workers read and fill one cache. Rules:
+method. It pickles as handles, so all workers read and fill one cache. Loaded from a checkpoint, it begins
+with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
-   the cache.
+   the cache. A sample that draws random numbers is not stored.
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
@@ -21,17 +22,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from fastload.batch.read_ahead import read_ahead, reads_ahead
+from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.counts import counts
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
+from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -105,7 +108,9 @@ class CachedDataset(Dataset[Any]):
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
-            host, divided by the number of ranks there.
+            host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
+            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            limit).
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
@@ -125,7 +130,7 @@ class CachedDataset(Dataset[Any]):
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
             `pre_transform` is not callable.
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
@@ -158,6 +163,9 @@ class CachedDataset(Dataset[Any]):
         request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
         self.cache, self._source, self._holds_images, self._jpegs = open_cache(cache, request)
         self._stores = cache is not None
+        is_watched = self._stores and not isinstance(self._source, LMDBDataset)
+        self._watch = DrawWatch(self._source) if is_watched else None
+        self._has_warned = False
         self.decode = decode
 
     @staticmethod
@@ -169,6 +177,8 @@ class CachedDataset(Dataset[Any]):
         cache_key: str | None = None,
         num_workers: int | None = None,
         progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
     ) -> LMDBCache:
         """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
 
@@ -179,15 +189,27 @@ class CachedDataset(Dataset[Any]):
             cache_key: As for this class.
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
+                sample out and writes a line about it to PATH.errors.jsonl.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Raises:
             CacheBusyError: Another process is building it.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: As this class.
         """
         from fastload.cache.open_cache import CacheRequest, open_cache  # here: as above
 
         _check_map_style(dataset)
-        request = CacheRequest(dataset, pre_transform, cache_key, num_workers=num_workers, progress=progress)
+        request = CacheRequest(
+            dataset,
+            pre_transform,
+            cache_key,
+            num_workers=num_workers,
+            progress=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
         return cache  # type: ignore[no-any-return]
 
@@ -320,15 +342,32 @@ class CachedDataset(Dataset[Any]):
         sample = self.cache.get(position) if jpegs is None else jpegs.get(position, undecoded=True)
         if sample is None:
             return self._read(position)
-        counts.hits += 1
+        cache_counts.hits += 1
         return sample
 
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if `max_memory` allows it."""
-        counts.misses += 1
+        sample, _ = self._read_and_store(index)
+        return sample
+
+    def _store(self, index: int) -> bool:
+        """Store a sample, unless it is random; returns whether it is stored now."""
+        sample, is_random = self.cache.get(index), False
+        if sample is None:
+            sample, is_random = self._read_and_store(index)
+        # If another process held the lock meanwhile, this tries once more.
+        return not is_random and self.cache.put(index, sample)
+
+    def _read_and_store(self, index: int) -> tuple[Any, bool]:
+        """The sample from its source, and whether it is random, and so not stored."""
+        cache_counts.misses += 1
+        drawn: list[str] = []
         restore = save_generators() if self._stores else None
         try:
-            fresh = self._source[index]
+            if self._watch is None:
+                fresh = self._source[index]
+            else:
+                fresh, drawn = self._watch.read(self._source, index)
         except Exception as error:
             stored = self.cache.backing if isinstance(self.cache, TieredCache) else self.cache
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
@@ -339,8 +378,10 @@ class CachedDataset(Dataset[Any]):
                     f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
-        if restore is None:
-            return read_only_views(fresh)
+        if drawn:
+            self._warn_of_draws(index, drawn)
+        if drawn or restore is None:
+            return read_only_views(fresh), bool(drawn)
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
         try:
             sample = read_only(fresh)
@@ -348,7 +389,17 @@ class CachedDataset(Dataset[Any]):
             add_note(error, f"in sample {index} of the dataset")
             raise
         self.cache.put(index, sample)
-        return sample
+        return sample, False
+
+    def _warn_of_draws(self, index: int, generators: list[str]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "cache: sample %d of the dataset is random (drawn from %s). Such samples are not cached, but "
+                "read anew on every access. Move the random part of the dataset to transform=",
+                index,
+                ", ".join(generators),
+            )
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Tell the wrapped dataset which uncached samples are read next."""
@@ -394,24 +445,42 @@ class CachedDataset(Dataset[Any]):
             return None
         batch = self.cache.gather(positions.astype(np.intp, copy=False), allocate)
         if batch is not None:
-            counts.hits += len(positions)
+            cache_counts.hits += len(positions)
         return batch
 
-    def fill(self, num_workers: int | None = None, *, progress: bool = True) -> CacheInfo:
+    def fill(
+        self,
+        num_workers: int | None = None,
+        *,
+        progress: bool = True,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_errors: int | float = 0.01,
+    ) -> CacheInfo:
         """Cache all missing samples that fit into `max_memory` now, instead of in the first epoch.
 
         Args:
             num_workers: Processes that read; None for one per usable CPU, 0 for none.
             progress: Show a bar if standard error is a terminal; progress is logged otherwise.
+            on_error: `"raise"` ends it at the first sample that cannot be read; `"skip"` leaves such samples
+                out of the cache, so each access reads them again, and `on_error` of the loader applies.
+            max_errors: The maximum number of left-out samples (an int), or their share (a float).
 
         Returns:
             The state of the cache afterwards, including samples that other processes have stored meanwhile.
 
         Raises:
             UnsupportedSampleError: A value in a sample cannot be cached.
+            TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
-        fill(self, self.cache, num_workers=num_workers, shown=progress)
+        fill(
+            self,
+            self.cache,
+            num_workers=num_workers,
+            shown=progress,
+            on_error=on_error,
+            max_errors=max_errors,
+        )
         return self.cache_info()
 
     def cache_info(self) -> CacheInfo:

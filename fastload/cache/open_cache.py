@@ -12,6 +12,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -24,7 +25,7 @@ import numpy as np
 
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
-from fastload.cache.build.random_check import probe, read_unnoticed, spread_indices
+from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
 from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
@@ -40,10 +41,10 @@ from fastload.cache.format.undecoded import decode_images, decoded_nbytes, holds
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram import shared
-from fastload.cache.ram.arena import budget_bytes
+from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiers import TieredCache, split_budget
+from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path
@@ -89,6 +90,8 @@ class CacheRequest:
     max_memory: str | float = "auto"
     num_workers: int | None = None
     progress: bool = True
+    on_error: str = "raise"
+    max_errors: int | float = 0.01
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -150,20 +153,19 @@ class _Samples:
                 "omit pre_transform=, and do this in transform="
             )
         source = encoded_source(dataset)
-        example = read_unnoticed(source, 0) if len(self) else None
-        if example is not None and not holds_images(example):
+        index, example = next(readable(source, functools.partial(read_unnoticed, source)), (0, None))
+        if len(self) and not holds_images(example):
             raise ValueError(
-                f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[0] is "
+                f"{cache} needs samples with undecoded images, but {type(dataset).__name__}[{index}] is "
                 f"{structure_of(example)}: return fastload.EncodedImage(path) instead of the decoded array, "
                 "or use fastload.ImageFolder"
             )
         return _Samples(self.request, source, is_encoded=True, holds_images=True)
 
     def examine(self) -> list[Any]:
-        """Read the first, the middle and the last sample, two of them twice, unless this was done before."""
+        """Read a few samples, most of them twice, unless this was done before; see `probe`."""
         if not self.is_examined and len(self):
-            indices = spread_indices(len(self), 3)
-            self.examples = probe(self.source, indices, [indices[0], indices[-1]], look=self._look)
+            self.examples = probe(self.source, look=self._look)
             self.is_examined = True
         return list(self.examples.values())
 
@@ -190,7 +192,7 @@ def open_cache(
     """The requested cache, or tiers of caches.
 
     Raises:
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
@@ -295,14 +297,19 @@ def _open_decoded_and_encoded(decoded: _Samples) -> tuple[SampleCache, _Samples]
     encoded.examine()
     budgets: tuple[str | float, ...] = (decoded.request.max_memory,) * 2
     if len(encoded):
-        measured = [
-            read_unnoticed(encoded.source, index) for index in spread_indices(len(encoded), _MEASURED)
-        ]
-        encoded_bytes = sum(len(encode(sample)) for sample in measured) / len(measured)
-        decoded_bytes = sum(decoded_nbytes(sample) for sample in measured) / len(measured)
+        sizes = []
+        for index in spread_indices(len(encoded), _MEASURED):
+            with contextlib.suppress(Exception):  # on_error is for samples that cannot be read
+                sample = read_unnoticed(encoded.source, index)
+                sizes.append((decoded_nbytes(sample), len(encode(sample))))
+        decoded_bytes, encoded_bytes = np.mean(sizes or [(1, 1)], axis=0).tolist()
         max_bytes = budget_bytes(decoded.request.max_memory, is_shared=encoded.shared_as is not None)
         budgets = split_budget(max_bytes, len(encoded), decoded_bytes, encoded_bytes)
-    decoded.examples = {index: decode_images(sample) for index, sample in encoded.examples.items()}
+    for index, sample in list(encoded.examples.items()):
+        try:
+            decoded.examples[index] = decode_images(sample)
+        except Exception:  # noqa: BLE001 - as above: an image can be damaged behind its header
+            del encoded.examples[index]
     decoded.is_examined = True
     tiers = [
         _ram_cache(samples, max_memory, samples.shared_as)
@@ -326,13 +333,14 @@ def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprin
             reason = str(error)
     samples.examine()
     max_bytes = budget_bytes(max_memory, is_shared=False)
+    reserved_bytes = reserve_bytes(samples.request.max_memory)
     log.warning(
         "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
         'copy, of up to %s; cache="lmdb:PATH" is shared',
         reason,
         readable_size(max_bytes),
     )
-    return PrivateCache(len(samples), max_bytes, reason)
+    return PrivateCache(len(samples), max_bytes, reason, reserved_bytes)
 
 
 def _shared_cache(
@@ -340,13 +348,14 @@ def _shared_cache(
 ) -> SharedMemoryCache:
     """The cache that another process holds, or a new one."""
     why = why_private(samples.request.dataset, samples.request.pre_transform)
+    reserved_bytes = reserve_bytes(samples.request.max_memory)
     if shared_as is not None:
         why = "the registry of shared caches cannot be used"
         try:
             cache = shared.find(shared_as, len(samples))
             if cache is None:
                 examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=True)
-                cache = shared.create(shared_as, len(samples), examples, max_bytes)
+                cache = shared.create(shared_as, len(samples), examples, max_bytes, reserved_bytes)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
@@ -356,7 +365,9 @@ def _shared_cache(
             _check_first(cache, samples)
             return cache
     examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=False)
-    cache = SharedMemoryCache(len(samples), examples, max_memory=max_bytes, fingerprint=shared_as)
+    cache = SharedMemoryCache(
+        len(samples), examples, max_memory=max_bytes, fingerprint=shared_as, reserved_bytes=reserved_bytes
+    )
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")
@@ -365,16 +376,20 @@ def _shared_cache(
 
 def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
     """Compare the first sample in a cache that other processes fill with that of the source."""
-    stored = cache.get(0) if len(samples) else None
-    if stored is None:
-        return
-    fresh = samples.examples[0] if 0 in samples.examples else read_unnoticed(samples.source, 0)
-    path = first_difference(stored, fresh)
+
+    def read(index: int) -> str | None:
+        stored = cache.get(index)
+        fresh = (
+            samples.examples[index] if index in samples.examples else read_unnoticed(samples.source, index)
+        )
+        return first_difference(stored, fresh)
+
+    index, path = next(readable(samples.source, read), (0, None)) if 0 in cache else (0, None)
     if path is not None:
         reason = cache.reason
         cache.close()
         raise CacheMismatchError(
-            f"sample 0 of the dataset differs at {path} from the one in the shared cache of the same "
+            f"sample {index} of the dataset differs at {path} from the one in the shared cache of the same "
             f"fingerprint ({reason}): the dataset has changed or is random, or its fingerprint() or key "
             "covers too little. Use a different key, or end the processes that hold that cache"
         )
@@ -391,8 +406,7 @@ def _checked_lmdb(
         samples = samples.encoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
-    first = samples.examples.get(0)
-    check_source(cache, len(samples), first, fingerprint=samples.fingerprint, url=url)
+    check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)
     if url is not None:
         cache.reason = f"{cache.reason}; the local copy of {url}"
     return cache, samples
@@ -409,6 +423,8 @@ def _build_lmdb(samples: _Samples, path: str) -> LMDBCache:
                 progress=samples.request.progress,
                 probed=samples.examples,
                 fingerprint=samples.fingerprint,
+                on_error=samples.request.on_error,
+                max_errors=samples.request.max_errors,
             )
         except CacheBusyError as error:
             # Ranks start together and all request the same file: one rank builds it, the others wait.

@@ -42,7 +42,7 @@ def check_url(url: str) -> None:
         raise CommandError(str(error)) from error
 
 
-def place(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[str], str]:
+def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callable[[str], str]:
     """A parser of paths, which become absolute, and URLs.
 
     Args:
@@ -172,17 +172,17 @@ def numbers(option: str, minimum: int, text: str) -> Any:
     return typer.Option(parser=parse, metavar="N,N", help=text)
 
 
-def names(option: str, known: tuple[str, ...], text: str) -> Any:
+def names(option: str, choices: tuple[str, ...], text: str) -> Any:
     """An option with names and commas between them."""
 
     def parse(value: str) -> tuple[str, ...]:
         words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
-            if known and word not in known:
-                raise CommandError(f"{option} should be some of {','.join(known)}, but got {word!r}")
+            if choices and word not in choices:
+                raise CommandError(f"{option} should be some of {','.join(choices)}, but got {word!r}")
         return words
 
-    return typer.Option(parser=parse, metavar=",".join(known) or "PIXELS", help=text)
+    return typer.Option(parser=parse, metavar=",".join(choices) or "PIXELS", help=text)
 
 
 Source = Annotated[

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastload.bench.configurations import CACHES
 from fastload.cli.arguments import (
     Output,
     Source,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from fastload.bench.result import Result
     from fastload.bench.run import Settings
 
-_CACHES = ("none", "ram", "lmdb")  # as in bench.contenders, which would import torch
 _METHODS = tuple(multiprocessing.get_all_start_methods())
 
 
@@ -57,7 +57,7 @@ def bench(
     workers: Annotated[Any, numbers("--workers", 0, "Default: 0, half of the CPUs, all CPUs.")] = None,
     batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
     start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
-    cache: Annotated[Any, names("--cache", _CACHES, "Default: all; ram only if all samples fit.")] = None,
+    cache: Annotated[Any, names("--cache", CACHES, "Default: all; ram only if all samples fit.")] = None,
     size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
     samples: Annotated[
         int | None,
@@ -67,7 +67,7 @@ def bench(
         float, typer.Option(min=0.0, help="Approximate duration of the whole benchmark.")
     ] = 3.0,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How often each contender runs, in turn; default: 3.")
+        int | None, typer.Option(min=1, help="How often each configuration runs, in turn; default: 3.")
     ] = None,
     scratch: Annotated[
         str | None,
@@ -91,13 +91,13 @@ def bench(
         str | None,
         typer.Option(
             metavar="FILE.json",
-            help="Compare with an earlier --output; exit code 4 if a contender is slower. Options "
+            help="Compare with an earlier --output; exit code 4 if a configuration is slower. Options "
             "default to those of that run.",
         ),
     ] = None,
     tolerance: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="The share of its rate that a contender can lose."),
+        typer.Option(min=0.0, max=1.0, help="The share of its rate that a configuration can lose."),
     ] = 0.1,
     relative: Annotated[
         bool,
@@ -110,15 +110,14 @@ def bench(
 ) -> Answer:
     """Compare torch's loader and fastload over SOURCE, and print the code of the fastest.
 
-    Each contender runs in its own process, once per round. Nothing is trained, and no file is left except
+    Each configuration runs in its own process, once per round. Nothing is trained, and no file is left except
     those of --output and --chart.
     """
     if relative and baseline is None:
         raise CommandError("--relative is for --baseline FILE.json: give the file, too")
 
-    from fastload.bench.baseline import compare, differences
-    from fastload.bench.chart import draw
-    from fastload.bench.report import baseline_lines, report_lines
+    from fastload.bench.report import baseline_lines, draw, report_lines
+    from fastload.bench.result import compare, differences
     from fastload.bench.run import Settings
 
     settings = Settings(
@@ -136,7 +135,7 @@ def bench(
     plain, lines = result.as_dict(), report_lines(result, setup)
     code, complaint = ExitCode.FINE, ""
     if not any(row.is_measured for row in result.rows):
-        code, complaint = ExitCode.FAILED, f"no contender could be measured: {result.rows[0].problem}"
+        code, complaint = ExitCode.FAILED, f"no configuration could be measured: {result.rows[0].problem}"
     if output is not None:
         write_output("--output", output, json_writer(plain))
         lines.append(f"written to {output}")
@@ -193,18 +192,18 @@ def _measured(settings: Settings, sides: dict[str | None, Any]) -> Result:
             cure = "add --transform MODULE:NAME, such as a crop to samples of one shape"
             if is_folder(source):
                 cure = f"add a size with both sides such as --size 224x224, or {cure}"
-            said = f"the samples of {source} cannot be collated to a batch: {error}: {cure}"
-            raise CommandError(said) from error
+            message = f"the samples of {source} cannot be collated to a batch: {error}: {cure}"
+            raise CommandError(message) from error
         except RunFailedError as error:
-            said = f"the samples of {source} could not be read: {error}"
-            raise CommandError(said, ExitCode.FAILED) from error
+            message = f"the samples of {source} could not be read: {error}"
+            raise CommandError(message, ExitCode.FAILED) from error
         except KeyboardInterrupt as error:
             if benchmark is not None and not is_quiet():
                 typer.echo("\n".join(table_lines(benchmark.result)))
             rows = [] if benchmark is None else benchmark.result.rows
             num_runs = sum(len(row.later) for row in rows)
-            said = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
-            raise CommandError(said, ExitCode.INTERRUPTED) from error
+            message = f"interrupted after {num_runs} runs; --output and --chart have written nothing"
+            raise CommandError(message, ExitCode.INTERRUPTED) from error
     return benchmark.result
 
 

@@ -1,10 +1,7 @@
 """The commands `fastload cache ...`.
 
-Heavy modules are imported when a command runs. Rules:
-
-1. If an argument names nothing, or the wrong kind of object, the usage is wrong; if a file exists but cannot
-   be read, the command fails.
-2. A line about a problem also says what to change.
+If an argument names nothing, or the wrong kind of object, the usage is wrong; if a file exists but cannot be
+read, the command fails. A line about a problem also says what to change.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastload.cache.format.codecs import CACHE_CODECS, CODECS, LOSSY
-from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, place
-from fastload.cli.source_argument import SourceElsewhere, open_source, users_code
+from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, path_or_url
+from fastload.cli.source_argument import RemoteSource, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
 from fastload.system.humanize import readable_size, table
@@ -51,6 +48,14 @@ CodecOption = Annotated[
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help=f"Quality of {_LOSSY}; default: 95.")]
+LossyLeaf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"The image that {_LOSSY} change, such as 'image' or '0'; all others are exact. Default: the "
+        "one that looks like a photograph.",
+    ),
+]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
 ]
@@ -89,7 +94,7 @@ def build(
     dest: Annotated[
         str,
         typer.Argument(
-            parser=place("DEST", is_new=True),
+            parser=path_or_url("DEST", is_new=True),
             metavar="DEST",
             help="The cache: a file, or with several shards a directory; or a URL such as "
             "s3://bucket/caches/train, to which finished shards are uploaded.",
@@ -102,6 +107,7 @@ def build(
     size: Size = None,
     codec: CodecOption = None,
     quality: Quality = None,
+    lossy_leaf: LossyLeaf = None,
     workers: Workers = None,
     shards: Annotated[
         int | None,
@@ -132,11 +138,15 @@ def build(
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    if quality is not None and codec not in LOSSY:
-        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels")
+    for option, value in (("--quality", quality), ("--lossy-leaf", lossy_leaf)):
+        if value is not None and codec not in LOSSY:
+            raise CommandError(
+                f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
+            )
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,
+        "lossy_leaf": lossy_leaf,
         "shards": shards,
         "on_error": on_error.value,
         "max_errors": max_errors,
@@ -163,11 +173,11 @@ def build(
     started_s = time.monotonic()
     cache: LMDBCache | Manifest
     if ray is not None:
-        from fastload.integrations import ray_build
+        from fastload.integrations.ray import build_cache
 
         with users_code(source):
-            elsewhere = SourceElsewhere(source, size, os.getcwd())
-            cache = ray_build.build(elsewhere, dest, address=ray, **options)
+            remote_source = RemoteSource(source, size, os.getcwd())
+            cache = build_cache(remote_source, dest, address=ray, **options)
     else:
         from fastload.cache.build.build import build_lmdb
         from fastload.cache.build.upload import build_at_url
@@ -180,11 +190,15 @@ def build(
                 cache = build_lmdb(dataset, dest, **options)
     elapsed_s = time.monotonic() - started_s
     done = f"built in {elapsed_s:,.1f} s" if was_built else "exists already and matches"
-    facts = _facts(cache)
-    skipped = _skipped(facts)
+    details = _details(cache)
+    skipped = _skipped(details)
     # If it was built, the log has a line about the skipped samples.
-    lines = [f"{facts['path']}: {done}: {_content(facts)}", *([] if was_built else skipped), _training(facts)]
-    result = {**facts, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
+    lines = [
+        f"{details['path']}: {done}: {_content(details)}",
+        *([] if was_built else skipped),
+        _training(details),
+    ]
+    result = {**details, "was_built": was_built, "elapsed_s": round(elapsed_s, 3)}
     return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
@@ -204,36 +218,36 @@ def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, An
 
 # --- caches that are there -------------------------------------------------------------------------------
 
-CachePlace = Annotated[
+CachePath = Annotated[
     str,
     typer.Argument(
-        parser=place("PATH"), metavar="PATH", help="A cache: a file, a directory of shards, or a URL."
+        parser=path_or_url("PATH"), metavar="PATH", help="A cache: a file, a directory of shards, or a URL."
     ),
 ]
 
 
 @answers(app)
-def info(path: CachePlace) -> Answer:
+def info(path: CachePath) -> Answer:
     """Show the contents and the origin of a cache."""
     if is_url(path):  # the manifest says all of it, without a download
         from fastload.cache.lmdb.manifest import read_manifest, remote_files
 
-        facts = _facts(read_manifest(remote_files(path)))
+        details = _details(read_manifest(remote_files(path)))
     else:
-        facts = _facts(_cache_at(path))
+        details = _details(_cache_at(path))
     rows = [
-        ["path", facts["path"]],
-        ["holds", _content(facts)],
-        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_s"]))],
+        ["path", details["path"]],
+        ["holds", _content(details)],
+        ["made", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))],
     ]
-    if facts["parts"]:
-        rows += [["made of", ""], *([f"  {name}", value] for name, value in facts["parts"].items())]
-    skipped = _skipped(facts)
-    return Answer(facts, [*table(rows), *skipped, *([_training(facts)] if skipped else [])])
+    if details["parts"]:
+        rows += [["made of", ""], *([f"  {name}", value] for name, value in details["parts"].items())]
+    skipped = _skipped(details)
+    return Answer(details, [*table(rows), *skipped, *([_training(details)] if skipped else [])])
 
 
 @answers(app, short_help="Check the checksum of every record.")
-def verify(path: CachePlace) -> Answer:
+def verify(path: CachePath) -> Answer:
     """Read the whole cache and compare every record with its checksum.
 
     A cache at a URL is verified in its local copy, which is downloaded unless it is there.
@@ -266,7 +280,7 @@ def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
-            parser=place("DIRECTORY", instead="'fastload cache info {url}' shows the cache there"),
+            parser=path_or_url("DIRECTORY", instead="'fastload cache info {url}' shows the cache there"),
             metavar="[DIRECTORY]",
             help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
@@ -287,11 +301,11 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
     rows, result = [], []
     for item in inventory.list_caches(directory):
-        facts = {"path": item.path, "problem": item.problem} if item.cache is None else _facts(item.cache)
-        text = item.problem or _content(facts)
+        details = {"path": item.path, "problem": item.problem} if item.cache is None else _details(item.cache)
+        text = item.problem or _content(details)
         if item.url is not None:
-            facts, text = {**facts, "url": item.url}, f"{text}, a copy of {item.url}"
-        result.append({**facts, "state": item.state, "nbytes": item.nbytes})
+            details, text = {**details, "url": item.url}, f"{text}, a copy of {item.url}"
+        result.append({**details, "state": item.state, "nbytes": item.nbytes})
         rows.append([item.path, item.state, readable_size(item.nbytes), text])
     return table(rows) if rows else [f"no caches in {directory}"], result
 
@@ -340,7 +354,7 @@ def rm(
     paths: Annotated[
         list[str],
         typer.Argument(
-            parser=place("PATH", instead="remove files there with your store's own tool"),
+            parser=path_or_url("PATH", instead="remove files there with your store's own tool"),
             metavar="PATH...",
             help="Caches: files, or directories of shards.",
         ),
@@ -429,7 +443,7 @@ def _cache_at(path: str) -> LMDBCache:
         raise
 
 
-def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
+def _details(cache: LMDBCache | Manifest) -> dict[str, Any]:
     """The `--json` output about a cache on disk or at a URL."""
     from fastload.cache.lmdb.manifest import REMOTE_REPORT_NAME, Manifest
 
@@ -451,26 +465,26 @@ def _facts(cache: LMDBCache | Manifest) -> dict[str, Any]:
     }
 
 
-def _content(facts: dict[str, Any]) -> str:
-    """The contents of a cache, in one line; from its facts."""
-    quality = "" if facts["quality"] is None else f" of quality {facts['quality']}"
-    shards = "" if facts["num_shards"] == 1 else f" in {facts['num_shards']} shards"
-    size = f"{readable_size(facts['nbytes'])}{shards}, {facts['codec']}{quality}"
-    return f"{facts['num_cached']:,} of {facts['num_samples']:,} samples, {size}"
+def _content(details: dict[str, Any]) -> str:
+    """The contents of a cache, in one line; from its details."""
+    quality = "" if details["quality"] is None else f" of quality {details['quality']}"
+    shards = "" if details["num_shards"] == 1 else f" in {details['num_shards']} shards"
+    size = f"{readable_size(details['nbytes'])}{shards}, {details['codec']}{quality}"
+    return f"{details['num_cached']:,} of {details['num_samples']:,} samples, {size}"
 
 
-def _skipped(facts: dict[str, Any]) -> list[str]:
+def _skipped(details: dict[str, Any]) -> list[str]:
     """A line that says how many samples were left out and where the reasons are; no line if none were."""
-    if not facts["num_skipped"]:
+    if not details["num_skipped"]:
         return []
-    where = "the report no longer exists" if facts["report"] is None else f"see {facts['report']}"
-    return [f"{facts['num_skipped']:,} of {facts['num_samples']:,} samples could not be read: {where}"]
+    where = "the report no longer exists" if details["report"] is None else f"see {details['report']}"
+    return [f"{details['num_skipped']:,} of {details['num_samples']:,} samples could not be read: {where}"]
 
 
-def _training(facts: dict[str, Any]) -> str:
+def _training(details: dict[str, Any]) -> str:
     """How to train from a cache; if samples were left out, from the samples of the cache alone."""
-    code = f"train from it with fastload.CachedDataset.from_cache({facts['path']!r})"
-    if not facts["num_skipped"]:
+    code = f"train from it with fastload.CachedDataset.from_cache({details['path']!r})"
+    if not details["num_skipped"]:
         return f"{code}; a random transform is its second argument"
     return (
         f"{code}, which leaves out the samples that could not be read; CachedDataset(dataset, ...) would "

@@ -3,10 +3,8 @@
 Rules:
 
 1. Commands import their modules when they run, so `--help` is fast.
-2. A new command is a function under `@answers(app)` that parses nothing itself: it calls one function of a
-   lower layer, and returns an `Answer`.
-3. A call without a command prints the help. This is wrong usage: the help goes to standard error, and the
-   exit code is that of wrong usage.
+2. A command is a function under `answers(app)` that parses nothing itself: it calls one function of a lower
+   layer, and returns an `Answer`.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ answers(app, short_help="Compare torch's loader and fastload over your own data.
 
 @cache_commands.app.callback()
 def _help_without_command(context: typer.Context) -> None:
+    """A call without a command is wrong usage: the help goes to standard error."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help(), err=True)
         raise typer.Exit(ExitCode.USAGE)
@@ -113,7 +112,7 @@ def run(
     draws.
     """
     from fastload.cli.script import run_script
-    from fastload.integrations import patch
+    from fastload.integrations.patch import patch_on_import
 
     given: dict[str, Any] = {
         "seeding": seeding and seeding.value,
@@ -121,7 +120,7 @@ def run(
         "worker_type": worker_type and worker_type.value,
         "seed_albumentations": seed_albumentations,
     }
-    patch.watch(
+    patch_on_import(
         cache=None if cache is None else cache.value,
         defaults={name: value for name, value in given.items() if value is not None},
         is_verbose=not quiet,
@@ -142,7 +141,7 @@ def profile(
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="In stretches of this many steps, return batches held in memory, to measure the "
+            help="Alternate new batches with this many earlier ones, held in memory, to measure the "
             "script's speed if loading were free. It then trains on these batches again.",
         ),
     ] = 0,
@@ -163,7 +162,7 @@ def profile(
     changes, each with its gain. Options of fastload come before SCRIPT; everything after SCRIPT belongs to
     the script.
     """
-    from fastload.cli.profile_command import profile_script
+    from fastload.cli.script import profile_script
 
     files = {"--output": output, "--trace": trace}
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.

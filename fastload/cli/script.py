@@ -1,4 +1,4 @@
-"""Run a Python script or module in this process, as `python SCRIPT ARGS` or `python -m MODULE ARGS` would.
+"""Runs a Python script or module in this process, as `python SCRIPT ARGS` or `python -m MODULE ARGS` would.
 
 The script becomes `__main__` until the process ends, as under plain python, because functions that run at
 exit, threads and pickles need it. One process therefore runs one script.
@@ -7,6 +7,7 @@ exit, threads and pickles need it. One process therefore runs one script.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
 import os
 import pkgutil
@@ -14,7 +15,16 @@ import runpy
 import sys
 import types
 from importlib.machinery import BuiltinImporter, SourceFileLoader
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from fastload.cli.arguments import json_writer, write_output
+from fastload.cli.terminal import CommandError
+from fastload.system.logs import write_stderr
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastload.profiling.session import Profile
 
 
 def run_script(target: str, args: list[str], *, as_module: bool = False) -> None:
@@ -57,7 +67,7 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
     except SystemExit:
         raise
     except BaseException as error:
-        _hide_our_frames(error)
+        _hide_own_frames(error)
         raise
 
 
@@ -91,7 +101,7 @@ def _is_importable(target: str) -> bool:
 
 
 def _set_first_path(path: str, *, even_if_safe: bool = False) -> None:
-    """Replace our folder with the script's own; `python -P` adds no such folder."""
+    """Replace the command's folder with the script's own; `python -P` adds no such folder."""
     if not sys.flags.safe_path:
         sys.path[0] = path
     elif even_if_safe:
@@ -105,7 +115,7 @@ def _run_as_main(name: str, *, alter_argv: bool) -> None:
     run_as_main(name, alter_argv=alter_argv)
 
 
-def _hide_our_frames(error: BaseException) -> None:
+def _hide_own_frames(error: BaseException) -> None:
     """Let the interpreter show the frames of an unhandled error from the script's first frame on."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
@@ -121,3 +131,59 @@ def _hide_our_frames(error: BaseException) -> None:
         show(kind, value, shown)
 
     sys.excepthook = excepthook
+
+
+# --- under a profile -------------------------------------------------------------------------------------
+
+
+def profile_script(
+    target: str, args: list[str], *, as_module: bool, replay: int, files: Mapping[str, str | None]
+) -> None:
+    """Run a script to its end under a profile, and print the report, also after an error or Ctrl-C.
+
+    The report goes to standard error and leaves the script's output alone. The script's exit code, or the
+    signal or traceback that ends it, is the command's.
+
+    Args:
+        target: As for `run_script`.
+        args: As for `run_script`.
+        as_module: As for `run_script`.
+        replay: See `fastload.profile`.
+        files: The files to write, by option.
+
+    Raises:
+        BaseException: Whatever ends the script.
+    """
+    from fastload.profiling.hooks import FOLDER
+    from fastload.profiling.session import Profile
+    from fastload.system.remote_error import hide_frames
+
+    pid = os.getpid()
+    profile = Profile((), replay).start()
+    try:
+        run_script(target, args, as_module=as_module)
+    except BaseException as error:
+        hide_frames(error, (FOLDER,))
+        raise
+    finally:
+        if os.getpid() == pid:  # a process that the script forked ends here, too
+            try:
+                profile.stop()
+            finally:
+                _save(profile, files)
+
+
+def _save(profile: Profile, files: Mapping[str, str | None]) -> None:
+    """Print the report, and write the files; an error does not hide how the script ended."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, unread, or closed by the script
+        sys.stdout.flush()
+    write_stderr(f"\n{profile.report()}\n")
+    writers = {"--output": json_writer(profile.report().as_dict()), "--trace": profile.save_trace}
+    for option, path in files.items():
+        if path is not None:
+            try:
+                write_output(option, path, writers[option])
+            except CommandError as error:
+                write_stderr(f"fastload: error: {error}\n")
+            else:
+                write_stderr(f"fastload: wrote {path}\n")

@@ -1,6 +1,4 @@
-"""Open the SOURCE argument of the command line: a folder of images, or MODULE:NAME of a map-style dataset.
-
-The folder is a path, or a URL that fsspec reads.
+"""The SOURCE argument: a folder of images on this machine or at a URL, or MODULE:NAME of a map-style dataset.
 
 MODULE is imported as by `python -m`: from the working directory first.
 """
@@ -42,13 +40,13 @@ def open_source(source: str, size: int | tuple[int, int] | None = None) -> Any:
     if size is not None:
         raise CommandError("--size is for folders of images; your own dataset must scale its samples itself")
     with users_code(source):
-        found = dataset = _import(module, name)
-        if _makes_dataset(found):
-            if not callable(found):
+        value = dataset = _import(module, name)
+        if _makes_dataset(value):
+            if not callable(value):
                 raise CommandError(
-                    f"{source} should be a dataset or a function, but is of type {type(found).__name__}"
+                    f"{source} should be a dataset or a function, but is of type {type(value).__name__}"
                 )
-            dataset = found()
+            dataset = value()
     if not _is_dataset(dataset):
         raise CommandError(
             f"{source} should return a map-style dataset, with __len__ and __getitem__, but returned an "
@@ -76,14 +74,14 @@ def open_transform(name: str) -> Any:
     if not all(part.isidentifier() for part in f"{module}.{attribute}".split(".")):
         raise CommandError(f"--transform should be MODULE:NAME, but got {name!r}")
     with users_code(name):
-        found = _import(module, attribute)
-        if _makes_transform(found):
-            found = found()
+        value = _import(module, attribute)
+        if _makes_transform(value):
+            value = value()
     try:
-        check_callable("--transform", found)
+        check_callable("--transform", value)
     except TypeError as error:
         raise CommandError(str(error)) from error
-    return found
+    return value
 
 
 def setup_code(source: str, size: int | tuple[int, int] | None, transform: str | None) -> list[str]:
@@ -106,12 +104,12 @@ def _code(variable: str, names: str, is_called: Callable[[Any], bool]) -> list[s
     return [imported] if value == variable else [imported, f"{variable} = {value}"]
 
 
-def _makes_dataset(found: Any) -> bool:
-    return isinstance(found, type) or not _is_dataset(found)
+def _makes_dataset(value: Any) -> bool:
+    return isinstance(value, type) or not _is_dataset(value)
 
 
-def _makes_transform(found: Any) -> bool:
-    return inspect.isfunction(found) and not inspect.signature(found).parameters
+def _makes_transform(value: Any) -> bool:
+    return inspect.isfunction(value) and not inspect.signature(value).parameters
 
 
 @contextlib.contextmanager
@@ -163,7 +161,7 @@ def _is_dataset(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class SourceElsewhere:
+class RemoteSource:
     """Opens SOURCE on a different machine, in the working directory of the command; pickles as a handle.
 
     Attributes:

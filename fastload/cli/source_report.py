@@ -10,7 +10,7 @@ import shutil
 import statistics
 from typing import Any
 
-from fastload.batch.read_ahead import read_ahead
+from fastload.batch.source import read_ahead
 from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
 from fastload.cache.format.undecoded import decoded_nbytes
@@ -60,10 +60,10 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         cache = '"ram-encoded"' if 0 < files <= ram else "None"
     problem = ""
     try:
-        probe(source, [min(sizes)], rechecked=[min(sizes)])
+        probe(source, indices=[min(sizes)])
     except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
-    facts = {
+    report = {
         "num_samples": num_samples,
         "num_read": len(chosen),
         "num_unreadable": len(errors),
@@ -75,7 +75,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         "problem": problem,
         "use": f"fastload.CachedDataset({code}, transform, cache={cache})",
     }
-    return facts, _lines(facts)
+    return report, _lines(report)
 
 
 def _sizes(sample: Any) -> tuple[int, int]:
@@ -87,20 +87,20 @@ def _sizes(sample: Any) -> tuple[int, int]:
     return decoded_nbytes(sample), sum(len(image.content()) for image in images)
 
 
-def _lines(facts: dict[str, Any]) -> list[str]:
-    free = {"RAM": facts["ram_bytes"], "disk": facts["disk_bytes"]}
+def _lines(report: dict[str, Any]) -> list[str]:
+    free = {"RAM": report["ram_bytes"], "disk": report["disk_bytes"]}
     rows = [
-        ["", "about", *(f"{readable_size(nbytes)} of {place} can be used" for place, nbytes in free.items())]
+        ["", "about", *(f"{readable_size(nbytes)} of {where} can be used" for where, nbytes in free.items())]
     ]
-    for name, nbytes in (("decoded", facts["decoded_bytes"]), ("as files", facts["file_bytes"])):
+    for name, nbytes in (("decoded", report["decoded_bytes"]), ("as files", report["file_bytes"])):
         if nbytes is not None:
             fits = ("fits" if nbytes <= limit else "does not fit" for limit in free.values())
             rows.append([name, readable_size(nbytes), *fits])
-    how = "estimated from the headers of" if facts["file_bytes"] else "estimated from"
-    lines = [f"{facts['num_samples']:,} samples, {how} {facts['num_read']:,}", *table(rows)]
-    if facts["num_unreadable"]:
-        count = f"{facts['num_unreadable']:,} of these {facts['num_read']:,}"
-        lines.append(f"{count} cannot be read; the first one: {facts['first_error']}")
-    if facts["problem"]:
-        lines.append(f"no cache can hold these samples: {facts['problem']}")
-    return [*lines, f"use {facts['use']}"]
+    how = "estimated from the headers of" if report["file_bytes"] else "estimated from"
+    lines = [f"{report['num_samples']:,} samples, {how} {report['num_read']:,}", *table(rows)]
+    if report["num_unreadable"]:
+        count = f"{report['num_unreadable']:,} of these {report['num_read']:,}"
+        lines.append(f"{count} cannot be read; the first one: {report['first_error']}")
+    if report["problem"]:
+        lines.append(f"no cache can hold these samples: {report['problem']}")
+    return [*lines, f"use {report['use']}"]

@@ -1,7 +1,5 @@
 """How every command answers: its result as text or as --json, any error as one line and an exit code.
 
-Rules:
-
 1. Only results go to standard output: readable text, or with --json exactly one JSON object. Progress, logs
    and errors go to standard error; with --json, the output of the user's own code goes there, too.
 2. A failure prints one line and returns an exit code, see ExitCode; --debug or FASTLOAD_DEBUG=1 adds the
@@ -56,7 +54,7 @@ Exit codes:
   130  interrupted: run the same command again to continue"""
 
 APP: dict[str, Any] = {
-    "invoke_without_command": True,  # our own callback handles this, because releases of click differ
+    "invoke_without_command": True,  # a callback of fastload handles this, because releases of click differ
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"]},
 }
@@ -113,7 +111,7 @@ class CommandGroup(TyperGroup):
         if shell not in _SHELLS:
             raise CommandError(f"{option} knows the shells {', '.join(_SHELLS)}, but got {shell!r}")
         with self.make_context("fastload", []) as context:
-            parameter: Any = next(one for one in self.params if option in one.opts)
+            parameter: Any = next(each for each in self.params if option in each.opts)
             parameter.callback(context, parameter, shell)  # exits
 
 
@@ -198,7 +196,7 @@ def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer
                 typer.echo("\n".join(answer.lines))
             raise typer.Exit(answer.exit_code)
 
-        own, added = (inspect.signature(one, eval_str=True).parameters for one in (function, _output))
+        own, added = (inspect.signature(each, eval_str=True).parameters for each in (function, _output))
         vars(command)["__signature__"] = inspect.Signature([*own.values(), *added.values()])
         app.command(**settings)(command)
         return function

@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from fastload.device.cuda import choose_backend
+from fastload.device.devices import SynchronousDevice, choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher
-from fastload.device.synchronous import SynchronousDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
 
 T = TypeVar("T")
 

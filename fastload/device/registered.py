@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from fastload.batch.packing import count_places, is_leaf
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.memory.lease import Memory
 
 
@@ -71,7 +71,7 @@ class RegisteredSlots:
         if os.getpid() != self._pid or not self._addresses:
             return
         try:
-            # Before any memory is unregistered: an event behind all copies from the slots. Leaves that move
+            # Before any memory is unregistered: an event after all copies from the slots. Leaves that move
             # on the caller's stream are covered, because the side stream waits for them.
             self._backend.synchronize(self._backend.record_event(self.stream))
             for memory in list(self._addresses):

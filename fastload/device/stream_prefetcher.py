@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fastload.errors import LoaderClosedError
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ class _InFlight:
 
     batch: Any
     host_batch: Any = None  # the batch on the host, if it has deferred leaves
-    event: Any = None  # behind the batch's work on the side stream; None: no work was started
+    event: Any = None  # after the batch's work on the side stream; None: no work was started
     allocation_stream: Any = None  # under which `device_tensors` were allocated
     device_tensors: list[torch.Tensor] = field(default_factory=list)
     deferred: dict[int, Any] = field(default_factory=dict)  # leaves to move at hand-over, by id
@@ -215,7 +215,7 @@ class StreamPrefetcher(Iterator[T]):
         failed = None
         try:
             batch = self._hand_over(entry)
-        except torch.OutOfMemoryError as error:  # of a deferred leaf, or of the transform behind it
+        except torch.OutOfMemoryError as error:  # of a deferred leaf, or of the transform after it
             failed = _OutOfMemory.of(entry.host_batch, entry.transform, error)
         except BaseException:
             self._note_delivery()
@@ -298,7 +298,7 @@ class StreamPrefetcher(Iterator[T]):
         return dict(zip(dense, targets, strict=True))
 
     def _start_transform(self, entry: _InFlight, transform: Callable[[Any], Any]) -> None:
-        # On the side stream, behind the copies, and so are its allocations: what it frees, such as the
+        # On the side stream, after the copies, and so are its allocations: what it frees, such as the
         # copies, is only reused there, in order.
         with self._backend.on(self._stream):
             entry.batch = apply_transform(transform, entry.batch, self._backend.device)
@@ -451,7 +451,7 @@ def _coalesce(dense: dict[int, torch.Tensor]) -> _Coalesced | None:
 
 
 class _PendingReads:
-    """The host memory that the device may still read, in the order of the events behind the reads.
+    """The host memory that the device may still read, in the order of the events after the reads.
 
     Here, and nowhere else, the host waits for the device.
 
@@ -470,7 +470,7 @@ class _PendingReads:
         """Keep memory alive until the device has reached an event.
 
         Args:
-            event: Recorded behind the reads.
+            event: Recorded after the reads.
             memory: Whatever holds the memory.
             is_batch: Whether this counts as a batch; False for the second event of one.
         """

@@ -72,7 +72,7 @@ class EpochCursor:
         num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
         is_finished: Whether the caller has seen the end of the epoch.
-        obstacle: Why the epoch cannot be resumed in the middle; None if it can.
+        why_unresumable: Why the epoch cannot be resumed in the middle; None if it can.
         dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
             of each worker's copy after its last batch that the caller received.
         next_worker: The worker whose batch is due next.
@@ -100,7 +100,7 @@ class EpochCursor:
     num_received: int = 0
     checksum: tuple[int, int] = (0, 0)
     is_finished: bool = False
-    obstacle: str | None = None
+    why_unresumable: str | None = None
     dataset_states: list[DatasetState] | None = None
     next_worker: int = 0
     rank: int | None = None

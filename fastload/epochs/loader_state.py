@@ -11,7 +11,7 @@ from fastload.epochs.stats import Recorder
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.iterator import EpochIterator
     from fastload.memory.lease import BufferPool

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.device.cuda import choose_backend
+from fastload.device.devices import SynchronousDevice, choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher, apply_transform
-from fastload.device.synchronous import SynchronousDevice
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import state_of
@@ -26,7 +25,7 @@ from fastload.epochs.transform import EpochTransform
 from fastload.errors import LoaderClosedError
 
 if TYPE_CHECKING:
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Size
     from fastload.workers.settings import LoaderSettings

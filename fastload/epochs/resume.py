@@ -31,7 +31,7 @@ from fastload.rng.keys import occurrence_counter
 from fastload.system.logs import log
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import has_auto_collation, is_iterable
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,13 +84,13 @@ def warn_of_unknown_position(loader: DataLoader[Any]) -> None:
     )
 
 
-def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | None = None) -> EpochCursor:
+def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None = None) -> EpochCursor:
     """Begin a new epoch, or the epoch of a loaded state, before anything is drawn for it.
 
     Args:
         loader: The loader whose epoch begins.
         iterator_kind: See EpochCursor.
-        obstacle: Why the epoch cannot be resumed in the middle.
+        reason: Why the epoch cannot be resumed in the middle.
 
     Raises:
         ResumeError: The loaded state is in the middle of an epoch, and this loader cannot resume there.
@@ -98,17 +98,17 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, obstacle: str | Non
     state = state_of(loader)
     loaded, state.loaded = state.loaded, None  # `make_iterator` restores it after an error
     sources = OrderSources(loader)
-    cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), obstacle=obstacle)
+    cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=reason)
     cursor.is_iterable = is_iterable(loader)
     try:
         cursor.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
         cursor.error = RemoteError.current("in a sampler's state_dict()")
-    if obstacle is None and has_dataset_states(loader):
+    if reason is None and has_dataset_states(loader):
         _begin_dataset_states(loader, cursor, loaded)
     if loaded is not None and loaded.is_within_epoch:
         _resume_at(loader, cursor, loaded)
-    elif loaded is not None and obstacle is None and _has_persistent_workers(loader, loaded, iterator_kind):
+    elif loaded is not None and reason is None and _has_persistent_workers(loader, loaded, iterator_kind):
         cursor.follow(loaded)
     cursor.sample_seed = sample_seed_of(loader)
     transforms = (getattr(loader, name, None) for name in ("batch_transform", "device_transform"))
@@ -128,7 +128,7 @@ def _has_persistent_workers(loader: DataLoader[Any], loaded: EpochCursor, iterat
     return had_workers and iterator_kind == "workers" and loader.persistent_workers
 
 
-def obstacle(loader: DataLoader[Any]) -> str | None:
+def why_unresumable(loader: DataLoader[Any]) -> str | None:
     """Why an epoch of this loader cannot be resumed in the middle; None if it can."""
     dataset = loader.dataset
     if not is_iterable(loader) or keeps_state(dataset):
@@ -151,7 +151,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     if is_iterable(loader):
         return True
     pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
-    shares = loader.num_workers > 0 and pool_type.runs_in_consumer
+    shares = loader.num_workers > 0 and pool_type.uses_threads
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 
@@ -194,10 +194,10 @@ def _resume_at(loader: DataLoader[Any], cursor: EpochCursor, loaded: EpochCursor
             loaded.rank,
         )
     cursor.epoch = loaded.epoch
-    reason = loaded.obstacle or cursor.obstacle
+    reason = loaded.why_unresumable or cursor.why_unresumable
     if reason is not None and loaded.num_received:
         raise ResumeError(f"this epoch cannot be resumed after {loaded.num_received} batches: {reason}")
-    if cursor.obstacle is not None:
+    if cursor.why_unresumable is not None:
         # Without received batches no replay is needed. torch's default generator is the user's: not set.
         sources = OrderSources(loader)
         sources.set_generators({k: v for k, v in loaded.generators.items() if k != DEFAULT})

@@ -28,7 +28,7 @@ _CURE = "Load another checkpoint, or start without a state"
 # The keys that differ from their fields; torchdata and Accelerate use the names of the first two.
 _FIELDS = {"_num_yielded": "num_received", "_iterator_finished": "is_finished", "order": "sharding"}
 # Fields that are saved as they are, under their names.
-_PLAIN = ("epoch", "iterator_kind", "base_seed", "sample_seed", "obstacle", "next_worker", "rank")
+_PLAIN = ("epoch", "iterator_kind", "base_seed", "sample_seed", "why_unresumable", "next_worker", "rank")
 
 
 def to_dict(cursor: EpochCursor) -> dict[str, Any]:
@@ -75,7 +75,8 @@ def _contradictions(cursor: EpochCursor) -> Iterator[tuple[bool, str]]:
     """Combinations that no loader saves, and whether they occur here."""
     num_received, copies = cursor.num_received, cursor.dataset_states or []
     rank, num_ranks = cursor.rank, cursor.sharding.num_ranks
-    beginning = num_received, cursor.is_finished, cursor.checksum, cursor.base_seed, cursor.obstacle, copies
+    is_finished, reason = cursor.is_finished, cursor.why_unresumable
+    beginning = num_received, is_finished, cursor.checksum, cursor.base_seed, reason, copies
     has_begun = beginning != (0, False, (0, 0), 0, None, [])
     yield cursor.iterator_kind is None and has_begun, "an epoch has begun, but 'iterator_kind' is None"
     # Between two epochs, a state has none of torch's default generator, which belongs to the user.
@@ -156,7 +157,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
         place: base64.b64decode(text, validate=True) for place, text in value.items()
     },
     "samplers": _samplers,
-    "obstacle": optional(TEXT),
+    "why_unresumable": optional(TEXT),
     "dataset_states": _dataset_states,
     "next_worker": _count,
     "rank": optional(instance_of(int)),

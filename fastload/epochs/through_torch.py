@@ -17,13 +17,13 @@ import torch
 
 from fastload.batch.collate import to_channels_last
 from fastload.batch.loader_collate import own_collate
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.device.stream_prefetcher import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import THREAD, ThreadState, swap_state
-from fastload.rng.keyed import KeyedDataset, KeyedSampler
+from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 

@@ -39,13 +39,12 @@ from fastload.workers.batch_maker import AT_START
 from fastload.workers.messages import PendingBatch, ReplyKind
 from fastload.workers.pool import PoolSettings
 from fastload.workers.schedule import Schedule
-from fastload.workers.settings import worker_spec
-from fastload.workers.worker_types import pool_type_of
+from fastload.workers.settings import pool_type_of, worker_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.epochs.stats import Size
     from fastload.workers.messages import BatchReply
     from fastload.workers.pool import WorkerPool
@@ -62,7 +61,7 @@ class WorkerIterator(HostIterator):
 
     def __init__(self, loader: LoaderSettings, backend: Backend | None = None) -> None:
         _wait_for_exit()
-        self._cursor = resume.begin_epoch(loader, "workers", resume.obstacle(loader))
+        self._cursor = resume.begin_epoch(loader, "workers", resume.why_unresumable(loader))
         super().__init__(loader)
         self._base_seed = self._cursor.choose_base_seed(int(self._base_seed))
         self._prefetch_factor: int = loader.prefetch_factor or 0
@@ -81,7 +80,7 @@ class WorkerIterator(HostIterator):
         )
         pool_type = pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
-        if pool_type.runs_in_consumer:
+        if pool_type.uses_threads:
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
                 pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
@@ -98,7 +97,7 @@ class WorkerIterator(HostIterator):
         )
         self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
         self._pin_thread: PinThread | None = None
-        if self._pin_memory and not pool_type.runs_in_consumer and loader.device is None:
+        if self._pin_memory and not pool_type.uses_threads and loader.device is None:
             self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)
@@ -117,7 +116,7 @@ class WorkerIterator(HostIterator):
         with self._turn:
             try:
                 if not first_iter:
-                    self._cursor = resume.begin_epoch(loader, "again", resume.obstacle(loader))
+                    self._cursor = resume.begin_epoch(loader, "again", resume.why_unresumable(loader))
                     self._cursor.choose_base_seed(int(self._base_seed))
                 super()._reset(loader, first_iter)
                 self._sampler_iter = self._cursor.replay(loader, self._sampler_iter)

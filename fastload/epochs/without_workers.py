@@ -11,8 +11,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailureCount
-from fastload.batch.nbytes import nbytes_of
-from fastload.cache.format.counts import counts
+from fastload.batch.packing import nbytes_of
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
@@ -37,7 +37,7 @@ class LocalIterator(HostIterator):
     """Iterates over an epoch without workers: fetches samples here, into buffers that stay warm."""
 
     def __init__(self, loader: LoaderSettings) -> None:
-        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.obstacle(loader))
+        self._cursor = cursor = resume.begin_epoch(loader, "local", resume.why_unresumable(loader))
         super().__init__(loader)
         self._pin_memory = self._pin_memory and loader.device is None  # with device=, copies ahead pin memory
         cursor.choose_base_seed(int(self._base_seed))
@@ -104,7 +104,7 @@ class LocalIterator(HostIterator):
         raise StopIteration  # the buffers may belong to another iterator now
 
     def _fetch(self, index: Any, key: BatchKey) -> Any:
-        hits, misses = counts.hits, counts.misses
+        hits, misses = cache_counts.hits, cache_counts.misses
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             self._is_fetching = True
@@ -126,8 +126,8 @@ class LocalIterator(HostIterator):
             THREAD.source, THREAD.root, THREAD.pair = outside
             self._is_fetching = False
             self._buffers.end()
-            if counts.hits != hits or counts.misses != misses:
-                self._recorder.add(WorkerCounters(0, counts.hits - hits, counts.misses - misses))
+            if cache_counts.hits != hits or cache_counts.misses != misses:
+                self._recorder.add(WorkerCounters(0, cache_counts.hits - hits, cache_counts.misses - misses))
         self._due = None
         self._received(index)
         if self._fetcher.replacer is not None:

@@ -1,6 +1,5 @@
 """Reads image files as C-contiguous HWC uint8 RGB arrays.
 
 Read in this order: `decode`, `jpeg` and `geometry` (a file to an array), `encoded`, `regions` and
-`restart_markers` (images that are decoded later, or in part), `transform` (how a user's is called), `folder`
-(the dataset), `layout` (which dimensions are pixels).
+`restart_markers` (images that are decoded later, or in part), `folder` (the dataset).
 """

@@ -124,7 +124,7 @@ def read_header(source: Source, path: str | os.PathLike[str]) -> ImageHeader:
     """Read the header of a file, or of the content of a file.
 
     Raises:
-        ImageReadError: as for `read_image`; damage behind the header is not seen.
+        ImageReadError: as for `read_image`; damage after the header is not seen.
     """
     if isinstance(source, (bytes, memoryview)):
         header = parse_jpeg(source)

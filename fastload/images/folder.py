@@ -31,8 +31,8 @@ from fastload.files.read_ahead import ReadAhead
 from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
-from fastload.images.transform import transform_image
 from fastload.system.logs import log
+from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -167,7 +167,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             image = read_image(path, self.size)
         else:
             image = decode(self._content(number), path, self.size)
-        return image if self.transform is None else transform_image(self.transform, image), label
+        return image if self.transform is None else _transformed(self.transform, image), label
 
     @property
     def __getitems__(self) -> Callable[[list[int]], list[Any]] | None:
@@ -390,3 +390,11 @@ def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str
         if listing == "save":
             remote.save_list(classes, files)
     return arrange(classes, files, extensions)
+
+
+@calls_transforms
+def _transformed(transform: Callable[..., Any], image: Any) -> Any:
+    """The transformed image: albumentations takes and returns it by name, all others by position."""
+    reject_arrays()
+    is_named = any(base.__module__.partition(".")[0] == "albumentations" for base in type(transform).__mro__)
+    return transform(image=image)["image"] if is_named else transform(image)

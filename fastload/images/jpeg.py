@@ -5,7 +5,7 @@ Rules:
 1. OpenCV decodes if its pixels equal Pillow's: each process compares them once, on a small picture of each
    kind. So it does not matter how the libjpeg of either was built.
 2. Only ordinary files are decoded here: 8 bits, grey or colors of a common sampling, and an end marker.
-   OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look behind the
+   OpenCV gets no other file, because it does not raise all of Pillow's errors: it does not look after the
    last pixel, and old releases fill gaps with grey.
 3. Whatever is rejected here is left to Pillow, which decodes it or raises.
 """
@@ -140,7 +140,7 @@ def markers(data: Content, header: JpegHeader) -> tuple[npt.NDArray[np.intp], np
     """The offset of each marker in the compressed data, and its kind."""
     scan = np.frombuffer(data, np.uint8)[header.scan_at :]
     begins = scan[:-1] == _MARKER
-    begins &= scan[1:] != 0  # a 0 behind 0xFF: not a marker
+    begins &= scan[1:] != 0  # a 0 after 0xFF: not a marker
     places = begins.nonzero()[0]
     return places, scan[1:].take(places)
 

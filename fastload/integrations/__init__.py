@@ -1,11 +1,11 @@
 """fastload in programs written for torch's loader.
 
 Read `patch` first (what happens to torch's class), then `replaced` (the loader that it builds), `ram_cache`
-(the datasets that `--cache ram` wraps), and `children` with `bootstrap/sitecustomize` (how child processes do
-the same). `accelerate` and `ray` prepare a loader for a rank, with `prepared` in common. `ray_build` builds a
-cache on disk with a Ray cluster. Each of these is imported only by name.
+(the datasets that `--cache ram` wraps), and `bootstrap` (how child processes do the same). `accelerate` and
+`ray` prepare a loader for a rank, with `prepared` in common; `ray` also builds caches on a cluster. Each of
+these is imported only by name.
 """
 
 
 def __dir__() -> list[str]:
-    return ["accelerate", "ray", "ray_build"]
+    return ["accelerate", "ray"]

@@ -5,8 +5,8 @@ torch's class stays in place, and two of its methods change:
 1. `__init__`: an object of exactly torch's class becomes one of `replaced.DataLoader`. This works for every
    name of the class, also in modules imported before, in default arguments and in closures, which replacing
    names in modules would not reach. isinstance and issubclass stay correct.
-2. `__init_subclass__`: classes derived from torch's class from now on derive from ours. Earlier ones stay
-   unchanged.
+2. `__init_subclass__`: classes derived from torch's class from now on derive from `replaced.DataLoader`, too,
+   also if their constructor calls `torch.utils.data.DataLoader.__init__` by name. Earlier ones stay.
 
 This file imports little, because `from_environment` runs in the middle of the import of torch.
 """
@@ -20,7 +20,7 @@ import os
 import sys
 from typing import Any, Literal
 
-from fastload.integrations import children
+from fastload.integrations.bootstrap import install_hook
 from fastload.integrations.state import state
 
 _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fastload run`, as JSON
@@ -77,14 +77,14 @@ def unpatch_torch() -> None:
 
     state.is_patched = False
     state.defaults, state.cache = {}, None
-    # A library might have wrapped our method in the meantime: it keeps ours, which has no effect now.
-    if vars(TorchLoader)["__init__"] is _our_init():
-        _set(TorchLoader, "__init__", _our_init().__wrapped__)
-    if vars(TorchLoader).get("__init_subclass__") is _our_init_subclass:
+    # A library might have wrapped the hooked method in the meantime: it keeps it, which has no effect now.
+    if vars(TorchLoader)["__init__"] is _hooked_init():
+        _set(TorchLoader, "__init__", _hooked_init().__wrapped__)
+    if vars(TorchLoader).get("__init_subclass__") is _init_subclass:
         del TorchLoader.__init_subclass__
 
 
-def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> None:
+def patch_on_import(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> None:
     """Patch this process and its child processes as soon as they import torch's loader.
 
     Args:
@@ -96,11 +96,11 @@ def watch(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> N
     os.environ[_SETTINGS] = json.dumps(settings)
     state.is_verbose = is_verbose
     atexit.register(_report, os.getpid())
-    children.watch(f"{__name__}:{from_environment.__name__}")
+    install_hook(f"{__name__}:{from_environment.__name__}")
 
 
 def from_environment() -> None:
-    """Patch with the settings of `watch`, from this process or the one that started it."""
+    """Patch with the settings of `patch_on_import`, from this process or the one that started it."""
     settings = json.loads(os.environ[_SETTINGS])
     if _is_child():
         state.is_verbose = settings["is_verbose"]
@@ -134,12 +134,12 @@ def _patch(cache: str | None, defaults: dict[str, Any]) -> None:
     state.defaults = {**state.defaults, **defaults}
     state.is_patched = True
     method: Any = vars(TorchLoader)["__init__"]
-    while method is not None and method is not _our_init():
+    while method is not None and method is not _hooked_init():
         method = getattr(method, "__wrapped__", None)
     if method is None:
-        _set(TorchLoader, "__init__", _our_init())
+        _set(TorchLoader, "__init__", _hooked_init())
     if "__init_subclass__" not in vars(TorchLoader):
-        _set(TorchLoader, "__init_subclass__", _our_init_subclass)
+        _set(TorchLoader, "__init_subclass__", _init_subclass)
 
 
 def _set(kind: type, name: str, method: Any) -> None:
@@ -147,7 +147,7 @@ def _set(kind: type, name: str, method: Any) -> None:
 
 
 @functools.cache
-def _our_init() -> Any:
+def _hooked_init() -> Any:
     """The constructor for torch's class; made once, around its previous constructor."""
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
@@ -155,24 +155,30 @@ def _our_init() -> Any:
 
     @functools.wraps(torch_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is not TorchLoader or not state.is_patched:
+        if not state.is_patched:
             torch_init(self, *args, **kwargs)
             return
         from fastload.integrations.replaced import DataLoader
 
-        object.__setattr__(self, "__class__", DataLoader)
-        DataLoader.__init__(self, *args, **kwargs)
+        if type(self) is TorchLoader:
+            object.__setattr__(self, "__class__", DataLoader)
+        # Our own constructor comes here as well, after it has set worker_type. A derived class that names its
+        # base, `torch.utils.data.DataLoader.__init__(self, ...)`, has not been there yet.
+        if isinstance(self, DataLoader) and "worker_type" not in vars(self):
+            DataLoader.__init__(self, *args, **kwargs)
+        else:
+            torch_init(self, *args, **kwargs)
 
     return init
 
 
 @classmethod  # type: ignore[misc]  # it becomes a method of torch's class
-def _our_init_subclass(cls: Any, /, **kwargs: Any) -> None:
+def _init_subclass(cls: Any, /, **kwargs: Any) -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     super(TorchLoader, cls).__init_subclass__(**kwargs)
-    is_ours = cls.__module__.partition(".")[0] == "fastload"
-    if not state.is_patched or is_ours or TorchLoader not in cls.__bases__:
+    is_fastload = cls.__module__.partition(".")[0] == "fastload"
+    if not state.is_patched or is_fastload or TorchLoader not in cls.__bases__:
         return
     from fastload.integrations.replaced import DataLoader
     from fastload.loader import DataLoader as FastloadLoader

@@ -1,4 +1,4 @@
-"""fastload's loader instead of the torch loader that a framework built from one of ours.
+"""fastload's loader instead of the torch loader that a framework built from one.
 
 A framework's `prepare` reads the attributes of a loader, changes its samplers for the ranks, and builds a
 torch.utils.data.DataLoader. `loader_in_place_of` takes the samplers from the framework's loader, and all

@@ -172,12 +172,19 @@ class Segment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A handle, never the bytes: whoever unpickles it maps the same pages.
-        if context.get_spawning_popen() is not None:
+        if self.fd < 0:
+            return Segment, (-1, 0)
+        if is_for_child():
             return _attach_inherited, (reduction.DupFd(self.fd),)
         # Not pickled to start a child process: the reading process must belong to the same user, and must
         # open the descriptor while this process lives (proc(5), /proc/PID/fd).
         status = os.fstat(self.fd)
         return _attach_through_proc, (os.getpid(), self.fd, status.st_dev, status.st_ino)
+
+
+def is_for_child() -> bool:
+    """Whether this thread now pickles what a child process gets at its start."""
+    return context.get_spawning_popen() is not None
 
 
 class _Pickling(threading.local):

@@ -16,10 +16,11 @@ import pickle
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import reduction
 from typing import Any, TypeVar, overload
 
 from fastload.errors import SharedMemoryError
-from fastload.memory.segment import Segment, is_for_other_machines, why_unsupported, with_limit
+from fastload.memory.segment import Segment, why_unsupported, with_limit
 from fastload.system.humanize import readable_size
 from fastload.system.logs import say_once
 from fastload.system.notes import short_repr
@@ -38,11 +39,11 @@ class SharedList(Sequence[T]):
     two for a small dict, and returns a new object: changing that object does not change the list. A slice is
     a `SharedList` that shares the memory; `SharedList(records[:10])` copies ten items into new memory.
 
-    The list holds anonymous shared memory, which is freed with the last list or slice in any process. When
-    pickled, it is a handle: for a process that is being started, a descriptor; otherwise, a reference that
-    processes of the same user can read while the process that pickled it holds the list. `list(records)` is
-    what to save in a file or to send to another host. Systems without anonymous shared memory keep a copy in
-    each process, with a warning.
+    The list holds anonymous shared memory, which is freed with the last list or slice in any process.
+    multiprocessing (workers at their start, queues, pipes, pools) sends a handle of that memory. Any other
+    pickle, as in a checkpoint, holds all records of the memory, so it can be loaded at any time and on any
+    host, into new shared memory. Systems without anonymous shared memory keep a copy in each process, with a
+    warning.
 
     Args:
         items: The records, read once and one at a time.
@@ -55,7 +56,7 @@ class SharedList(Sequence[T]):
     __slots__ = ("__weakref__", "_numbers", "_records")
 
     def __init__(self, items: Iterable[T]) -> None:
-        self._records = _Records(_stored(items))
+        self._records = _Records(_stored(_chunks(items)))
         self._numbers = range(self._records.num_items)  # of the records that are the items of this list
 
     @property
@@ -122,24 +123,35 @@ class _Records:
         return pickle.loads(self._bytes[self._offsets[number] : self._offsets[number + 1]])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if is_for_other_machines():
-            return _Records, (bytearray(self._bytes),)
+        return _loaded, (bytes(self._bytes),)
+
+    def reduce_to_handle(self) -> tuple[Any, ...]:
+        """As `__reduce__`, for a process of this run, which maps the same memory."""
         return _Records, (self._memory,)
 
 
-def _stored(items: Iterable[Any]) -> Segment | bytearray:
-    """New memory with these items."""
+# As torch does for tensors: what multiprocessing pickles is shared, what other code pickles is stored.
+reduction.ForkingPickler.register(_Records, _Records.reduce_to_handle)
+
+
+def _loaded(data: bytes) -> _Records:
+    """The memory of a list that was pickled with its records; new, but shared from here on."""
+    return _Records(_stored([data]))
+
+
+def _stored(chunks: Iterable[bytes]) -> Segment | bytearray:
+    """New memory with these bytes."""
     reason = why_unsupported()
     if reason is not None:
         say_once(f"SharedList: each process keeps its own copy, because {reason}")
         private = bytearray()
-        for chunk in _chunks(items):
+        for chunk in chunks:
             private += chunk
         return private
     segment = Segment.create(0, name="fastload-list")
     nbytes = 0
     try:
-        for chunk in _chunks(items):
+        for chunk in chunks:
             try:
                 segment.write(chunk, nbytes)
             except OSError as error:

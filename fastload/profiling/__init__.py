@@ -1,10 +1,10 @@
-"""Where the time of a training loop goes: watch any loader, measure, and say what to change.
+"""Where the time of a training loop goes: record any loader, and say what to change.
 
-Read recording (the file that each process writes), spans (which stage a thread is in), probes (which
-functions belong to which stage), hot_lines (the lines of user code that take the time), hooks (what a process
-records), facts (settings and sizes of a loader), small_objects (what each worker copies), watching (the
-consumer's side), timeline (the recordings, read back), prediction (how long steps take after a change),
-suggestions, report, trace, session.
+Read recording (the file that each process writes), spans (the stages of making a batch), probes (which
+functions belong to which stage), line_sampler (the lines of user code that take the time), hooks (what a
+process records), loader_info (settings and sizes of a loader), small_objects (what each worker copies),
+recorder (the consumer's side), timeline (the recordings, read back), prediction (how long steps take after a
+change), suggestions, report, session.
 """
 
 from typing import TYPE_CHECKING

@@ -1,11 +1,6 @@
-"""Record the batches that a watched process makes, and their transport.
+"""Records the batches that a process makes, and their transport: in the consumer and in its workers.
 
-Runs in the consumer's process and in its workers. Rules:
-
-1. A hooked function returns and raises what the original does.
-2. Worker processes get their hooks through the function that they start with (`WatchedMain`),
-   which is pickled with the directory of the recordings: this works for fork, spawn and forkserver alike.
-3. A process forked from a watched one that is not its worker records nothing.
+A hooked function returns and raises what the original does.
 """
 
 from __future__ import annotations
@@ -24,9 +19,9 @@ from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.batch.stacking import is_torch_default
 from fastload.profiling import probes
 from fastload.profiling.line_sampler import LineSampler
-from fastload.profiling.recording import Moment, Recording
-from fastload.profiling.spans import BatchWatch, here, probe
-from fastload.rng.worker_info import get_worker_info
+from fastload.profiling.recording import Event, Recording
+from fastload.profiling.spans import BatchRecorder, probe, this_thread
+from fastload.rng.seeding import get_worker_info
 from fastload.system.torch_private import (
     DATASET_FETCHERS,
     pin_memory,
@@ -41,9 +36,9 @@ from fastload.workers import worker as own_worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Functions of the consumer's process that pin batches or copy them to a device. Tensor.to() itself is not
-# among them: torch.compile would trace into its replacement.
-_COPIES = (
+# Functions of the consumer's process that pin batches or copy them to a device: module, name, stage.
+# Tensor.to() itself is not among them: torch.compile would trace into its replacement.
+COPIES = (
     ("fastload.epochs.with_workers", "pin_batch", probes.PIN),
     ("fastload.epochs.without_workers", "pin_batch", probes.PIN),
     ("accelerate.data_loader", "send_to_device", probes.COPY),
@@ -56,26 +51,18 @@ _LOADER = "_fastload_loader"  # an attribute of worker threads
 NO_LOADER = -1  # the loader number of what belongs to no loader: pinning, receiving, copying
 
 
-class _InUse(threading.local):
-    loader: int | None = None  # the loader whose `__iter__` or `__next__` runs in this thread
-    is_timed = False  # whether a function of `_timed` runs
-
-
-in_use = _InUse()
-
-
-class Process:
-    """What this process records while it is watched.
+class ProcessRecorder:
+    """Records the batches of all loaders in one process.
 
     Args:
         directory: Where its recording goes.
         loader: The number of the loader whose worker this is; `NO_LOADER` in the consumer's process.
 
     Attributes:
-        current: The one of this process; None if the process is not watched.
+        current: The recorder of this process; None if nothing is recorded.
     """
 
-    current: Process | None = None
+    current: ProcessRecorder | None = None
 
     def __init__(self, directory: str, loader: int) -> None:
         self._loader = loader
@@ -84,59 +71,63 @@ class Process:
         self._probes = probes.Probes()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._watches: dict[tuple[int, int, int], BatchWatch] = {}  # by loader, worker and thread
+        self._recorders: dict[tuple[int, int, int], BatchRecorder] = {}  # by loader, worker and thread
         self._making: dict[int, tuple[int, int]] = {}  # the loader and the worker, by thread
         self._lines: LineSampler | None = None  # from the first batch on
 
     @classmethod
     def begin_worker(cls, directory: str, loader: int) -> None:
-        """Begin to watch a worker process; a forked one has copies of the consumer's objects."""
-        here.spans, here.is_making = None, False
-        in_use.loader = None
+        """Begin to record in a worker process."""
+        # A forked worker has copies of the consumer's objects, among them the state of the forking thread.
+        this_thread.spans, this_thread.is_making, this_thread.loader = None, False, None
         cls.current = cls(directory, loader)
         hook_process(contextlib.ExitStack())  # for as long as the process lives
 
     @classmethod
     def end(cls) -> None:
-        """End the watch of this process."""
-        process, cls.current = cls.current, None
-        if process is not None:
-            if process._lines is not None:
-                process._lines.stop()
-            process._recording.close()
+        """End the recording of this process."""
+        recorder, cls.current = cls.current, None
+        if recorder is not None:
+            if recorder._lines is not None:
+                recorder._lines.stop()
+            recorder._recording.close()
 
     def measure(self, fetcher: Any, make: Callable[..., Any], index: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``make``, which makes a batch, and record it under its loader."""
         loader: int | None = self._loader
         worker, thread = _worker_number(), threading.get_ident()
         if self._is_consumer:  # a worker thread knows its loader since it was made
-            loader = in_use.loader if worker < 0 else vars(threading.current_thread()).get(_LOADER)
-        # A loader inside the dataset is part of the outer batch.
-        if loader is None or here.is_making or os.getpid() != self._pid:
+            loader = this_thread.loader if worker < 0 else vars(threading.current_thread()).get(_LOADER)
+        # A loader inside the dataset is part of the outer batch. A process that was forked from a recorded
+        # one, and is not its worker, records nothing.
+        if loader is None or this_thread.is_making or os.getpid() != self._pid:
             return make(fetcher, index, *args, **kwargs)
-        watch = self._watches.get((loader, worker, thread)) or self._begin(loader, worker, thread, fetcher)
+        recorder = self._recorders.get((loader, worker, thread)) or self._begin(
+            loader, worker, thread, fetcher
+        )
         self._making[thread] = loader, worker
         try:
             size = len(index) if isinstance(index, (list, tuple)) else 1
-            return watch.measure(functools.partial(make, fetcher, index, *args, **kwargs), size)
+            return recorder.measure(functools.partial(make, fetcher, index, *args, **kwargs), size)
         finally:
             del self._making[thread]
 
-    def _begin(self, loader: int, worker: int, thread: int, fetcher: Any) -> BatchWatch:
-        watch = BatchWatch(self._recording, loader, worker, self._probes.switch)
+    def _begin(self, loader: int, worker: int, thread: int, fetcher: Any) -> BatchRecorder:
+        recorder = BatchRecorder(self._recording, loader, worker, self._probes.switch)
         with self._lock:
             if self._lines is None:
                 self._lines = LineSampler(self._recording, self._making)
-            self._watches[loader, worker, thread] = watch
-        held = vars(fetcher)  # torch's name and fastload's; its truth would ask for the dataset's length
-        self._probes.add_dataset(held["dataset"] if "dataset" in held else held.get("_dataset"))
-        return watch
+            self._recorders[loader, worker, thread] = recorder
+        attributes = vars(fetcher)  # torch's name or fastload's; `or` would ask for the dataset's length
+        dataset = attributes["dataset"] if "dataset" in attributes else attributes.get("_dataset")
+        self._probes.add_dataset(dataset)
+        return recorder
 
     def add(self, stage: str, name: str, wall_ns: int, cpu_ns: int) -> None:
         """Add time outside of making a batch, such as sending one."""
         if os.getpid() == self._pid:
-            loader = self._loader if in_use.loader is None else in_use.loader
-            self._recording.add(Moment(loader, _worker_number(), stage, name, wall_ns, cpu_ns))
+            loader = self._loader if this_thread.loader is None else this_thread.loader
+            self._recording.add(Event(loader, _worker_number(), stage, name, wall_ns, cpu_ns))
 
 
 def _worker_number() -> int:
@@ -144,34 +135,27 @@ def _worker_number() -> int:
     return -1 if info is None else info.id
 
 
-# Where worker processes are told what to run, and what that is.
+# Where pools find the main function of worker processes, and that function, by the kind of loader.
 _MAINS: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "torch": (torch_worker, "_worker_loop", worker_loop),
     "fastload": (own_process, "main", own_worker.main),
 }
 
 
-class WatchedMain:
-    """The function that worker processes run, with hooks; it is pickled for spawned processes."""
-
-    def __init__(self, kind: str, directory: str, loader: int) -> None:
-        self._kind = kind
-        self._directory = directory
-        self._loader = loader
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Run the worker."""
-        Process.begin_worker(self._directory, self._loader)
-        _MAINS[self._kind][2](*args, **kwargs)
+def _recorded_main(kind: str, directory: str, loader: int, *args: Any, **kwargs: Any) -> None:
+    """The main function of worker processes while a profile runs."""
+    ProcessRecorder.begin_worker(directory, loader)
+    _MAINS[kind][2](*args, **kwargs)
 
 
-def watch_new_workers(directory: str, loader: int) -> None:
-    """Assign worker processes that start from now on to this loader."""
+def hook_new_workers(directory: str, loader: int) -> None:
+    """Let worker processes that start from now on record, for this loader."""
     for kind, (owner, name, _) in _MAINS.items():
-        setattr(owner, name, WatchedMain(kind, directory, loader))
+        # It is pickled with its arguments: fork, spawn and forkserver all bring the hooks to the worker.
+        setattr(owner, name, functools.partial(_recorded_main, kind, directory, loader))
 
 
-def forget_new_workers() -> None:
+def unhook_new_workers() -> None:
     """Start worker processes as without a profile again."""
     for owner, name, original in _MAINS.values():
         setattr(owner, name, original)
@@ -179,87 +163,91 @@ def forget_new_workers() -> None:
 
 def hook_process(undo: contextlib.ExitStack) -> None:
     """Measure, in this process, each batch where it is made, and the transport of batches."""
-    replace = functools.partial(_hook, undo)
     for kind in (*DATASET_FETCHERS, own_fetch.Fetcher):
-        replace(kind, "fetch", _watched_fetch(vars(kind)["fetch"]))
-    replace(multiprocessing.queues, "_ForkingPickler", _watched_pickler())
-    replace(torch_pin_memory, "pin_memory", _timed(probes.PIN, pin_memory))
-    replace(thread_pool._WorkerThread, "__init__", _watched_thread(thread_pool._WorkerThread.__init__))
+        _hook(undo, kind, "fetch", _hooked_fetch(vars(kind)["fetch"]))
+    _hook(undo, multiprocessing.queues, "_ForkingPickler", _hooked_pickler())
+    _hook(undo, torch_pin_memory, "pin_memory", _timed(probes.PIN, pin_memory))
+    thread_init = thread_pool._WorkerThread.__init__
+    _hook(undo, thread_pool._WorkerThread, "__init__", _hooked_thread(thread_init))
     hook_copies(undo)
 
 
-def _hook(undo: contextlib.ExitStack, owner: Any, name: str, watched: Any) -> None:
+def _hook(undo: contextlib.ExitStack, owner: Any, name: str, hooked: Any) -> None:
     original = vars(owner)[name]
-    if not hasattr(original, "_is_watched"):  # a forked worker has the hooks already
-        watched._is_watched = True
-        setattr(owner, name, watched)
+    if not hasattr(original, "_is_hooked"):  # a forked worker has the hooks already
+        hooked._is_hooked = True
+        setattr(owner, name, hooked)
         undo.callback(setattr, owner, name, original)
 
 
 def hook_copies(undo: contextlib.ExitStack) -> None:
-    """Hooks in the modules of `_COPIES` that are imported by now."""
-    for module, name, stage in _COPIES:
+    """Measure copies in the modules of `COPIES` that are imported by now."""
+    for module, name, stage in COPIES:
         owner = sys.modules.get(module)
         if owner is not None and name in vars(owner):
             _hook(undo, owner, name, _timed(stage, vars(owner)[name]))
 
 
-def _watched_thread(original: Callable[..., None]) -> Callable[..., None]:
+def _hooked_thread(original: Callable[..., None]) -> Callable[..., None]:
     """A worker thread remembers the loader that makes it."""
 
     def __init__(worker: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # its name in tracebacks
         original(worker, *args, **kwargs)
-        vars(worker.thread)[_LOADER] = in_use.loader
+        vars(worker.thread)[_LOADER] = this_thread.loader
 
     return __init__
 
 
-def _watched_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
+def _hooked_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
     def fetch(fetcher: Any, index: Any, *args: Any, **kwargs: Any) -> Any:
-        process = Process.current
-        if process is None:
+        recorder = ProcessRecorder.current
+        if recorder is None:
             return original(fetcher, index, *args, **kwargs)
         for attribute in ("collate_fn", "_collate_fn"):  # torch's name and fastload's
             collate = vars(fetcher).get(attribute)
-            if collate is not None and not hasattr(collate, "_is_watched") and not _is_ours(fetcher, collate):
-                setattr(fetcher, attribute, _watched_collate(collate))
-        return process.measure(fetcher, original, index, *args, **kwargs)
+            if (
+                collate is not None
+                and not hasattr(collate, "_is_hooked")
+                and not _is_replaced(fetcher, collate)
+            ):
+                setattr(fetcher, attribute, _hooked_collate(collate))
+        return recorder.measure(fetcher, original, index, *args, **kwargs)
 
     return fetch
 
 
-def _watched_collate(collate: Any) -> Any:
+def _hooked_collate(collate: Any) -> Any:
     """A probed collate_fn.
 
-    The collate_fn of a loader that a framework built from ours looks at its caller, torch's fetcher. It stays
-    the outermost function, around a probed one.
+    A `LoaderCollate`, which a framework got from fastload's loader, checks that torch's fetcher calls it. So
+    it stays the outermost function, around a probed one.
     """
     if type(collate) is LoaderCollate:
         lost, channels_last = collate._fastload_note
-        return LoaderCollate(_watched_collate(own_collate(collate)), lost, channels_last=channels_last)
+        return LoaderCollate(_hooked_collate(own_collate(collate)), lost, channels_last=channels_last)
     name = getattr(collate, "__qualname__", type(collate).__qualname__)
-    watched = probe(collate, (probes.COLLATE, name))
-    watched._is_watched = True
-    return watched
+    hooked = probe(collate, (probes.COLLATE, name))
+    hooked._is_hooked = True
+    return hooked
 
 
-def _is_ours(fetcher: Any, collate: Any) -> bool:
+def _is_replaced(fetcher: Any, collate: Any) -> bool:
     """Whether fastload's fetcher replaces this function with its own rows, which it tells by identity."""
     return isinstance(fetcher, own_fetch.Fetcher) and is_torch_default(collate)
 
 
-def _watched_pickler() -> Any:
+def _hooked_pickler() -> Any:
     """The pickler of multiprocessing's queues, which measures the time of sending and receiving."""
     original: Any = multiprocessing.queues._ForkingPickler  # type: ignore[attr-defined]
 
-    class WatchedPickler(original):  # type: ignore[misc]
+    class HookedPickler(original):  # type: ignore[misc]
         @classmethod
         def dumps(cls, value: Any, protocol: int | None = None) -> Any:
             return _timed(probes.SEND, original.dumps)(value, protocol)
 
         loads = staticmethod(_timed(probes.RECEIVE, original.loads))
 
-    return WatchedPickler
+    return HookedPickler
 
 
 def _timed(stage: str, function: Callable[..., Any]) -> Any:
@@ -267,16 +255,16 @@ def _timed(stage: str, function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function, updated=())
     def timed(*args: Any, **kwargs: Any) -> Any:
-        process = Process.current
-        if process is None or in_use.is_timed:
+        recorder = ProcessRecorder.current
+        if recorder is None or this_thread.is_timed:
             return function(*args, **kwargs)
-        in_use.is_timed = True
+        this_thread.is_timed = True
         start_ns, start_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         try:
             return function(*args, **kwargs)
         finally:
-            in_use.is_timed = False
+            this_thread.is_timed = False
             wall_ns, cpu_ns = time.perf_counter_ns() - start_ns, time.thread_time_ns() - start_cpu_ns
-            process.add(stage, function.__name__, wall_ns, cpu_ns)
+            recorder.add(stage, function.__name__, wall_ns, cpu_ns)
 
     return timed

@@ -1,11 +1,8 @@
-"""How long a training step would take after a change of the loader, from the recorded times.
+"""A model of a loader and its consumer, which predicts the time of a step after a change of the loader.
 
-Two limits hold at once, and the slower one is the prediction:
-
-1. The order of events. `simulate` replays the recorded times of making batches and of computing, with torch's
-   rules: batches go to the workers in turn, `prefetch_factor` batches per worker are in flight, and the
-   consumer takes them in order.
-2. The CPUs. All processes together get at most `num_cpus` seconds of CPU per second.
+The prediction is the slower of two limits: the order of events, which `simulate` replays from the recorded
+times of making batches and of computing; and the CPUs, because all processes together get at most `num_cpus`
+seconds of CPU per second.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fastload.profiling.timeline import mean, seconds
+from fastload.profiling.timeline import mean
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +22,7 @@ _NUM_STEPS = 400  # simulated
 
 
 @dataclass(frozen=True)
-class Model:
+class LoaderModel:
     """A loader and its consumer, as times of recorded batches.
 
     Attributes:
@@ -49,43 +46,40 @@ class Model:
     is_saturated: bool = False
 
     @classmethod
-    def of(cls, timeline: Timeline) -> Model:
+    def of(cls, timeline: Timeline) -> LoaderModel:
         """The model of what was recorded."""
-        facts = timeline.facts
-        workers = facts["num_workers"]
-        makes = [
-            [seconds(batch.end_ns - batch.start_ns) for batch in own[1:] or own]
-            for own in timeline.batches.values()
-        ]
+        info = timeline.info
+        num_workers = info["num_workers"]
+        makes = [[batch.make_s for batch in batches[1:] or batches] for batches in timeline.batches.values()]
         receiving_s = timeline.receiving_s
         computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s
-        consumer_cpu_s = timeline.consumer_cpu_s - (0 if workers else make_cpu_s)
+        consumer_cpu_s = timeline.consumer_cpu_s - (0 if num_workers else make_cpu_s)
         # No change of the loader frees CPUs that other programs keep busy.
         is_limit = make_cpu_s + consumer_cpu_s > _OWN_SHARE * timeline.machine.num_cpus * timeline.step_s
         return cls(
             computes or [0.0],
             makes or [[0.0]],
-            workers,
-            facts["prefetch_factor"] or 2,
+            num_workers,
+            info["prefetch_factor"] or 2,
             make_cpu_s,
             max(consumer_cpu_s, 0.0),
             timeline.machine.num_cpus,
             timeline.machine.is_saturated and is_limit,
         )
 
-    def scaled(self, wall: float, cpu: float) -> Model:
+    def scaled(self, wall: float, cpu: float) -> LoaderModel:
         """The same, with making a batch at these shares of its time and of its CPU time."""
         makes = [[make_s * wall for make_s in makes] for makes in self.makes]
         return replace(self, makes=makes, make_cpu_s=self.make_cpu_s * cpu)
 
-    def with_workers(self, num_workers: int) -> Model:
+    def with_workers(self, num_workers: int) -> LoaderModel:
         """The same, with a different number of workers."""
-        everything = [make_s for makes in self.makes for make_s in makes]
+        all_makes = [make_s for makes in self.makes for make_s in makes]
         computes = self.computes
         if self.num_workers == 0:
             computes = [compute_s + 50e-6 for compute_s in computes]  # receiving a batch
-        return replace(self, makes=[everything], num_workers=num_workers, computes=computes)
+        return replace(self, makes=[all_makes], num_workers=num_workers, computes=computes)
 
     @property
     def cpu_s(self) -> float:
@@ -97,7 +91,7 @@ class Model:
         simulated_s = simulate(self.computes, self.makes, self.num_workers, self.prefetch_factor)
         return max(simulated_s, self.cpu_s / max(self.num_cpus, 0.1))
 
-    def gain_to(self, other: Model) -> float:
+    def gain_to(self, other: LoaderModel) -> float:
         """The speed-up of steps in a different model of the same loader."""
         before_s, after_s = self.step_s(), other.step_s()
         if self.is_saturated and self.cpu_s > 0:
@@ -112,6 +106,9 @@ def simulate(
 ) -> float:
     """The mean seconds of a step, when recorded times follow one another in the loader's order.
 
+    Batches go to the workers in turn, `prefetch_factor` batches per worker are in flight, and the consumer
+    takes them in order, as in torch.
+
     Args:
         computes: Seconds of the consumer per batch; repeated as needed.
         makes: Seconds per batch of each worker; repeated as needed, also for more workers than were recorded.
@@ -122,17 +119,18 @@ def simulate(
         return mean(list(computes)) + mean([make_s for worker in makes for make_s in worker])
     num_ahead = num_workers * prefetch_factor
     num_first = 2 * num_ahead  # steps until the pipeline is in its steady state
-    asked_s = [0.0] * num_ahead  # when each batch was given to its worker
+    requested_s = [0.0] * num_ahead  # when each batch was given to its worker
     free_s = [0.0] * num_workers
     now_s = start_s = 0.0
     for number in range(_NUM_STEPS + num_first):
         if number == num_first:
             start_s = now_s
         worker = number % num_workers
-        own = makes[worker % len(makes)]
+        worker_makes = makes[worker % len(makes)]
         turn = number // num_workers + worker // len(makes) * 7  # recorded times for further workers
-        free_s[worker] = max(free_s[worker], asked_s[number]) + own[turn % len(own)]
+        make_s = worker_makes[turn % len(worker_makes)]
+        free_s[worker] = max(free_s[worker], requested_s[number]) + make_s
         now_s = max(now_s, free_s[worker])
-        asked_s.append(now_s)
+        requested_s.append(now_s)
         now_s += computes[number % len(computes)]
     return (now_s - start_s) / _NUM_STEPS

@@ -1,11 +1,6 @@
 """Which functions belong to which stage. They are replaced with timed ones while a batch is measured.
 
-Rules:
-
-1. Probes are on only while some thread measures a batch in detail. In between, every function and attribute
-   is the original again, so other batches cost nothing.
-2. A probed function returns what the original returns, and raises what it raises.
-3. Only already imported modules are probed: profiling imports no library by itself.
+A probed function returns what the original returns, and raises what it raises.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.line_sampler import is_own_code
-from fastload.profiling.spans import here, probe
+from fastload.profiling.spans import probe, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,8 +23,9 @@ READ, DECODE, TRANSFORM, COLLATE = "read", "decode", "transform", "collate"
 CACHE, LOCK, DATASET = "cache", "lock", "dataset"
 SEND, RECEIVE, PIN, COPY = "send", "receive", "pin", "copy"
 
-# Functions of modules: module, name, stage. The sizes of decoded images are recorded.
-_FUNCTIONS = (
+# Functions of modules: module, name, stage. The sizes of decoded images are recorded. Modules that the script
+# has not imported are left out: profiling imports no library by itself.
+FUNCTIONS = (
     ("cv2", "imread", DECODE),
     ("cv2", "imdecode", DECODE),
     ("numpy", "load", READ),
@@ -50,7 +46,7 @@ _FUNCTIONS = (
     ("fcntl", "lockf", LOCK),
 )
 # Methods of classes: module, class, method, stage.
-_METHODS = (
+METHODS = (
     ("PIL.ImageFile", "ImageFile", "load", DECODE),
     ("PIL.Image", "Image", "convert", DECODE),
     ("turbojpeg", "TurboJPEG", "decode", DECODE),
@@ -64,6 +60,12 @@ _METHODS = (
     ("fastload.batch.fetch", "Fetcher", "_stacked", COLLATE),
     ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
+)
+# What is recorded of fastload's own collating: no user can make it cheaper.
+OWN_COLLATES = frozenset(
+    f"{kind}.{name}"
+    for module, kind, name, stage in METHODS
+    if module.startswith("fastload.") and stage == COLLATE
 )
 # Functions that read files and decode them in one call: blocked time in them counts as reading.
 READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
@@ -82,19 +84,23 @@ Patch = tuple[Any, str, Any, Any]  # owner, attribute, original, probed
 
 
 class Probes:
-    """The probes of one process."""
+    """The probes of one process.
+
+    They are in place only while some thread measures a batch in detail. In between, every function and
+    attribute is the original again, so other batches cost nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_measuring = 0
         self._patches: list[Patch] = []
         self._datasets: list[Any] = []
-        self._num_modules = 0  # when the functions were found
+        self._num_modules = 0  # that were imported when the functions were looked up
 
     def add_dataset(self, dataset: Any) -> None:
-        """Watch the transforms of a dataset, also inside other datasets."""
+        """Probe the transforms of a dataset, also inside other datasets."""
         with self._lock:
-            if dataset is not None and not any(known is dataset for known in self._datasets):
+            if dataset is not None and not any(dataset is other for other in self._datasets):
                 self._datasets.append(dataset)
             is_on = self._num_measuring > 0  # another thread measures a batch
             if is_on:
@@ -124,16 +130,16 @@ class Probes:
         """Find all functions to probe, in the modules that are imported now."""
         replaced: dict[int, tuple[Any, Any]] = {}  # by the id of the original
         patches: list[Patch] = []
-        for module, name, stage in _FUNCTIONS:
+        for module, name, stage in FUNCTIONS:
             function = getattr(sys.modules.get(module), name, None)
             if callable(function):
                 probed = probe(function, (stage, f"{module}.{name}"), has_size=stage == DECODE)
                 replaced[id(function)] = function, probed
                 patches.append((vars(sys.modules[module]), name, function, probed))
         replaced[id(builtins.open)] = builtins.open, _open
-        patches += [(vars(home), "open", builtins.open, _open) for home in (builtins, io)]
+        patches += [(vars(module), "open", builtins.open, _open) for module in (builtins, io)]
         patches += _references(replaced)
-        for module, kind, name, stage in _METHODS:
+        for module, kind, name, stage in METHODS:
             owner = getattr(sys.modules.get(module), kind, None)
             function = None if owner is None else vars(owner).get(name)
             if callable(function):
@@ -142,7 +148,7 @@ class Probes:
         patches += _transform_modules()
         for dataset in self._datasets:
             patches += _of_dataset(dataset)
-        # The first one for each place counts.
+        # The first patch of each attribute counts.
         self._patches = list({(id(patch[0]), patch[1]): patch for patch in reversed(patches)}.values())
         self._num_modules = len(sys.modules)
 
@@ -154,9 +160,9 @@ def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
         names = getattr(module, "__dict__", {})
         if module is main or is_own_code(names.get("__file__") or ""):
             for name, value in list(names.items()):
-                found = replaced.get(id(value))
-                if found is not None and found[0] is value:
-                    yield names, name, value, found[1]
+                original, probed = replaced.get(id(value), (None, None))
+                if probed is not None and original is value:
+                    yield names, name, value, probed
 
 
 def _transform_modules() -> Iterator[Patch]:
@@ -226,8 +232,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = getattr(value, "__dict__", None)
-    return found if isinstance(found, dict) else {}
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _datasets_within(dataset: Any, depth: int = 4) -> Iterator[Any]:
@@ -265,6 +271,6 @@ _PLAIN = (-1, None, None, None)  # buffering, encoding, errors and newline, as p
 def _open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
     """`open`, whose files time their reads if opened by path for reading in binary mode."""
     is_plain = mode in ("rb", "br") and not kwargs and args == _PLAIN[: len(args)]
-    if here.spans is not None and is_plain and isinstance(file, (str, bytes, os.PathLike)):
+    if this_thread.spans is not None and is_plain and isinstance(file, (str, bytes, os.PathLike)):
         return _probed_open(file)
     return _original_open(file, mode, *args, **kwargs)

@@ -1,11 +1,6 @@
-"""What the processes of a profile measured, in a file of JSON lines for each of them.
+"""What the processes of a profile measured: a file of JSON lines for each of them.
 
-Rules:
-
-1. Each line is written by one call: threads need no lock, and a killed process leaves whole lines and at most
-   a part of one, which the reader skips.
-2. A process records at most `MAX_LINES`, and nothing after an error of the file system.
-3. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
+Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_LINES = 500_000  # about 80 MB
+MAX_LINES = 500_000  # of a process: about 80 MB
 _numbers = itertools.count()  # of the recordings of this process
 
 
@@ -47,9 +42,14 @@ class Batch(NamedTuple):
     num_samples: int
     stages: list[tuple[str, str, list[int]]]
 
+    @property
+    def make_s(self) -> float:
+        """Seconds from the beginning of the work to the collated batch."""
+        return (self.end_ns - self.start_ns) / 1e9
 
-class Moment(NamedTuple):
-    """Time outside of making a batch, such as sending one, or a look at the line that a thread runs.
+
+class Event(NamedTuple):
+    """Time outside of making a batch, such as sending one, or a sample of the line that a thread runs.
 
     Attributes:
         loader: The number of the loader; `NO_LOADER` if it is not known.
@@ -69,45 +69,43 @@ class Moment(NamedTuple):
 
 
 class Recording:
-    """The writing side; it belongs to one process.
-
-    Args:
-        directory: Where the file is made.
+    """The file that one process writes, in a directory for all of them.
 
     Raises:
         OSError: The file cannot be made.
     """
 
     def __init__(self, directory: str) -> None:
-        # Not by open(), which is a measured function.
+        # Not open(), which is itself measured.
         self._file = io.FileIO(os.path.join(directory, f"{os.getpid()}-{next(_numbers)}.jsonl"), "a")
         self._num_left = MAX_LINES
 
-    def add(self, measured: Batch | Moment) -> None:
-        """Record a batch or a moment; thread-safe."""
+    def add(self, entry: Batch | Event) -> None:
+        """Record a batch or an event; thread-safe."""
         if self._num_left <= 0:
             return
         self._num_left -= 1
         try:
-            self._file.write(f"{json.dumps([type(measured).__name__, *measured])}\n".encode())
+            # One call per line: threads need no lock, and a killed process leaves at most one partial line.
+            self._file.write(f"{json.dumps([type(entry).__name__, *entry])}\n".encode())
         except (OSError, ValueError):  # the disk is full; or the profile has just ended
             self._num_left = 0
 
     def close(self) -> None:
-        """Close the file; it stays for its readers."""
+        """Close the file, which stays."""
         self._file.close()
 
 
-def read_recordings(directory: str) -> tuple[list[Batch], list[Moment]]:
+def read_recordings(directory: str) -> tuple[list[Batch], list[Event]]:
     """Everything recorded in a directory; batches by start time."""
     batches: list[Batch] = []
-    moments: list[Moment] = []
+    events: list[Event] = []
     for path in Path(directory).glob("*.jsonl"):
         for line in path.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
+            if line.endswith(b"\n"):  # not a partial line of a killed process
                 kind, *values = json.loads(line)
                 if kind == Batch.__name__:
                     batches.append(Batch(*values))
                 else:
-                    moments.append(Moment(*values))
-    return sorted(batches, key=lambda batch: batch.start_ns), moments
+                    events.append(Event(*values))
+    return sorted(batches, key=lambda batch: batch.start_ns), events

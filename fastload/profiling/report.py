@@ -1,17 +1,19 @@
-"""The result of a profile, for people and programs."""
+"""The result of a profile: a report for people and programs, and a trace for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastload.profiling.recorder import REPLAYED
 from fastload.profiling.small_objects import CURE, MIN_BYTES
-from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_culprit, suggest
+from fastload.profiling.suggestions import MIN_DATA_SHARE, STAGE_NAMES, Suggestion, find_bottleneck, suggest
 from fastload.profiling.timeline import Timeline, mean, median
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 _MAX_SUGGESTIONS = 3
 _FEW_STEPS = 20  # with fewer steady steps, the figures are uncertain
@@ -55,14 +57,14 @@ class LoaderReport:
         start_s: The mean of the same for later epochs; None with one epoch.
         data_share: The share of all time that the loops waited for data.
         speedup_if_free: The speed-up if loading were free, by the waits.
-        speedup_replayed: The same, measured with held batches; None without `replay`.
+        speedup_replayed: The same, measured with replayed batches; None without `replay`.
         make_ms: The mean time of making a batch, in the worker.
         worker_utilization: The share of their time that workers made batches; None without workers.
         stages: Where that time goes, largest first.
         outside: Milliseconds per batch of sending, receiving, pinning and copying.
-        lines: The user's lines in which workers were seen most often, with their share.
-        culprit: The stage that the verdict names, "worker" or "start"; empty if data is not the bottleneck.
-        bottleneck: The culprit in one sentence; empty likewise.
+        lines: The user's lines that workers ran most often, with their shares of the stack samples.
+        bottleneck: The stage that the verdict names, "worker" or "start"; empty if the loop hardly waits.
+        bottleneck_text: The same in one sentence; empty likewise.
         verdict: The most important fact in one or two sentences.
         suggestions: What to change, largest gain first.
     """
@@ -87,8 +89,8 @@ class LoaderReport:
     stages: list[StageShare]
     outside: dict[str, float]
     lines: list[tuple[str, float]]
-    culprit: str
     bottleneck: str
+    bottleneck_text: str
     verdict: str
     suggestions: list[Suggestion] = field(default_factory=list)
 
@@ -113,15 +115,15 @@ class LoaderReport:
             waits = f"{self.wait_p50_ms:,.1f} ms median, {self.wait_p95_ms:,.1f} ms p95"
             starts = f"wait per batch: {waits}; computing: {self.compute_ms:,.1f} ms; {starts}"
         lines.append(f"  {starts}")
-        if self.bottleneck:
+        if self.bottleneck_text:
             free = f"  if loading were free: {self.speedup_if_free:.2f} times as fast"
             if self.speedup_replayed is not None:
                 free += f" by the waits, {self.speedup_replayed:.2f} measured with batches held in memory"
             lines += [free, *self._table()]
-            changes = [f"{one.gain:.2f}x: {one.text}" for one in self.suggestions]
-            lines += [f"  {number}. {change}" for number, change in enumerate(changes, start=1)] or [
-                "  No known change of the loader would gain 3% or more."
-            ]
+            lines += [
+                f"  {number}. {suggestion.gain:.2f}x: {suggestion.text}"
+                for number, suggestion in enumerate(self.suggestions, start=1)
+            ] or ["  No known change of the loader would gain 3% or more."]
         return lines
 
     def _table(self) -> list[str]:
@@ -177,7 +179,7 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
         available_bytes: The host memory that is free.
     """
     notes = [
-        f"{timeline.facts['name']}: only {len(timeline.waits)} steps after the warm-up were measured; let it "
+        f"{timeline.info['name']}: only {len(timeline.waits)} steps after the warm-up were measured; let it "
         "run longer for reliable figures"
         for timeline in timelines
         if 0 < len(timeline.waits) < _FEW_STEPS
@@ -191,34 +193,34 @@ def report_of(timelines: Sequence[Timeline], available_bytes: int) -> ProfileRep
             "times of single stages contain waits for a CPU, and a change that spares CPU time can gain more "
             "than the waits"
         )
-    notes += [note for timeline in timelines if (note := _on_copies(timeline.facts))]
+    notes += [note for timeline in timelines if (note := _on_copies(timeline.info))]
     loaders = [_report_on(timeline, available_bytes) for timeline in timelines]
     return ProfileReport(loaders, machine.num_cpus, machine.busy_share, notes)
 
 
-def _on_copies(facts: dict[str, Any]) -> str:
+def _on_copies(info: dict[str, Any]) -> str:
     """A note on the small objects that each worker copies; "" if there are none."""
-    held, own_bytes = " and ".join(facts["small_objects"]), facts["own_bytes"]
-    if not held or own_bytes < MIN_BYTES:
+    containers, own_bytes = " and ".join(info["small_objects"]), info["own_bytes"]
+    if not containers or own_bytes < MIN_BYTES:
         return ""
-    copies = f"each worker has a copy of {held}"
-    if facts["start_method"] == "fork":
-        copies = f"workers copy the pages that they read of {held}"
-    return f"{facts['name']}: {copies}; one worker has {readable_size(own_bytes)} of its own. {CURE}"
+    copies = f"each worker has a copy of {containers}"
+    if info["start_method"] == "fork":
+        copies = f"workers copy the pages that they read of {containers}"
+    return f"{info['name']}: {copies}; one worker has {readable_size(own_bytes)} of its own. {CURE}"
 
 
 def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
-    facts = timeline.facts
-    is_bound = timeline.data_share >= MIN_DATA_SHARE and timeline.watched.num_steps > 0
-    culprit, bottleneck = find_culprit(timeline) if is_bound else ("", "")
+    info = timeline.info
+    is_bound = timeline.data_share >= MIN_DATA_SHARE and timeline.record.num_steps > 0
+    bottleneck, bottleneck_text = find_bottleneck(timeline) if is_bound else ("", "")
     waits, starts = sorted(timeline.waits), timeline.starts
     total_s = sum(stage.wall_s for stage in timeline.stages)
     return LoaderReport(
-        name=facts["name"],
-        dataset=facts["dataset"],
-        settings={key: value for key, value in facts.items() if key not in ("name", "dataset")},
-        num_epochs=len(timeline.watched.epochs),
-        num_batches=timeline.watched.num_steps,
+        name=info["name"],
+        dataset=info["dataset"],
+        settings={key: value for key, value in info.items() if key not in ("name", "dataset")},
+        num_epochs=len(timeline.record.epochs),
+        num_batches=timeline.record.num_steps,
         num_steady=len(waits),
         total_s=timeline.total_s,
         wait_p50_ms=median(waits) * 1e3,
@@ -243,24 +245,69 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         ],
         outside={stage.stage: timeline.stage_s(stage.stage) * 1e3 for stage in timeline.outside},
         lines=timeline.lines[:5],
-        culprit=culprit,
         bottleneck=bottleneck,
-        verdict=_verdict(timeline, bottleneck),
+        bottleneck_text=bottleneck_text,
+        verdict=_verdict(timeline, bottleneck_text),
         suggestions=[
-            one
-            for number, one in enumerate(suggest(timeline, available_bytes) if is_bound else [])
-            if number < _MAX_SUGGESTIONS or one.change == "remote"
+            suggestion
+            for number, suggestion in enumerate(suggest(timeline, available_bytes) if is_bound else [])
+            if number < _MAX_SUGGESTIONS or suggestion.change == "remote"
         ],
     )
 
 
-def _verdict(timeline: Timeline, bottleneck: str) -> str:
-    num_batches = timeline.watched.num_steps
+def _verdict(timeline: Timeline, bottleneck_text: str) -> str:
+    num_batches = timeline.record.num_steps
     share = f"{timeline.data_share:.{1 if timeline.data_share < 0.1 else 0}%} of the time"
     if not num_batches:
         return "No batch was loaded."
-    if not bottleneck and not timeline.waits:
+    if not bottleneck_text and not timeline.waits:
         return f"Too few batches for a verdict: {num_batches}, all of them during the warm-up."
-    if not bottleneck:
+    if not bottleneck_text:
         return f"Data is not your bottleneck: {share}."
-    return f"Training waits for data {share}. {bottleneck}"
+    return f"Training waits for data {share}. {bottleneck_text}"
+
+
+# --- the trace -------------------------------------------------------------------------------------------
+
+
+def write_trace(timelines: Sequence[Timeline], path: str) -> None:
+    """Write every recorded batch as JSON in Chrome's format: one process per loader, one line per worker.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    events = [
+        {"pid": timeline.record.number, "args": {}, **event}
+        for timeline in timelines
+        for event in _events_of(timeline)
+    ]
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _events_of(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    yield _named("process_name", 0, timeline.info["name"])
+    yield _named("thread_name", 0, "training loop")
+    for epoch in timeline.record.epochs:
+        yield _event("start of an epoch", 0, epoch.start_ns, epoch.ready_ns)
+    for step, next_ns in timeline.steps():
+        name = "replayed batch" if step.kind == REPLAYED else "waiting for data"
+        yield _event(name, 0, step.start_ns, step.end_ns)
+        if next_ns:
+            yield _event("computing", 0, step.end_ns, next_ns)
+    for worker, batches in timeline.batches.items():
+        line = worker + 2  # 1 is this process
+        yield _named(
+            "thread_name", line, f"worker {worker}" if worker >= 0 else "batches made in this process"
+        )
+        for batch in batches:
+            yield _event("making a batch", line, batch.start_ns, batch.end_ns)
+
+
+def _event(name: str, thread: int, start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "tid": thread, "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
+
+
+def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "tid": thread, "args": {"name": name}}

@@ -1,4 +1,4 @@
-"""`fastload.profile`: watch loaders in a block, and report."""
+"""`fastload.profile`: records loaders in a block, and reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import shutil
 import tempfile
 from typing import TYPE_CHECKING, Any
 
+from fastload.profiling.recorder import Recorder
 from fastload.profiling.recording import read_recordings
-from fastload.profiling.report import ProfileReport, report_of
+from fastload.profiling.report import ProfileReport, report_of, write_trace
 from fastload.profiling.timeline import Machine, Timeline, timeline_of
-from fastload.profiling.trace import write_trace
-from fastload.profiling.watching import Watch
 from fastload.system.budget import available_bytes
 from fastload.system.cpus import CpuTimes, busy_share, others_share, worthwhile_cpus
 
@@ -20,52 +19,52 @@ if TYPE_CHECKING:
 
 
 class Profile:
-    """Watches loaders from `start()` to `stop()`, or in a with block; see `profile`."""
+    """The recording of loaders from `start()` to `stop()`, or in a with block; see `profile`."""
 
     def __init__(self, loaders: tuple[Any, ...], replay: int) -> None:
         self._loaders = loaders
         self._replay = replay
-        self._watch: Watch | None = None
+        self._recorder: Recorder | None = None
         self._before: CpuTimes | None = None
         self._timelines: list[Timeline] = []
 
     def start(self) -> Self:
-        """Begin to watch.
+        """Begin to record.
 
         Raises:
-            RuntimeError: A different profile is running in this process.
+            RuntimeError: Another profile is running in this process.
         """
         directory = tempfile.mkdtemp(prefix="fastload-profile-")
-        watch = Watch(directory, self._loaders or None, replay=self._replay)
+        recorder = Recorder(directory, self._loaders or None, replay=self._replay)
         try:
-            watch.start()
+            recorder.start()
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        self._watch = watch
+        self._recorder = recorder
         self._before = CpuTimes.now()
         return self
 
     def stop(self) -> None:
-        """Stop watching; a second call does nothing. Loaders in use continue unwatched."""
-        watch, self._watch = self._watch, None
-        if watch is None or self._before is None:
+        """Stop recording; a second call does nothing. Loaders in use continue, unrecorded."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None or self._before is None:
             return
         before, after = self._before, CpuTimes.now()
         machine = Machine(worthwhile_cpus(), busy_share(before, after), others_share(before, after))
         try:
-            watch.stop()
+            recorder.stop()
             try:
-                self._read(watch, machine)
+                self._read(recorder, machine)
             except Exception:  # a signal handler can raise here: torch's does when a worker dies
-                self._read(watch, machine)
+                self._read(recorder, machine)
                 raise
         finally:
-            shutil.rmtree(watch.directory, ignore_errors=True)
+            shutil.rmtree(recorder.directory, ignore_errors=True)
 
-    def _read(self, watch: Watch, machine: Machine) -> None:
-        batches, moments = read_recordings(watch.directory)
-        self._timelines = [timeline_of(one, batches, moments, machine) for one in watch.loaders]
+    def _read(self, recorder: Recorder, machine: Machine) -> None:
+        batches, events = read_recordings(recorder.directory)
+        self._timelines = [timeline_of(record, batches, events, machine) for record in recorder.records]
 
     @functools.cached_property
     def _report(self) -> ProfileReport:
@@ -90,7 +89,7 @@ class Profile:
         write_trace(self._timelines, path)
 
     def _expect_end(self) -> None:
-        if self._watch is not None:
+        if self._recorder is not None:
             raise RuntimeError("the profile is still running: ask after its with block")
 
     def __enter__(self) -> Self:
@@ -110,14 +109,14 @@ def profile(*loaders: Any, replay: int = 0) -> Profile:
     print(profile.report())
     ```
 
-    Loaders of torch's class and of fastload's are watched alike. Batches, their order and errors stay the
-    same. Workers started before the block are not watched; use it around `iter(loader)`.
+    Loaders of torch's class and of fastload's are recorded alike. Batches, their order and errors stay the
+    same. Workers started before the block are not recorded; use it around `iter(loader)`.
 
     Args:
-        loaders: The loaders to watch; none: all loaders of this process.
-        replay: In stretches of this many steps, return copies of earlier batches instead of new ones, to
-            measure the loop's speed if loading were free. Training then sees these batches again. A loop that
-            writes to its batches changes the held ones.
+        loaders: The loaders to record; none: all loaders of this process.
+        replay: In runs of this many steps, return copies of earlier batches instead of new ones, to measure
+            the loop's speed if loading were free. Training then sees these batches again. A loop that writes
+            to its batches changes the copies.
 
     Returns:
         A context manager; `report()` is what was measured.

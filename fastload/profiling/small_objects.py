@@ -1,4 +1,4 @@
-"""Find what a dataset holds as many small Python objects, whose pages each worker copies.
+"""Containers of many small Python objects in a dataset, whose pages each worker copies.
 
 Reading an object changes its reference count, and so its page: see `memory.shared_list`. Sizes are estimates
 from a few elements of each container.
@@ -82,5 +82,7 @@ def _estimate(value: Any, depth: int, seen: set[int]) -> float:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = getattr(value, "__dict__", None)
-    return found.copy() if isinstance(found, dict) and not isinstance(value, ModuleType) else {}
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(value, ModuleType):
+        return attributes.copy()
+    return {}

@@ -1,11 +1,6 @@
-"""Which stage a thread is in, and for how long; measured for whole batches.
+"""The stages of making a batch: how long a thread is in each of them.
 
-Rules:
-
-1. A stage's time excludes the stages that it calls: the times of a batch's stages add up to its whole time.
-2. A thread that is not in a measured batch pays for one attribute of a thread-local object per probe.
-3. Not every batch is measured in detail: the third, because the first two contain one-time work, such as
-   imports on first use; then so many that measuring costs at most `MAX_SHARE` of the time.
+A stage's time excludes the stages that it calls, so the times of a batch's stages add up to its whole time.
 """
 
 from __future__ import annotations
@@ -74,23 +69,33 @@ class Spans:
         self.sums[key][4] += num_pixels
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
+    """What is recorded in this thread at the moment.
+
+    Attributes:
+        spans: The stages of the batch that it makes, if that batch is measured in detail.
+        is_making: Whether it makes a batch.
+        loader: The number of the loader whose `__iter__` or `__next__` it runs.
+        is_timed: Whether it runs a function that is timed outside of batches.
+    """
+
     spans: Spans | None = None
     is_making = False
+    loader: int | None = None
+    is_timed = False
 
 
-here = _Here()  # whether this thread makes a batch; its spans, if it is measured in detail
+this_thread = _ThreadState()
 
 
-class BatchWatch:
-    """Measures the batches that one thread makes for one loader.
+class BatchRecorder:
+    """Records the batches that one thread makes for one loader, and the stages of some of them.
 
     Args:
         recording: Where the measurements go.
         loader: The number of the loader.
         worker: The number of the worker.
-        switch: Called with True before a detailed batch and with False after it: it turns the probes on and
-            off.
+        switch: Turns the probes on before a batch that is measured in detail, and off after it.
     """
 
     def __init__(
@@ -100,14 +105,15 @@ class BatchWatch:
         self._loader = loader
         self._worker = worker
         self._switch = switch
-        self._num_skipped = 2  # batches until the next detailed one
+        # Batches until the next detailed one. The first two contain one-time work, such as imports.
+        self._num_skipped = 2
         self._end_ns = 0
 
     def measure(self, make: Callable[[], Any], num_samples: int) -> Any:
         """Call ``make``, which makes a batch, and record it; errors are passed on unrecorded."""
         self._num_skipped -= 1
         is_detailed = self._num_skipped < 0
-        here.is_making = True
+        this_thread.is_making = True
         if is_detailed:
             self._switch(True)
         try:
@@ -115,7 +121,7 @@ class BatchWatch:
             start_ns = time.perf_counter_ns()
             spans = Spans()
             if is_detailed:
-                here.spans = spans
+                this_thread.spans = spans
                 spans.enter(OWN_CODE)
             batch = make()
             if is_detailed:
@@ -123,7 +129,7 @@ class BatchWatch:
             end_ns = time.perf_counter_ns()
             cpu_ns, process_cpu_ns = time.thread_time_ns() - cpu_ns, time.process_time_ns() - process_cpu_ns
         finally:
-            here.spans, here.is_making = None, False
+            this_thread.spans, this_thread.is_making = None, False
             if is_detailed:
                 self._switch(False)
         waited_ns = max(start_ns - self._end_ns, 0) if self._end_ns else 0
@@ -137,7 +143,7 @@ class BatchWatch:
 
 
 def stride_of(num_events: int, wall_ns: int) -> int:
-    """The interval between batches measured in detail, from the cost of the last one."""
+    """The interval between batches measured in detail, so that measuring costs at most `MAX_SHARE`."""
     share = (BATCH_NS + num_events * EVENT_NS) / max(wall_ns, 1)
     return min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
 
@@ -153,8 +159,8 @@ def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, has_si
 
     @functools.wraps(function, updated=())
     def probed(*args: Any, **kwargs: Any) -> Any:
-        spans = here.spans
-        if spans is None:
+        spans = this_thread.spans
+        if spans is None:  # nothing else runs in threads that make no measured batch
             return function(*args, **kwargs)
         name = key(*args, **kwargs) if callable(key) else key
         spans.enter(name)

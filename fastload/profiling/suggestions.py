@@ -1,11 +1,6 @@
-"""The culprit, and what to change to make training wait less, with the gain that the recorded times predict.
+"""The bottleneck, and what to change to make training wait less, with the predicted gain.
 
-Rules:
-
-1. A loop that waits for data less than `MIN_DATA_SHARE` of its time gets no suggestion.
-2. A suggestion's gain is the steps' time now, divided by their time after that change alone. Suggestions
-   below `MIN_GAIN` are left out; the report has the three largest.
-3. Workers on other machines cost more than an edit: they come last, and only if more workers here gain less.
+A gain is the steps' time now, divided by their time after that change alone.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fastload.profiling import probes
-from fastload.profiling.prediction import Model
+from fastload.profiling.prediction import LoaderModel
 from fastload.profiling.timeline import mean, median, seconds
 from fastload.system.humanize import readable_size
 
@@ -24,8 +19,8 @@ if TYPE_CHECKING:
 
     from fastload.profiling.timeline import Stage, Timeline
 
-MIN_DATA_SHARE = 0.05
-MIN_GAIN = 1.03
+MIN_DATA_SHARE = 0.05  # a loop that waits less for data has no bottleneck, and gets no suggestion
+MIN_GAIN = 1.03  # of a suggestion
 
 _RAM_BYTES_PER_S = 4e9  # a cautious rate for copying a cached sample into its batch
 _LARGE_BYTES = 1_000_000  # a batch from which on fresh pages cost more than everything else
@@ -43,7 +38,7 @@ _CROPS = frozenset(
 )
 _REGION_SHARES = ((3e5, 0.86), (1.5e6, 0.77), (6e6, 0.67), (float("inf"), 0.4))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
-_FAST_COLLATES = frozenset(("default_collate", "RowCollate.add", "Fetcher._stacked"))
+_FAST_COLLATES = probes.OWN_COLLATES | {"default_collate"}
 
 STAGE_NAMES = {
     probes.READ: "reading files",
@@ -65,7 +60,7 @@ class Suggestion:
     """A change and its predicted gain.
 
     Attributes:
-        change: The name of the change, for programs: "cache", "workers", "persistent_workers", ...
+        change: The name of the change, for programs: "ram", "workers", "persistent_workers", ...
         text: The change in words.
         gain: The predicted speed-up of training, from the recorded times.
     """
@@ -75,10 +70,10 @@ class Suggestion:
     gain: float
 
 
-# --- the culprit -----------------------------------------------------------------------------------------
+# --- the bottleneck --------------------------------------------------------------------------------------
 
 
-def find_culprit(timeline: Timeline) -> tuple[str, str]:
+def find_bottleneck(timeline: Timeline) -> tuple[str, str]:
     """The part of loading that takes most of the time, and a sentence about it.
 
     The part is "start", "worker", a stage, or "" if nothing was recorded of it.
@@ -96,16 +91,16 @@ def find_culprit(timeline: Timeline) -> tuple[str, str]:
     total_s = sum(by_stage.values())
     if not total_s:
         return "", "Nothing was recorded about where loading spends its time."
-    culprit = probes.LOCK if _is_lock_shared(timeline) else max(by_stage, key=lambda name: by_stage[name])
-    share, detail = by_stage[culprit] / total_s, _detail(timeline, culprit)
+    stage = probes.LOCK if _is_lock_shared(timeline) else max(by_stage, key=lambda name: by_stage[name])
+    share, detail = by_stage[stage] / total_s, _detail(timeline, stage)
     text = f"{share:.0%} of the time of making a batch{f' ({detail})' if detail else ''}"
-    return culprit, f"The bottleneck is {STAGE_NAMES[culprit]}: {text}."
+    return stage, f"The bottleneck is {STAGE_NAMES[stage]}: {text}."
 
 
 def _is_lock_shared(timeline: Timeline) -> bool:
     """Whether workers work one after another: each of N then waits (N - 1) / N of the time."""
-    workers: int = max(timeline.facts["num_workers"], 1)
-    return timeline.stage_s(probes.LOCK) > 0.6 * (workers - 1) / workers * timeline.make_s > 0
+    num_workers: int = max(timeline.info["num_workers"], 1)
+    return timeline.stage_s(probes.LOCK) > 0.6 * (num_workers - 1) / num_workers * timeline.make_s > 0
 
 
 def _detail(timeline: Timeline, stage: str) -> str:
@@ -113,8 +108,8 @@ def _detail(timeline: Timeline, stage: str) -> str:
     part = timeline.parts(stage)[0]
     if stage == probes.DATASET:
         waits = part.blocked_s > part.wall_s / 2 and not timeline.machine.is_saturated
-        said = ["mostly waiting instead of computing"] if waits else []
-        return ", ".join(said + [f"most often seen in {line}" for line, _ in timeline.lines[:1]])
+        details = ["mostly waiting instead of computing"] if waits else []
+        return ", ".join(details + [f"most often seen in {line}" for line, _ in timeline.lines[:1]])
     if stage == probes.TRANSFORM:
         return f"{part.name} is {part.wall_s / timeline.stage_s(stage):.0%} of the transforms' time"
     return part.name
@@ -123,9 +118,9 @@ def _detail(timeline: Timeline, stage: str) -> str:
 def _slow_worker(timeline: Timeline) -> str:
     """A worker that takes much longer for its batches than the others; "" if there is none."""
     times = {
-        worker: median([(batch.end_ns - batch.start_ns) / max(batch.num_samples, 1) for batch in own[1:]])
-        for worker, own in timeline.batches.items()
-        if len(own) > 3
+        worker: median([batch.make_s / max(batch.num_samples, 1) for batch in batches[1:]])
+        for worker, batches in timeline.batches.items()
+        if len(batches) > 3
     }
     slowest = max(times, key=lambda worker: times[worker], default=0)
     others = median([time for worker, time in times.items() if worker != slowest])
@@ -147,7 +142,9 @@ def _outside(timeline: Timeline) -> Stage | None:
 
 
 def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
-    """The worthwhile changes, largest gain first.
+    """The changes that gain at least `MIN_GAIN`, largest gain first.
+
+    Workers on other machines cost more than an edit: they come last, and only if more workers here gain less.
 
     Args:
         timeline: What was recorded.
@@ -155,11 +152,11 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     """
     if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.warm:
         return []  # also if the workers were started before the profile, so nothing is known of them
-    model = Model.of(timeline)
+    model = LoaderModel.of(timeline)
     steady = 1 - timeline.start_share  # the share of the time that these changes concern
-    found = [
-        replace(one, gain=1 / (1 - steady + steady / one.gain))
-        for one in (
+    suggestions = [
+        replace(suggestion, gain=1 / (1 - steady + steady / suggestion.gain))
+        for suggestion in (
             *_caches(timeline, model, available_bytes),
             *_regions(timeline, model),
             *_workers(timeline, model),
@@ -170,15 +167,25 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
             *_remote_workers(timeline, model),
         )
     ]
-    found += _persistent_workers(timeline)
-    found = sorted((one for one in found if one.gain >= MIN_GAIN), key=lambda one: -one.gain)
-    here = [one for one in found if one.change != "remote"]
-    here_gain = max((one.gain for one in here if one.change == "workers"), default=1.0)
-    return here + [one for one in found if one.change == "remote" and one.gain > _WORTH_A_CLUSTER * here_gain]
+    suggestions += _persistent_workers(timeline)
+    suggestions = [suggestion for suggestion in suggestions if suggestion.gain >= MIN_GAIN]
+    suggestions.sort(key=lambda suggestion: (suggestion.change == "remote", -suggestion.gain))
+    local_gains = [suggestion.gain for suggestion in suggestions if suggestion.change == "workers"]
+    min_remote_gain = _WORTH_A_CLUSTER * max(local_gains, default=1.0)
+    return [
+        suggestion
+        for suggestion in suggestions
+        if suggestion.change != "remote" or suggestion.gain > min_remote_gain
+    ]
 
 
 def _without(
-    timeline: Timeline, model: Model, parts: Iterable[Stage], share: float = 1.0, *, added_s: float = 0.0
+    timeline: Timeline,
+    model: LoaderModel,
+    parts: Iterable[Stage],
+    share: float = 1.0,
+    *,
+    added_s: float = 0.0,
 ) -> float:
     """The gain if this share of these parts of making a batch took no time."""
     spared = list(parts)
@@ -190,29 +197,29 @@ def _without(
     return model.gain_to(model.scaled(*shares))
 
 
-def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[Suggestion]:
-    facts = timeline.facts
-    if facts["is_iterable"] or facts["is_cached"] or not facts["num_samples"]:
+def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iterator[Suggestion]:
+    info = timeline.info
+    if info["is_iterable"] or info["is_cached"] or not info["num_samples"]:
         return
     per_batch = mean([batch.num_samples for batch in timeline.warm])
     image = max(timeline.parts(probes.DECODE), key=lambda part: part.nbytes, default=None)
     image_bytes = image.nbytes if image else 0.0
-    what, sample_bytes = "the decoded images", image_bytes
+    content, sample_bytes = "the decoded images", image_bytes
     if not image_bytes:
-        what, sample_bytes = "the samples", facts["nbytes"] / per_batch
+        content, sample_bytes = "the samples", info["nbytes"] / per_batch
     transform, copied_bytes = "", sample_bytes
     if timeline.parts(probes.TRANSFORM):
-        what += ", before the transform,"
+        content += ", before the transform,"
         transform, copied_bytes = ", transform", 0.0  # it reads the cached sample in place
-    needed_bytes = round(sample_bytes * facts["num_samples"])
+    needed_bytes = round(sample_bytes * info["num_samples"])
     sizes = f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free"
     if needed_bytes <= 0.8 * available_bytes:
         spared = timeline.parts(probes.READ, probes.DECODE, probes.DATASET, probes.LOCK)
         added_s = per_batch * (copied_bytes / _RAM_BYTES_PER_S + _CACHED_SAMPLE_S)
         yield Suggestion(
             "ram",
-            f"keep {what} in RAM: CachedDataset(dataset{transform}), which needs {sizes}. The gain begins in "
-            "the second epoch",
+            f"keep {content} in RAM: CachedDataset(dataset{transform}), which needs {sizes}. The gain begins "
+            "in the second epoch",
             _without(timeline, model, spared, added_s=added_s),
         )
         return
@@ -226,22 +233,22 @@ def _caches(timeline: Timeline, model: Model, available_bytes: int) -> Iterator[
         )
     yield Suggestion(
         "lmdb",
-        f"keep {what} {how}, because they need {sizes}",
+        f"keep {content} {how}, because they need {sizes}",
         _without(timeline, model, spared),
     )
 
 
-def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+def _regions(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     """Decode only the region that a crop keeps."""
     decoders = timeline.parts(probes.DECODE)
     images = [part for part in decoders if part.num_pixels]
     crops = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _CROPS]
-    if timeline.facts["is_iterable"] or not images or not crops:
+    if timeline.info["is_iterable"] or not images or not crops:
         return
-    asked = [part for part in decoders if part.name.endswith("decode_region")]
-    if any(part.num_pixels for part in asked):
+    regions = [part for part in decoders if part.name.endswith("decode_region")]
+    if any(part.num_pixels for part in regions):
         return  # done already
-    if asked:  # the dataset is as it should be, but no decoder of regions is installed
+    if regions:  # the dataset is as it should be, but no decoder of regions is installed
         how = f"decode only what {crops[0].name} keeps: pip install 'fastload-torch[regions]'"
     else:
         how = (
@@ -254,40 +261,40 @@ def _regions(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     yield Suggestion("regions", how, _without(timeline, model, images, 1 - share))
 
 
-def _workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
-    facts = timeline.facts
-    now = facts["num_workers"]
+def _workers(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
+    info = timeline.info
+    now = info["num_workers"]
     if _is_lock_shared(timeline) or _slow_worker(timeline):
         return  # more workers would wait for the same lock, or for the slow one
-    if facts["is_iterable"] and now == 0:
+    if info["is_iterable"] and now == 0:
         return  # a stream must be divided among workers by its own code
     limit = max(1, round(model.num_cpus))
     if timeline.make_s > 2 * timeline.make_cpu_s and not timeline.machine.is_saturated:
         limit *= 4  # workers that wait for storage or a network share CPUs
     best, gain = now, 1.0
     for number in range(now + 1, limit + 1):
-        one = model.gain_to(model.with_workers(number))
-        if one > gain * 1.02:
-            best, gain = number, one
+        predicted = model.gain_to(model.with_workers(number))
+        if predicted > gain * 1.02:
+            best, gain = number, predicted
     if best != now:
         yield Suggestion("workers", f"num_workers={best} instead of {now}", gain)
 
 
-def _remote_workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+def _remote_workers(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     """As many workers on other machines as the loop and the network can use."""
-    facts = timeline.facts
-    if _is_lock_shared(timeline) or _slow_worker(timeline) or facts["worker_type"] == "ray":
+    info = timeline.info
+    if _is_lock_shared(timeline) or _slow_worker(timeline) or info["worker_type"] == "ray":
         return
-    if facts["is_iterable"] and facts["num_workers"] == 0:
+    if info["is_iterable"] and info["num_workers"] == 0:
         return
-    link_s = facts["nbytes"] / _LINK_BYTES_PER_S
-    receive_s = _RAY_BATCH_S + facts["nbytes"] / _RAM_BYTES_PER_S
+    link_s = info["nbytes"] / _LINK_BYTES_PER_S
+    receive_s = _RAY_BATCH_S + info["nbytes"] / _RAM_BYTES_PER_S
     min_step_s = max(mean(list(model.computes)) + receive_s, link_s)
     number = min(max(1, math.ceil(timeline.make_s / min_step_s)), _MAX_REMOTE)
-    there = model.with_workers(number)
+    after = model.with_workers(number)
     after = replace(
-        there,
-        computes=[compute_s + receive_s for compute_s in there.computes],
+        after,
+        computes=[compute_s + receive_s for compute_s in after.computes],
         make_cpu_s=0.0,
         consumer_cpu_s=model.consumer_cpu_s + receive_s,
     )
@@ -303,9 +310,9 @@ def _remote_workers(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
 
 
 def _persistent_workers(timeline: Timeline) -> Iterator[Suggestion]:
-    facts = timeline.facts
+    info = timeline.info
     spared_s = sum(max(start_s - timeline.make_s, 0.0) for start_s in timeline.starts[1:])
-    if facts["num_workers"] and not facts["persistent_workers"] and timeline.total_s > spared_s > 0:
+    if info["num_workers"] and not info["persistent_workers"] and timeline.total_s > spared_s > 0:
         yield Suggestion(
             "persistent_workers",
             f"persistent_workers=True: starting workers took {mean(timeline.starts[1:]):.1f} s in each epoch",
@@ -313,9 +320,9 @@ def _persistent_workers(timeline: Timeline) -> Iterator[Suggestion]:
         )
 
 
-def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+def _device_transform(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     normalizers = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _NORMALIZERS]
-    if normalizers and timeline.facts["image_dtype"] in ("float32", "float64"):
+    if normalizers and timeline.info["image_dtype"] in ("float32", "float64"):
         # uint8 batches have a quarter of the bytes.
         collates = [
             replace(part, wall_s=part.wall_s * 0.75, cpu_s=part.cpu_s * 0.75)
@@ -330,22 +337,22 @@ def _device_transform(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
         )
 
 
-def _threads(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
-    workers = timeline.facts["num_workers"]
-    if workers < 2 or timeline.facts["worker_type"] == "thread":
+def _threads(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
+    num_workers = timeline.info["num_workers"]
+    if num_workers < 2 or timeline.info["worker_type"] == "thread":
         return
-    threads = mean([seconds(batch.process_cpu_ns) for batch in timeline.warm]) / max(timeline.make_s, 1e-9)
-    if threads > 1.3 and threads * workers > 1.2 * model.num_cpus:
+    num_busy = mean([seconds(batch.process_cpu_ns) for batch in timeline.warm]) / max(timeline.make_s, 1e-9)
+    if num_busy > 1.3 and num_busy * num_workers > 1.2 * model.num_cpus:
         yield Suggestion(
             "threads",
-            f"one thread per worker: each keeps {threads:.1f} CPUs busy, and {workers} workers share "
+            f"one thread per worker: each keeps {num_busy:.1f} CPUs busy, and {num_workers} workers share "
             f"{model.num_cpus:g} CPUs. Call cv2.setNumThreads(0) and torch.set_num_threads(1) in "
             "worker_init_fn",
-            model.gain_to(model.scaled(1 / threads, 1.0)),
+            model.gain_to(model.scaled(1 / num_busy, 1.0)),
         )
 
 
-def _slow_parts(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
+def _slow_parts(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     """Parts of the user's own code, by name."""
     for part in timeline.parts(probes.TRANSFORM)[:1]:
         share = part.wall_s / max(timeline.stage_s(probes.TRANSFORM), 1e-9)
@@ -366,20 +373,20 @@ def _slow_parts(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
     for part in timeline.parts(probes.DATASET)[:1]:
         if part.wall_s > 0.5 * timeline.make_s and timeline.lines:
             line, share = timeline.lines[0]
-            text = f"the dataset's own code: {share:.0%} of the looks at it found it at {line}"
+            text = f"the dataset's own code: {share:.0%} of the stack samples are at {line}"
             yield Suggestion("code", text, _without(timeline, model, [part]))
 
 
-def _transport(timeline: Timeline, model: Model) -> Iterator[Suggestion]:
-    facts = timeline.facts
-    if facts["is_fastload"] or not facts["num_workers"]:
+def _transport(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
+    info = timeline.info
+    if info["is_fastload"] or not info["num_workers"]:
         return
     sending_s, receiving_s = timeline.stage_s(probes.SEND), timeline.receiving_s
     # torch collates into fresh shared memory, which costs page faults; fastload reuses its memory.
     spared_s = 0.0
-    if facts["nbytes"] > _LARGE_BYTES:
+    if info["nbytes"] > _LARGE_BYTES:
         collating_s = sum(part.wall_s for part in timeline.stages if part.name == "default_collate")
-        spared_s = max(collating_s - facts["nbytes"] / _RAM_BYTES_PER_S, 0.0)
+        spared_s = max(collating_s - info["nbytes"] / _RAM_BYTES_PER_S, 0.0)
     share = 1 - spared_s / timeline.make_s if timeline.make_s > spared_s else 1.0
     faster = model.scaled(share, share)
     after = replace(

@@ -1,4 +1,4 @@
-"""What the recordings say about one loader: waits, computing, and where its batches' time went.
+"""The times of one loader, from the recordings: waits, computing, and where its batches' time went.
 
 Seconds throughout. "Steady" steps are those after the warm-up: neither the first batch of an epoch, which
 waits for workers to start, nor the first few of all.
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.profiling import probes
 from fastload.profiling.line_sampler import LINE
+from fastload.profiling.recorder import NEW, REPLAYED
 from fastload.profiling.spans import OWN_CODE
-from fastload.profiling.watching import NEW, REPLAYED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from fastload.profiling.recording import Batch, Moment
-    from fastload.profiling.watching import LoaderWatch, Step
+    from fastload.profiling.recorder import LoaderRecord, Step
+    from fastload.profiling.recording import Batch, Event
 
 NUM_WARM_UP = 10  # steps at most, and a tenth of the first epoch at most
 _SATURATED = 0.9  # above this share of busy CPUs, waiting for a CPU explains time without one
@@ -79,21 +79,21 @@ class Timeline:
     """One loader's times.
 
     Attributes:
-        watched: What was recorded in the consumer's process.
-        machine: The machine.
+        record: What was recorded in the consumer's process.
+        machine: What the machine offered.
         waits: Of the steady steps: how long the loop waited for the batch.
         wait_cpus: CPU seconds of the consumer's thread in these waits.
         computes: Of the same steps: how long the loop was busy with the batch.
-        replayed: Of the steps with held batches: wait and computing together.
+        replayed: Of the steps with replayed batches: wait and computing together.
         starts: Of each epoch: from `iter()` to the first batch.
         total_s: Seconds in loops over the loader, without the very first wait, which happens once.
         batches: The finished batches, by worker; -1: in the consumer's process.
         stages: Where the time of making a batch goes, largest first.
-        lines: The user's lines in which workers were seen, with their share, most often first.
+        lines: The user's lines that workers ran, with their shares of the stack samples, largest first.
         outside: Stages outside of making a batch, in seconds per batch: sending, receiving, pinning, copying.
     """
 
-    watched: LoaderWatch
+    record: LoaderRecord
     machine: Machine
     waits: list[float] = field(default_factory=list)
     wait_cpus: list[float] = field(default_factory=list)
@@ -107,9 +107,9 @@ class Timeline:
     outside: list[Stage] = field(default_factory=list)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The loader's settings."""
-        return self.watched.facts
+    def info(self) -> dict[str, Any]:
+        """The loader's settings, and what is known of its batches."""
+        return self.record.info
 
     @property
     def step_s(self) -> float:
@@ -130,13 +130,14 @@ class Timeline:
     @functools.cached_property
     def warm(self) -> list[Batch]:
         """The batches of all workers except the first of each, which warms it up."""
-        every = [batch for own in self.batches.values() for batch in own]
-        return [batch for own in self.batches.values() for batch in own[1:]] or every
+        by_worker = self.batches.values()
+        warm = [batch for batches in by_worker for batch in batches[1:]]
+        return warm or [batch for batches in by_worker for batch in batches]
 
     @property
     def make_s(self) -> float:
         """The mean time of making a batch, as seen by the worker that makes it."""
-        return mean([seconds(batch.end_ns - batch.start_ns) for batch in self.warm])
+        return mean([batch.make_s for batch in self.warm])
 
     @property
     def make_cpu_s(self) -> float:
@@ -146,7 +147,7 @@ class Timeline:
     @property
     def consumer_cpu_s(self) -> float:
         """CPU time of the consumer's process per step; without workers, making batches is part of it."""
-        pairs = itertools.pairwise(step for step in self.watched.steps if step.kind == NEW)
+        pairs = itertools.pairwise(step for step in self.record.steps if step.kind == NEW)
         return mean([seconds(b.process_cpu_ns - a.process_cpu_ns) for a, b in pairs if a.epoch == b.epoch])
 
     def parts(self, *stages: str) -> list[Stage]:
@@ -160,27 +161,27 @@ class Timeline:
     @property
     def receiving_s(self) -> float:
         """Seconds per batch in which the consumer's thread receives a batch, instead of waiting for it."""
-        if not self.facts["num_workers"]:
+        if not self.info["num_workers"]:
             return 0.0
-        if self.facts["is_fastload"] or self.facts["pin_memory"]:  # other threads unpickle, or none
+        if self.info["is_fastload"] or self.info["pin_memory"]:  # other threads unpickle, or none
             return mean(self.wait_cpus)
         return self.stage_s(probes.RECEIVE)
 
     @property
     def utilization(self) -> float | None:
         """The share of their time that workers made batches; None without workers."""
-        if not self.facts["num_workers"] or not self.warm:
+        if not self.info["num_workers"] or not self.warm:
             return None
         idle_s = mean([seconds(batch.waited_ns) for batch in self.warm])
         return self.make_s / (self.make_s + idle_s) if self.make_s else 0.0
 
     def steps(self) -> Iterable[tuple[Step, int]]:
         """Each step, by epoch, and when the loop asked for the next batch; 0 if it did not."""
-        by_epoch = sorted(self.watched.steps, key=lambda step: step.epoch)
+        by_epoch = sorted(self.record.steps, key=lambda step: step.epoch)
         for step, after in itertools.pairwise([*by_epoch, None]):
             if step is not None:
                 has_next = after is not None and after.epoch == step.epoch
-                yield step, after.start_ns if after and has_next else self.watched.epochs[step.epoch].asked_ns
+                yield step, after.start_ns if after and has_next else self.record.epochs[step.epoch].end_ns
 
 
 def mean(values: Sequence[float]) -> float:
@@ -199,23 +200,23 @@ def seconds(ns: float) -> float:
 
 
 def timeline_of(
-    watched: LoaderWatch, batches: Sequence[Batch], moments: Sequence[Moment], machine: Machine
+    record: LoaderRecord, batches: Sequence[Batch], events: Sequence[Event], machine: Machine
 ) -> Timeline:
     """Put together what was recorded of one loader.
 
     Args:
-        watched: The recording of the consumer's process.
+        record: What was recorded in the consumer's process.
         batches: Of all loaders, by their time.
-        moments: Of all loaders.
-        machine: The machine.
+        events: Of all loaders.
+        machine: What the machine offered.
     """
-    timeline = Timeline(watched, machine)
+    timeline = Timeline(record, machine)
     for batch in batches:
-        if batch.loader == watched.number:
+        if batch.loader == record.number:
             timeline.batches[batch.worker].append(batch)
     _add_steps(timeline)
     _add_stages(timeline)
-    _add_moments(timeline, moments)
+    _add_events(timeline, events)
     return timeline
 
 
@@ -224,14 +225,14 @@ def _add_steps(timeline: Timeline) -> None:
     for step, next_ns in timeline.steps():
         by_epoch[step.epoch].append((step, next_ns))
     num_warm_up = min(NUM_WARM_UP, len(by_epoch[0]) // 10)
-    for number, own in by_epoch.items():
-        if not own:
+    for number, steps in by_epoch.items():
+        if not steps:
             continue
-        start_ns, first_ns = timeline.watched.epochs[number].start_ns, own[0][0].end_ns
-        last_ns = own[-1][1] or own[-1][0].end_ns
+        start_ns, first_ns = timeline.record.epochs[number].start_ns, steps[0][0].end_ns
+        last_ns = steps[-1][1] or steps[-1][0].end_ns
         timeline.total_s += seconds(last_ns - (start_ns if timeline.starts else first_ns))
         timeline.starts.append(seconds(first_ns - start_ns))
-        for step, next_ns in own[1 if number else 1 + num_warm_up :]:
+        for step, next_ns in steps[1 if number else 1 + num_warm_up :]:
             if not next_ns:
                 continue  # the loop was left in this step
             wait_s, compute_s = seconds(step.end_ns - step.start_ns), seconds(next_ns - step.end_ns)
@@ -244,37 +245,37 @@ def _add_steps(timeline: Timeline) -> None:
 
 
 def _add_stages(timeline: Timeline) -> None:
-    totals: dict[tuple[str, str], list[int]] = {}
-    for own in timeline.batches.values():
-        for batch in own:
+    totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0, 0])
+    for batches in timeline.batches.values():
+        for batch in batches:
             for stage, name, sums in batch.stages:
-                known = totals.setdefault((stage, name), [0, 0, 0, 0, 0])
-                known[:] = map(int.__add__, known, sums)
-    num_detailed = totals.get(OWN_CODE, [0])[0]
+                total = totals[stage, name]
+                total[:] = map(int.__add__, total, sums)
+    num_detailed = totals[OWN_CODE][0] if totals else 0
     for (stage, name), sums in totals.items():
-        found = _stage(stage, name, sums, num_detailed)
-        timeline.stages += _split(found, timeline.machine)
+        timeline.stages += _split(_stage(stage, name, sums, num_detailed), timeline.machine)
     timeline.stages.sort(key=lambda stage: -stage.wall_s)
 
 
-def _add_moments(timeline: Timeline, moments: Iterable[Moment]) -> None:
-    facts = timeline.facts
-    looks: dict[str, int] = defaultdict(int)
+def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
+    info = timeline.info
+    num_samples: dict[str, int] = defaultdict(int)  # stack samples, by line
     totals: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0, 0])
-    pins = facts["pin_memory"] or facts["device"] is not None
-    for moment in moments:
-        is_mine = moment.loader == timeline.watched.number
+    pins = info["pin_memory"] or info["device"] is not None
+    for event in events:
+        is_mine = event.loader == timeline.record.number
         # In which direction a queue is used: workers send batches, and the consumer receives them.
-        is_of_batch = (moment.stage != probes.SEND) == (moment.worker < 0)
-        if moment.stage == LINE:
+        is_of_batch = (event.stage != probes.SEND) == (event.worker < 0)
+        if event.stage == LINE:
             if is_mine:
-                looks[moment.name] += 1
-        elif is_of_batch and (is_mine or (moment.loader < 0 and (pins or moment.stage == probes.COPY))):
-            sums = totals[moment.stage, moment.name]
-            sums[:] = map(int.__add__, sums, (1, moment.wall_ns, moment.cpu_ns))
+                num_samples[event.name] += 1
+        elif is_of_batch and (is_mine or (event.loader < 0 and (pins or event.stage == probes.COPY))):
+            sums = totals[event.stage, event.name]
+            sums[:] = map(int.__add__, sums, (1, event.wall_ns, event.cpu_ns))
     for (stage, name), sums in totals.items():
         timeline.outside.append(_stage(stage, name, sums, sums[0]))
-    timeline.lines = [(line, count / sum(looks.values())) for line, count in looks.items()]
+    total = sum(num_samples.values())
+    timeline.lines = [(line, number / total) for line, number in num_samples.items()]
     timeline.lines.sort(key=lambda line: -line[1])
     timeline.outside.sort(key=lambda stage: -stage.wall_s)
 
@@ -288,8 +289,8 @@ def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stag
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
     """Split a function that reads and decodes into two stages: time without computing is reading."""
     reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS and stage.name != "ImageFile.load"
-    is_one = stage.stage != probes.DECODE or not reads_too or machine.is_saturated
-    if is_one or stage.blocked_s < 0.1 * stage.wall_s:
+    is_pure = stage.stage != probes.DECODE or not reads_too or machine.is_saturated
+    if is_pure or stage.blocked_s < 0.1 * stage.wall_s:
         return [stage]
     return [
         Stage(probes.READ, stage.name, stage.blocked_s, 0.0),

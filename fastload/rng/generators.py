@@ -177,7 +177,7 @@ class HeldGenerator(NamedTuple):
 
     Attributes:
         generator: The generator.
-        stream: Bytes that differ between the generators of one job, and are the same in every process.
+        stream: Bytes that differ between the generators of one loader, and are the same in every process.
         seed: A function that seeds it from 64 bytes; None: it cannot be seeded.
         path: Where it was found, such as ``dataset.transform.transforms[0]``.
     """

@@ -1,6 +1,7 @@
 """Seeds workers: random, numpy and torch with torch's own values, and what albumentations and MONAI draw.
 
-The libraries get exactly torch's values, so seeding them twice changes nothing.
+The libraries get exactly torch's values, so seeding them twice changes nothing. `get_worker_info` says which
+worker the caller is, also in worker threads; torch's function of this name knows only processes.
 """
 
 from __future__ import annotations
@@ -8,22 +9,71 @@ from __future__ import annotations
 import functools
 import operator
 import random
+import threading
 import weakref
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info as torch_worker_info
 
 from fastload.augmentation.libraries import LIBRARIES
 from fastload.rng.entry_points import Pair, RandomSource, current_source, identity_of, set_worker_source
-from fastload.rng.worker_info import get_worker_info
 from fastload.system.torch_private import generate_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
 _WORD_BITS = 32  # the word size of numpy's SeedSequence
+
+
+# --- the worker -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker of a loader, as `get_worker_info` returns it.
+
+    Attributes:
+        id: 0 to num_workers - 1.
+        num_workers: The number of workers.
+        seed: The worker's own seed, as in torch: the base seed plus the id.
+        dataset: The worker's copy of the dataset.
+        method: Whether the worker is a process or a thread.
+    """
+
+    id: int
+    num_workers: int
+    seed: int
+    dataset: Any
+    method: Literal["process", "thread"]
+
+
+class _Here(threading.local):
+    info: WorkerInfo | None = None
+
+
+_here = _Here()
+
+
+def get_worker_info() -> WorkerInfo | None:
+    """The worker that calls this, a process or thread; None elsewhere.
+
+    In a process, the values are those of `torch.utils.data.get_worker_info()`.
+    """
+    if _here.info is not None:
+        return _here.info
+    info = torch_worker_info()
+    if info is None:
+        return None
+    return WorkerInfo(info.id, info.num_workers, info.seed, info.dataset, "process")
+
+
+def work_as(info: WorkerInfo) -> None:
+    """Let `get_worker_info` return ``info`` to this thread from now on."""
+    _here.info = info
 
 
 # --- the libraries ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from fastload.system.cgroups import cgroup_directories, read_text
+from fastload.system.limits import cgroup_directories, read_text
 from fastload.system.ranks import ranks_of_host
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """What fastload uses of Linux that other systems, containers or old kernels lack.
 
 Here: anonymous memory (memfd), handles of processes (pidfd), and what /proc says of processes. Locks on
-files are in `locks`, limits of containers in `cgroups`, sockets that carry descriptors in `workers.channel`.
+files are in `locks`, limits of containers in `limits`, sockets that carry descriptors in `workers.channel`.
 Without any of them, fastload works in a different way: docs/support.md has the table.
 """
 
@@ -11,7 +11,7 @@ import os
 import signal
 from pathlib import Path
 
-from fastload.system.cgroups import read_text
+from fastload.system.limits import read_text
 from fastload.system.locks import fcntl
 
 _START_TIME_FIELD = 19  # of /proc/PID/stat, counted after the name of the command

@@ -1,7 +1,8 @@
 """Advisory locks on open files, and on files that exist only while a process holds them.
 
-flock(2) locks belong to the file description. An inherited or duplicated descriptor shares its lock, so open
-a descriptor for this purpose only. Locks of fcntl(2) belong to the process, and a forked child has none.
+flock(2) locks belong to the file description, so they exclude threads of one process too, and no other
+descriptor of the file matters. (A lock of fcntl(2) ends when its process closes any descriptor of the file.)
+An inherited or duplicated descriptor shares the lock, so open a descriptor for this purpose only.
 """
 
 from __future__ import annotations
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _POLL_S = 0.0001
+
+# Descriptors of lock files, which this process might hold for hours. A forked child closes its copies, or it
+# would keep the lock of a parent that was killed.
+_lock_fds: set[int] = set()
+
+
+def _close_copies() -> None:
+    for fd in _lock_fds:
+        os.close(fd)
+    _lock_fds.clear()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_close_copies)
 
 # How lock files are opened: no link is followed, and no open waits for a pipe. Windows lacks these flags.
 LOCK_FILE_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC"))
@@ -80,29 +95,27 @@ def flocked(
 
 
 @contextlib.contextmanager
-def lock_file(name: str, *, waits: bool = False, by_process: bool = False) -> Iterator[bool]:
+def lock_file(name: str, *, waits: bool = False) -> Iterator[bool]:
     """Hold the exclusive lock on a lock file, which is created now and removed at the end.
 
-    The file holds this process's id. Yields whether the lock is held; with `waits` it always is.
+    The file holds this process's id. Yields whether the lock is held; with `waits` it always is. Forked
+    children do not hold it.
 
     Args:
         name: The path of the lock file.
         waits: Wait for a different holder.
-        by_process: Forked children do not hold the lock, and threads of one process do not exclude each
-            other.
 
     Raises:
         OSError: The file cannot be made, or the file system has no locks.
     """
     if fcntl is None:
         raise OSError(errno.ENOLCK, "this platform has no locks on files")
-    lock = fcntl.lockf if by_process else fcntl.flock
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | LOCK_FILE_FLAGS, 0o644)
-        has_lock = False
+        fd, pid, has_lock = os.open(name, os.O_RDWR | os.O_CREAT | LOCK_FILE_FLAGS, 0o644), os.getpid(), False
+        _lock_fds.add(fd)
         try:
-            with contextlib.suppress(BlockingIOError, PermissionError):  # fcntl(2) can return either
-                lock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
                 has_lock = True
             if not has_lock:
                 yield False
@@ -111,31 +124,30 @@ def lock_file(name: str, *, waits: bool = False, by_process: bool = False) -> It
                 continue  # its holder removed the file after this process had opened it
             try:
                 os.ftruncate(fd, 0)  # a killed holder left its id
-                os.pwrite(fd, str(os.getpid()).encode("ascii"), 0)
+                os.pwrite(fd, str(pid).encode("ascii"), 0)
                 yield True
             finally:
-                if _is_at(fd, name):
+                if os.getpid() == pid and _is_at(fd, name):
                     os.unlink(name)
             return
         finally:
-            if has_lock:
-                lock(fd, fcntl.LOCK_UN)  # before close(), for the same reason as in `flocked`
-            os.close(fd)
+            if os.getpid() == pid:  # a fork of this process, which has closed its copy, can come here too
+                if has_lock:
+                    fcntl.flock(fd, fcntl.LOCK_UN)  # before close(), for the same reason as in `flocked`
+                _lock_fds.discard(fd)
+                os.close(fd)
 
 
 def is_lock_file_held(name: str) -> bool:
-    """Whether a different process holds a lock file `by_process`."""
+    """Whether a process, or a thread of this one, holds a lock file."""
     try:
         fd = os.open(name, os.O_RDONLY | LOCK_FILE_FLAGS)
     except FileNotFoundError:
         return False
     try:
-        fcntl.lockf(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return True
+        return not flock_fd(fd, shared=True)
     finally:
         os.close(fd)
-    return False
 
 
 def _is_at(fd: int, name: str) -> bool:

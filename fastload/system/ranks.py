@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fastload.system.cgroups import read_text
+from fastload.system.limits import read_text
 
 # The number of ranks on this host, from torchrun, Open MPI, MPICH and Intel MPI.
 RANKS_OF_HOST = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from fastload.device.cuda import choose_backend, why_unavailable
+from fastload.device.devices import choose_backend, why_unavailable
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
@@ -66,7 +66,7 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
     gpus_note = why_unavailable(None) or ""
     gpus = [] if gpus_note else [examine_gpu(index) for index in range(torch.cuda.device_count())]
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
-    found = {
+    report = {
         "versions": _versions(),
         "num_cpus": os.cpu_count() or 1,
         "num_usable_cpus": usable_cpus(),
@@ -82,7 +82,7 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "gpu_processes_note": processes_note,
         "hints": HINTS,
     }
-    return found, lines_of(found)
+    return report, lines_of(report)
 
 
 def ray_cluster() -> dict[str, Any] | str:
@@ -137,7 +137,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 def examine_gpu(index: int) -> dict[str, Any]:
     """One GPU, and how it gets data from the host; takes some tens of milliseconds."""
-    found: dict[str, Any] = {
+    gpu: dict[str, Any] = {
         "index": index,
         "name": "unknown",
         "capability": None,
@@ -149,18 +149,18 @@ def examine_gpu(index: int) -> dict[str, Any]:
         "problem": "",
     }
     try:
-        found["name"] = torch.cuda.get_device_name(index)
+        gpu["name"] = torch.cuda.get_device_name(index)
         with torch.cuda.device(index):
-            found["free_bytes"], found["total_bytes"] = torch.cuda.mem_get_info()
-            found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
-            found["page_locking"] = try_page_locking(index)
+            gpu["free_bytes"], gpu["total_bytes"] = torch.cuda.mem_get_info()
+            gpu["capability"] = "{}.{}".format(*torch.cuda.get_device_capability())
+            gpu["page_locking"] = try_page_locking(index)
             target = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="cuda")
             for kind in ("pinned", "pageable"):
                 source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
-                found[f"{kind}_bytes_per_s"] = _bytes_per_s(source, target)
+                gpu[f"{kind}_bytes_per_s"] = _bytes_per_s(source, target)
     except (RuntimeError, AssertionError) as error:  # no memory, a device that has failed, or one that went
-        found["problem"] = str(error).splitlines()[0]
-    return found
+        gpu["problem"] = str(error).splitlines()[0]
+    return gpu
 
 
 def try_page_locking(index: int) -> str:

@@ -1,11 +1,8 @@
-"""Handle a device that runs out of memory: retry a step on smaller parts, find the largest batch that fits.
+"""Devices that run out of memory: retries a step on smaller parts, and finds the largest batch that fits.
 
-1. Only torch.OutOfMemoryError counts, which torch's caching allocators raise. Any other error passes through.
-2. The next try starts outside the except clause, where the error's traceback is gone, and with it the failed
-   step's frames and their tensors.
-3. Before every retry, and before the error is raised to the caller, gradients are restored to their values at
-   entry: a step is repeated as a whole, never continued.
-4. Random generators are not restored: dropout draws new numbers in a second try, as in the next step.
+Only torch.OutOfMemoryError counts, which torch's caching allocators raise. Before every retry, and before the
+error is raised to the caller, gradients are restored to their values at entry: a step is repeated as a whole,
+never continued.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 
 Result = TypeVar("Result")
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
@@ -99,7 +96,9 @@ def retry_on_oom(
                     f"{', '.join(map(str, tried))} samples, and min_size={min_size} allows no smaller parts"
                 )
                 raise
-        del results, parts, part  # else this frame would keep the results of the failed try
+        # Outside the except clause, the error's traceback is gone, and with it the failed step's frames and
+        # their tensors; this frame would keep the results.
+        del results, parts, part
         entry.restore()
         _free_cached_memory()
         parts = _checked(divide(batch, num_parts), num_parts, num_samples)
@@ -192,14 +191,14 @@ def _parameters(model: Any) -> list[torch.Tensor]:
         return list(model.parameters())
     # A single tensor is an iterable too, but its rows have no gradients.
     is_iterable = isinstance(model, Iterable) and not isinstance(model, torch.Tensor)
-    found = list(model) if is_iterable else [] if model is None else [model]
-    strangers = [type(item).__name__ for item in found if not isinstance(item, torch.Tensor)]
-    if strangers or not (is_iterable or model is None):
+    parameters = list(model) if is_iterable else [] if model is None else [model]
+    others = [type(item).__name__ for item in parameters if not isinstance(item, torch.Tensor)]
+    if others or not (is_iterable or model is None):
         raise TypeError(
             "model should be a module, its parameters, or None if the step computes no gradients, but got "
-            f"{', '.join(strangers) or type(model).__name__}; several modules go into an nn.ModuleList"
+            f"{', '.join(others) or type(model).__name__}; several modules go into an nn.ModuleList"
         )
-    return found
+    return parameters
 
 
 # --- parts of a batch ------------------------------------------------------------------------------------
@@ -227,13 +226,13 @@ def split_batch(batch: Any, num_parts: int) -> list[tuple[Any, int]]:
 def _checked(parts: Any, num_parts: int, num_samples: int | None = None) -> list[tuple[Any, int]]:
     """Check the result of a split: ``num_parts`` parts, and ``num_samples`` in total if that is known."""
     try:
-        found = [(part, operator.index(size)) for part, size in parts]
+        checked = [(part, operator.index(size)) for part, size in parts]
     except (TypeError, ValueError):
-        found = []
-    sizes = [size for _, size in found]
+        checked = []
+    sizes = [size for _, size in checked]
     is_whole = num_samples is None or (min(sizes, default=0) > 0 and sum(sizes) == num_samples)
-    if len(found) == num_parts and is_whole and min(sizes) >= 0:
-        return found
+    if len(checked) == num_parts and is_whole and min(sizes) >= 0:
+        return checked
     together = "" if num_samples is None else f", none empty, {num_samples} samples in total"
     raise ValueError(
         f"split should return {num_parts} parts, each a pair (part, number of samples){together}, but got "
@@ -262,14 +261,14 @@ def _count_samples(batch: Any) -> int:
 
 def _leaves(value: Any) -> list[Any]:
     """The tensors of a batch, and its objects with their own ``to``, whose contents are unknown."""
-    found: list[Any] = []
+    leaves: list[Any] = []
 
     def note(leaf: Any) -> Any:
-        found.append(leaf)
+        leaves.append(leaf)
         return leaf
 
     map_device_leaves(value, note)
-    return found
+    return leaves
 
 
 def _slice(batch: Any, samples: slice, num_samples: int) -> Any:

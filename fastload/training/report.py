@@ -20,9 +20,8 @@ import psutil
 import torch
 
 from fastload.system.budget import available_bytes, cgroup_limit_bytes
-from fastload.system.cgroups import read_counter, read_text
 from fastload.system.humanize import readable_memory
-from fastload.system.limits import resource
+from fastload.system.limits import read_counter, read_text, resource
 from fastload.system.torch_private import has_cuda_context
 
 if TYPE_CHECKING:
@@ -111,10 +110,10 @@ class MemoryReport:
         return "\n".join(lines_of(self.as_dict()))
 
 
-def lines_of(found: dict[str, Any], indent: str = "") -> list[str]:
+def lines_of(values: dict[str, Any], indent: str = "") -> list[str]:
     """Nested plain data as text: one line per value, one heading per dict."""
     lines = []
-    for name, value in found.items():
+    for name, value in values.items():
         label = f"{indent}{name.removesuffix('_bytes').replace('_', ' ')}"
         parts = value if isinstance(value, list) else [value]
         if parts and isinstance(parts[0], dict):
@@ -179,18 +178,18 @@ def _locked_limit() -> int | None:
 
 def _segment_bytes() -> dict[str, int]:
     """The bytes in fastload's segments, by the word after ``fastload-`` in their names."""
-    found: dict[tuple[int, int], tuple[str, int]] = {}  # by device and inode
+    segments: dict[tuple[int, int], tuple[str, int]] = {}  # by device and inode
     for identity, kind, nbytes in _mappings():
         # Two mappings of one segment share pages: the larger figure is the better bound.
-        found[identity] = kind, max(nbytes, found.get(identity, ("", 0))[1])
+        segments[identity] = kind, max(nbytes, segments.get(identity, ("", 0))[1])
     for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         with contextlib.suppress(FileNotFoundError):  # closed since, such as the listing's own descriptor
             link = _SEGMENT_LINK.match(os.readlink(f"/proc/self/fd/{fd}"))
             if link is not None:
                 status = os.stat(f"/proc/self/fd/{fd}")
-                found[status.st_dev, status.st_ino] = link[1] or "", status.st_blocks * _STAT_BLOCK_BYTES
+                segments[status.st_dev, status.st_ino] = link[1] or "", status.st_blocks * _STAT_BLOCK_BYTES
     total: dict[str, int] = {}
-    for kind, nbytes in found.values():
+    for kind, nbytes in segments.values():
         total[kind] = total.get(kind, 0) + nbytes
     return total
 

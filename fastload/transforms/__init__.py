@@ -1,7 +1,8 @@
 """Transforms of whole batches of images, in workers and on the device.
 
-Pass them to a `fastload.DataLoader` as `batch_transform` or `device_transform`, or call them on a batch. Read
-`image_transform` first (which part of a batch are the images), then `crop_and_flip`, `erase` and `normalize`.
+Pass them to a `fastload.DataLoader` as `batch_transform=` or `device_transform=`, or call them on a batch.
+Read in this order: `image_transform` (which part of a batch are the images), `crop_and_flip` with `boxes`,
+`resample` and `triton_crop`, `erase`, `normalize`, `gather` (the dataset on the device), `compose`.
 """
 
 from typing import TYPE_CHECKING

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fastload.device.cuda import copy_parameters
+from fastload.device.devices import copy_parameters
 from fastload.rng.batch_draws import draw_uniforms
 from fastload.transforms.boxes import NUM_DRAWS, draw_boxes
 from fastload.transforms.image_transform import (

@@ -8,8 +8,8 @@ import torch
 import torch.utils.data
 from torch import nn
 
-from fastload.device.cuda import free_bytes
-from fastload.nested.device_tree import map_device_leaves
+from fastload.device.devices import free_bytes
+from fastload.nested.tree import map_device_leaves
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Gather(nn.Module):
 
     For datasets that fit into the device's memory beside the model, CIFAR for example: no sample is read or
     copied again after the start, and no worker is needed. Order, resuming, ranks and the random numbers of
-    the transforms behind it are those of the same loader over the dataset itself::
+    the transforms after it are those of the same loader over the dataset itself::
 
         gather = Gather.from_dataset(dataset)
         augment = [gather, RandomCrop(32, 4), RandomHorizontalFlip()]

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastload.images.layout import IMAGE_CHANNELS, fitting_layouts
+from fastload.images.geometry import IMAGE_CHANNELS, fitting_layouts
 from fastload.memory.lease import current_allocator
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 
 LAYOUTS = ("auto", "HWC", "CHW")
 # Tensors of these dtypes are NumPy's arrays, too.
@@ -149,11 +149,11 @@ class ImageTransform(nn.Module):
 
 def new_images(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory for a result: that of the batch, if this thread is making one on the CPU."""
-    arena = current_allocator()
+    allocator = current_allocator()
     nbytes = math.prod(shape) * dtype.itemsize
-    if arena is None or device.type != "cpu" or not nbytes:
+    if allocator is None or device.type != "cpu" or not nbytes:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    return torch.from_numpy(arena.allocate(nbytes)).view(dtype).view(*shape)
+    return torch.from_numpy(allocator.allocate(nbytes)).view(dtype).view(*shape)
 
 
 def copied(pixels: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fastload.nested.device_tree import map_device_leaves
+from fastload.nested.tree import map_device_leaves
 from fastload.transforms.image_transform import check_layout, find_images, layout_of, new_images
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from fastload.device.cuda import copy_parameters
+from fastload.device.devices import copy_parameters
 from fastload.system.logs import say_once
 
 if TYPE_CHECKING:

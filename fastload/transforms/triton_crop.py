@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fastload.device.cuda import as_current
+from fastload.device.devices import as_current
 
 _PIXELS_PER_PROGRAM = 256
 

@@ -20,11 +20,11 @@ import torch
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
-from fastload.cache.format.counts import counts
+from fastload.cache.format.sample_cache import cache_counts
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
-from fastload.rng.worker_info import WorkerInfo, work_as
+from fastload.rng.seeding import WorkerInfo, work_as
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
 from fastload.system.worker_memory import keep_freed_memory
@@ -47,7 +47,7 @@ class BatchMaker:
         worker_id: 0 to num_workers - 1.
         load_spec: Returns the worker's spec; called in the worker. A thread's spec has the thread's copies of
             the dataset and the collate_fn.
-        arena: The memory of batches; the transport begins and ends it around each reply.
+        allocator: The memory of batches; the transport begins and ends it around each reply.
         to_payload: Called with each batch; returns the payload of its reply. Its errors are those of the
             batch. None: the batch itself.
         is_thread: Whether it is a thread, which leaves to its process what all threads share; else it has a
@@ -61,7 +61,7 @@ class BatchMaker:
         self,
         worker_id: int,
         load_spec: Callable[[], WorkerSpec],
-        arena: BumpAllocator,
+        allocator: BumpAllocator,
         to_payload: Callable[[Any], Any] | None,
         *,
         is_thread: bool = False,
@@ -69,7 +69,7 @@ class BatchMaker:
         self.where = f"in DataLoader worker {'thread' if is_thread else 'process'} {worker_id}"
         self._id = worker_id
         self._load_spec = load_spec
-        self._arena = arena
+        self._allocator = allocator
         self._to_payload = to_payload
         self._is_thread = is_thread
         # What ends a process must not end a thread silently.
@@ -112,8 +112,8 @@ class BatchMaker:
         """What the worker did since the last call."""
         before_ns, self._since_ns = self._since_ns, time.perf_counter_ns()
         idle_ns, self._idle_ns = self._idle_ns, 0
-        hits, self._hits = self._hits, counts.hits
-        misses, self._misses = self._misses, counts.misses
+        hits, self._hits = self._hits, cache_counts.hits
+        misses, self._misses = self._misses, cache_counts.misses
         busy_us = (self._since_ns - before_ns - idle_ns) // 1000
         return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
 
@@ -142,7 +142,7 @@ class BatchMaker:
                 dataset_state.raise_error()  # of a worker that replaces a dead one
             self._keeps_states = dataset_state is not None
             self._fetcher = make_fetcher(
-                spec, self._arena, dataset_state, worker_id=self._id, is_thread=self._is_thread
+                spec, self._allocator, dataset_state, worker_id=self._id, is_thread=self._is_thread
             )
         except self._caught:
             self._error = RemoteError.current(self.where, AT_START)
@@ -186,7 +186,7 @@ class BatchMaker:
 
 def make_fetcher(
     spec: WorkerSpec,
-    arena: BumpAllocator,
+    allocator: BumpAllocator,
     dataset_state: DatasetState | None,
     *,
     worker_id: int | None = None,
@@ -204,7 +204,7 @@ def make_fetcher(
     return Fetcher(
         spec,
         spec.dataset,
-        arena,
+        allocator,
         in_worker=worker_id is not None and not is_thread,
         seeder=seeder,
         dataset_state=dataset_state,

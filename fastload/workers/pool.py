@@ -1,7 +1,7 @@
 """The contract of a pool of workers, which worker processes, threads and Ray actors fulfill.
 
 A pool knows nothing of samplers and epochs' orders: it takes requests for batches of a worker, and returns
-the worker's replies in the order of these requests. `worker_types` has the pools by name.
+the worker's replies in the order of these requests. `settings` has the pools by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from multiprocessing.context import BaseContext
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.messages import PendingBatch, WorkerCounters
     from fastload.workers.worker_spec import WorkerSpec
 
@@ -39,7 +39,7 @@ class PoolSettings:
         max_bytes: Upper bound on the memory for batches.
         num_restarts: How many dead workers can be replaced; their unfinished batches are made again.
         is_persistent: Whether the workers serve more than one epoch.
-        worker_type: The loader's: a name of `worker_types`, or an object with options of such a type.
+        worker_type: The loader's: a name in `settings`, or an object with options of such a type.
     """
 
     count: Callable[[WorkerCounters], None]
@@ -65,7 +65,7 @@ class WorkerPool(abc.ABC):
     """
 
     uses_multiprocessing: ClassVar[bool] = False  # a multiprocessing context starts the workers
-    runs_in_consumer: ClassVar[bool] = False  # workers are threads that share the dataset, and pin batches
+    uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset, and pin batches
     runs_elsewhere: ClassVar[bool] = False  # workers need no CPUs of this machine
 
     def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.batch.packing import unpack
-from fastload.batch.read_ahead import reads_ahead
+from fastload.batch.source import reads_ahead
 from fastload.errors import (
     BatchLostError,
     LoaderClosedError,
@@ -356,7 +356,7 @@ class RayPool(SlotPool[_ActorHandle]):
         else:
             if data is not None and memory is not None:
                 np.frombuffer(memory.lease(), np.uint8, data.nbytes)[:] = data
-        self.ring.fill(slot, memory)
+        self.ring.fill(slot, memory, 0 if data is None else data.nbytes)
         pending.slot = slot
         self._open(pending)
 

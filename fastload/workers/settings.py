@@ -1,4 +1,8 @@
-"""The settings of a loader that workers and epochs read. The loader class itself is in `loader`."""
+"""The settings of a loader that workers and epochs read, and the types of workers by name.
+
+The loader class itself is in `loader`. A new type of workers is a `WorkerPool` in a file of its own, a line
+in `WORKER_TYPES`, and a word in the docstring of the loader.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,25 @@ from torch.utils.data import (
 )
 
 from fastload.batch.failures import check_max_errors
-from fastload.batch.read_ahead import reads_ahead
-from fastload.device.cuda import check_device
-from fastload.rng.keys import check_dataset
+from fastload.batch.source import reads_ahead
+from fastload.device.devices import check_device
+from fastload.rng.sample_rng import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of
 from fastload.system.torch_private import has_auto_collation, is_iterable
 from fastload.transforms.compose import compose
-from fastload.workers.ray_pool import RayWorkers
+from fastload.workers.process_pool import ProcessPool
+from fastload.workers.ray_pool import RayPool, RayWorkers
+from fastload.workers.thread_pool import ThreadPool
 from fastload.workers.worker_spec import WorkerSpec
-from fastload.workers.worker_types import WORKER_TYPES, pool_type_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastload.workers.auto_workers import AutoWorkers
+    from fastload.workers.pool import WorkerPool
 
+WORKER_TYPES: dict[str, type[WorkerPool]] = {"process": ProcessPool, "thread": ThreadPool, "ray": RayPool}
 
 _CHECKS = {
     "memory_format": one_of(None, torch.channels_last),
@@ -47,6 +54,11 @@ _CHECKS = {
     "on_error": one_of("raise", "replace", or_callable=True),
     "max_worker_restarts": integer(0),
 }
+
+
+def pool_type_of(worker_type: str | RayWorkers) -> type[WorkerPool]:
+    """The pool that a loader's `worker_type` asks for."""
+    return RayPool if isinstance(worker_type, RayWorkers) else WORKER_TYPES[worker_type]
 
 
 @dataclass(kw_only=True)
@@ -125,7 +137,7 @@ class Options:
                 "shows them)"
             )
         needs_map = {
-            f'worker_type="{self.worker_type}"': pool_type.runs_in_consumer,
+            f'worker_type="{self.worker_type}"': pool_type.uses_threads,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,

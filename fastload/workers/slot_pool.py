@@ -28,7 +28,7 @@ from fastload.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.packing import Packed
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.memory.ring import Ring, Slot
     from fastload.workers.messages import PendingBatch
     from fastload.workers.pool import PoolSettings

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.batch.nbytes import nbytes_of
+from fastload.batch.packing import nbytes_of
 from fastload.memory.lease import BufferPool
 from fastload.nested.attributes import attributes
 from fastload.rng.generators import Search, held_generators
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from fastload.batch.dataset_state import DatasetState
-    from fastload.device.cuda import Backend
+    from fastload.device.devices import Backend
     from fastload.workers.pool import PoolSettings
     from fastload.workers.worker_spec import WorkerSpec
 
@@ -47,7 +47,7 @@ _BUFFERS_BEYOND_PREFETCH = 3
 class ThreadPool(WorkerPool):
     """The worker threads of one iterator; see `WorkerPool`."""
 
-    runs_in_consumer = True
+    uses_threads = True
 
     def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
         super().__init__(spec, settings)
@@ -102,7 +102,7 @@ class ThreadPool(WorkerPool):
 
     def wait(self, worker_id: int, deadline: float | None) -> None:
         """Wait until the worker has replied, or `close` was called."""
-        self._workers[worker_id].wakes.wait(deadline)
+        self._workers[worker_id].wakeup.wait(deadline)
 
     def read_slots(self, backend: Backend, stream: Any) -> None:
         """Do nothing: batches of threads lie in private memory, which a fork would copy."""
@@ -123,7 +123,7 @@ class ThreadPool(WorkerPool):
         for worker in self._workers:
             worker.drop_requests()
             worker.requests.put(None)
-            worker.wakes.wake()  # a caller can be waiting in another thread
+            worker.wakeup.wake()  # a caller can be waiting in another thread
         deadline = time.monotonic() + GRACE_S
         for worker in self._workers:
             if worker.thread.ident is not None and worker.thread is not threading.current_thread():
@@ -140,7 +140,7 @@ class _WorkerThread:
         self._maker = BatchMaker(worker_id, spec.load, self._buffers, settings.pin, is_thread=True)
         self._count = settings.count
         self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
-        self.wakes = Wakeup()  # the consumer, which looks into its requests for replies
+        self.wakeup = Wakeup()  # the consumer, which looks into its requests for replies
         self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()
@@ -180,7 +180,7 @@ class _WorkerThread:
             reply.nbytes = nbytes_of(reply.payload)
         self._count(reply.counters)
         pending.reply = reply  # last, because the consumer checks it
-        self.wakes.wake()
+        self.wakeup.wake()
 
     def _later(self, pending: PendingBatch) -> Iterator[Any]:
         """The indices of later batches."""
@@ -216,7 +216,9 @@ def copies_for_threads(
     search = Search(dataset, collate_fn)
     random_ones = search.transforms
     if with_generators:
-        random_ones += [held.generator for held in held_generators(search) if held.seed is not None]
+        random_ones += [
+            described.generator for described in held_generators(search) if described.seed is not None
+        ]
     holders = search.holding(random_ones)
     copiers = [_Copier(random_ones, holders) for _ in range(num_threads)]
     return [(copier.copied(dataset), copier.copied(collate_fn)) for copier in copiers]

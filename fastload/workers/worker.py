@@ -78,12 +78,12 @@ class _Worker:
         # Messages that have arrived, with their numbers.
         self._messages: deque[tuple[int, BeginEpoch | FetchRequest]] = deque()
         self._slots: dict[int, Memory] = {}
-        self._arena = BumpAllocator(self._make_memory)
+        self._allocator = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
-        self._maker = BatchMaker(worker_id, spec.load, self._arena, self._pack)
+        self._maker = BatchMaker(worker_id, spec.load, self._allocator, self._pack)
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._arena)
+        return pack(batch, self._allocator)
 
     def serve(self) -> None:
         """Reply to messages until the parent hangs up."""
@@ -128,7 +128,7 @@ class _Worker:
         self._take_memory(message)
         reply = self._maker.make(message.index, message.key, self._later())
         segment, self._new_segment = self._new_segment, None
-        memory = self._arena.memory if reply.kind is ReplyKind.BATCH else None
+        memory = self._allocator.memory if reply.kind is ReplyKind.BATCH else None
         is_sent = self._send(number, reply, None if segment is None or memory is None else segment.fd)
         if is_sent and memory is not None:
             # Only after the reply was sent: without it the parent keeps the slot's old memory, and so must
@@ -136,7 +136,7 @@ class _Worker:
             self._slots[message.slot] = memory
         if segment is not None:
             segment.close()  # the mapping stays
-        self._arena.begin()
+        self._allocator.begin()
 
     def _take_memory(self, message: FetchRequest) -> None:
         for number in [number for number in self._slots if number >= message.num_slots]:
@@ -145,7 +145,7 @@ class _Worker:
         if memory is not None and memory.is_leased:
             memory = None  # user code in this process still holds the slot's last batch: keep it unchanged
         self._new_segment = None
-        self._arena.begin(memory)
+        self._allocator.begin(memory)
 
     def _make_memory(self, nbytes: int) -> Memory:
         segment, mapping = create_slot_segment(nbytes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from fastload.bench.contenders import Contender
+from fastload.bench.configurations import Configuration
 from fastload.bench.result import Result, Row
 
 MACHINE = {
@@ -17,14 +17,14 @@ MACHINE = {
     "torch": "2.13.0",
     "fastload": "0.1.0",
 }
-TORCH = Contender("torch", "none", 2, 64, "fork")
-PLAIN = Contender("fastload", "none", 2, 64, "fork")
-RAM = Contender("fastload", "ram", 2, 64, "fork")
+TORCH = Configuration("torch", "none", 2, 64, "fork")
+PLAIN = Configuration("fastload", "none", 2, 64, "fork")
+RAM = Configuration("fastload", "ram", 2, 64, "fork")
 
 
-def row(contender: Contender, *later: float, problem: str = "") -> Row:
+def row(configuration: Configuration, *later: float, problem: str = "") -> Row:
     """A row with these rates in later epochs."""
-    return Row(contender, [rate / 2 for rate in later], list(later), problem)
+    return Row(configuration, [rate / 2 for rate in later], list(later), problem)
 
 
 def result(*rows: Row, **changed: Any) -> Result:
@@ -46,11 +46,11 @@ rates = st.floats(1.0, 1e6)
 
 @st.composite
 def results(draw: st.DrawFn) -> Result:
-    """Results of three contenders over some rounds; some of them failed."""
+    """Results of three configurations over some rounds; some of them failed."""
     rounds = draw(st.integers(1, 5))
     series = st.lists(rates, min_size=rounds, max_size=rounds)
     rows = [
-        row(contender, *draw(series), problem=draw(st.sampled_from(["", "", "", "failed"])))
-        for contender in (TORCH, PLAIN, RAM)
+        row(configuration, *draw(series), problem=draw(st.sampled_from(["", "", "", "failed"])))
+        for configuration in (TORCH, PLAIN, RAM)
     ]
     return result(*rows)

@@ -1,4 +1,4 @@
-"""Claims about the plan and the machine: contenders, their code, samples, rounds, a busy machine."""
+"""Claims about the plan and the machine: configurations, their code, samples, rounds, a busy machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastload
-from fastload.bench.contenders import CACHES, Contender, contenders_of
+from fastload.bench.configurations import CACHES, Configuration, configurations_of
 from fastload.bench.run import default_workers, in_turn
 from fastload.cache.build.random_check import spread_indices
 from fastload.system.cpus import CpuTimes, busy_share, others_share
@@ -45,8 +45,8 @@ def test_default_workers_are_a_few_numbers_up_to_the_cpus(num_cpus: int, expecte
 
 
 @given(rounds=st.integers(1, 6), count=st.integers(1, 40))
-def test_each_round_runs_every_contender_once_from_another_start(rounds: int, count: int) -> None:
-    """The order rotates, so that no contender is always the first."""
+def test_each_round_runs_every_configuration_once_from_another_start(rounds: int, count: int) -> None:
+    """The order rotates, so that no configuration is always the first."""
     rows = [row(PLAIN) for _ in range(count)]
     orders = [[*map(id, in_turn(rows, number, rounds))] for number in range(rounds)]
     assert all(sorted(order) == sorted(map(id, rows)) for order in orders)
@@ -108,8 +108,8 @@ SWEEPS = st.fixed_dictionaries(
 
 @given(SWEEPS)
 def test_every_setting_takes_part_once_with_both_loaders(sweep: dict[str, list[Any]]) -> None:
-    """A loader without workers has no start method, and torch's no cache: one contender for each."""
-    found = contenders_of(**sweep)
+    """A loader without workers has no start method, and torch's no cache: one configuration for each."""
+    found = configurations_of(**sweep)
     assert len(set(found)) == len(found)
     assert all((one.start_method is None) == (one.num_workers == 0) for one in found)
     for loader in ("torch", "fastload"):
@@ -128,8 +128,8 @@ def test_the_lines_make_the_loader_that_was_measured(
     loader: str, cache: str, transform: Any, num_workers: int, method: str, tmp_path: Path
 ) -> None:
     """They run, and give a loader of that class with these settings; the default start method needs none."""
-    contender = Contender(loader, cache, num_workers, 3, method if num_workers else None)
-    lines = contender.code("fork", has_transform=transform is not None, lmdb_path=str(tmp_path / "cache"))
+    configuration = Configuration(loader, cache, num_workers, 3, method if num_workers else None)
+    lines = configuration.code("fork", has_transform=transform is not None, lmdb_path=str(tmp_path / "cache"))
     dataset = [(np.full((4, 4, 3), number, np.uint8), number) for number in range(6)]
     names: dict[str, Any] = {"dataset": dataset, "transform": transform}
     exec("\n".join(lines), names)

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from fastload.bench import chart
-from fastload.bench.baseline import compare, differences
+from fastload.bench import report
 from fastload.bench.report import baseline_lines, ending_lines, report_lines
-from fastload.bench.result import Ratio, Result, verdicts
+from fastload.bench.result import Ratio, Result, compare, differences, verdicts
 from tests.bench.made_up import MACHINE, PLAIN, RAM, TORCH, rates, result, results, row
 
 if TYPE_CHECKING:
@@ -62,9 +61,9 @@ def test_the_fastest_has_the_highest_median_of_all_that_were_measured(some: Resu
 def test_sizes_do_not_compete() -> None:
     """Smaller images are less work: each size has a verdict of its own."""
     rows = [
-        row(dataclasses.replace(contender, size=size), rate)
+        row(dataclasses.replace(configuration, size=size), rate)
         for size, rate in (("32x32", 1000.0), ("64x64", 250.0))
-        for contender in (TORCH, PLAIN)
+        for configuration in (TORCH, PLAIN)
     ]
     found = verdicts(rows)
     assert [(one.size, one.fastest.rate) for one in found] == [("32x32", 1000.0), ("64x64", 250.0)]
@@ -95,7 +94,9 @@ def test_other_data_are_refused_with_the_reason(plain: Any, said: str) -> None:
 @given(some=results(), factor=st.floats(0.1, 10.0))
 def test_a_slower_machine_changes_the_rates_but_not_what_is_relative(some: Result, factor: float) -> None:
     """All rates are slower by its factor, and their quotients by torch's rate stay."""
-    rows = [row(one.contender, *(factor * n for n in one.later), problem=one.problem) for one in some.rows]
+    rows = [
+        row(one.configuration, *(factor * n for n in one.later), problem=one.problem) for one in some.rows
+    ]
     other = dataclasses.replace(some, rows=rows)
     for now, is_relative, ratio in ((some, False, 1.0), (other, False, factor), (other, True, 1.0)):
         found = compare(some, now, tolerance=0.05, is_relative=is_relative)
@@ -129,14 +130,14 @@ BROKE = [[row(TORCH, 100.0), row(PLAIN, 1.0), ram] for ram in (row(RAM, 100.0), 
 def test_what_passes(
     before: Any, now: Any, is_relative: bool, slower: list[Any], failed: list[Any], has_passed: bool
 ) -> None:
-    """A loss of 10% of the medians is tolerated; more, or a contender that fails now, fails the check."""
+    """A loss of 10% of the medians is tolerated; more, or a configuration that fails now, fails the check."""
     found = compare(result(*before), result(*now), tolerance=0.1, is_relative=is_relative)
-    assert [change.contender for change in found.slower] == [str(one) for one in slower]
+    assert [change.configuration for change in found.slower] == [str(one) for one in slower]
     assert found.failed == [str(one) for one in failed]
     assert found.has_passed == has_passed
 
 
-def test_contenders_of_one_side_are_named() -> None:
+def test_configurations_of_one_side_are_named() -> None:
     """They are no failure: the user asked for other settings."""
     before, now = (result(row(TORCH, 100.0), row(other, 100.0)) for other in (PLAIN, RAM))
     found = compare(before, now, tolerance=0.1, is_relative=False)
@@ -232,16 +233,18 @@ def test_a_baseline_that_torch_fails_too_is_told_with_the_way_out() -> None:
     lines = baseline_lines(compare(before, now, tolerance=0.1, is_relative=False), "old.json")
     assert sum(line.startswith("  SLOWER") for line in lines) == 2
     assert "  torch's loader runs at 0.50 of its rate in the baseline" in lines
-    assert lines[-1].startswith("slower or failed: 2 of the baseline's contenders. torch's loader")
+    assert lines[-1].startswith("slower or failed: 2 of the baseline's configurations. torch's loader")
 
 
 @pytest.mark.slow
 def test_the_chart_has_a_place_for_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More contenders make a higher picture. Pyplot, which chooses a window system, is not imported."""
+    """More configurations make a higher picture. Pyplot, which chooses a window system, is not imported."""
     few, many = tmp_path / "few", tmp_path / "many.png"
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    chart.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured
-    chart.draw(result(row(TORCH, 1.0, 2.0), *[row(PLAIN, problem="failed: $x_$ \\ it broke")] * 9), str(many))
+    report.draw(result(row(TORCH, problem="failed")), str(few))  # nothing was measured
+    report.draw(
+        result(row(TORCH, 1.0, 2.0), *[row(PLAIN, problem="failed: $x_$ \\ it broke")] * 9), str(many)
+    )
     with Image.open(few) as low, Image.open(many) as high:
         assert (low.format, high.format) == ("PNG", "PNG")
         assert low.width == high.width

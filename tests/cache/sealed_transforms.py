@@ -21,7 +21,7 @@ import albumentations as A
 import cv2
 import numpy as np
 
-from fastload.augmentation.albumentations.read_only import only_reads
+from fastload.augmentation.albumentations.pipelines import only_reads
 from fastload.cache.transform import TransformCaller
 from fastload.nested.tree import leaves
 

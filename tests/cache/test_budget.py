@@ -21,7 +21,7 @@ from fastload.system.budget import (
     parse_memory,
     parse_prefetch_memory,
 )
-from fastload.system.cgroups import oom_kills
+from fastload.system.limits import oom_kills
 from tests.kit.faults import limited
 
 GB = 10**9

@@ -495,7 +495,7 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
         assert f"Finished shards are kept at {one.files.rstrip('/')}: build again to resume" in one.stopped()
         again = BrokenImages()
         assert other(again).verify() == []
-        assert again.reads[1:9] + again.reads[10:13] == [0] * 11
+        assert again.reads[1:10] + again.reads[11:13] == [0] * 11
         assert min(again.reads[13:]) == 1
 
 
@@ -524,10 +524,10 @@ def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
     builder.stopped()
     good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
     for data in (
-        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 2, "plan": 5}'),
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 3, "plan": 5}'),
         good.replace(b'"num_samples": 20', b'"num_samples": -20'),
         good.replace(b'"codec"', b'"coder"'),
-        good.replace(b'"version": 2', b'"version": 9'),
+        good.replace(b'"version": 3', b'"version": 9'),
     ):
         builder.plan(data)
         before = builder.content()
@@ -708,3 +708,113 @@ def test_killed_with_its_workers_at_work(tmp_path: Path, monkeypatch: pytest.Mon
         build_and_check(path, {}, Images(400))
     finally:
         os.kill(int(worker.read_text()), signal.SIGKILL)
+
+
+# --- what the lock of a build survives --------------------------------------------------------------------
+
+
+def _is_held_elsewhere(path: Path) -> bool:
+    """Whether another process sees that a builder is at work."""
+    return exit_codes(lambda: os._exit(int(inventory.is_being_built(str(path))))) == [1]
+
+
+def _list_caches(path: Path) -> None:
+    assert [item.state for item in inventory.list_caches(str(path.parent))] == ["building"]
+
+
+def _build_again(path: Path) -> None:
+    with pytest.raises(CacheBusyError, match="another thread"):
+        build_lmdb(Images(4), path)
+
+
+def _fork(path: Path) -> None:
+    assert exit_codes(lambda: None) == [0]
+
+
+LOOKS: dict[str, Callable[[Path], Any]] = {
+    "list": _list_caches,
+    "ask": lambda path: inventory.is_being_built(str(path)),
+    "read": lambda path: Path(lock_name(str(path))).read_bytes(),
+    "build again": _build_again,
+    "fork": _fork,
+}
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_look_at_the_lock_does_not_drop_it(name: str, tmp_path: Path) -> None:
+    """Whatever else the process of the builder opens and closes, such as a backup of the folder."""
+    path = tmp_path / "cache"
+    (tmp_path / "cache.partial").mkdir()
+    with only_builder(str(path)):
+        LOOKS[name](path)
+        assert _is_held_elsewhere(path)
+    assert not _is_held_elsewhere(path)
+
+
+def test_a_child_does_not_hold_the_lock_of_a_killed_builder(tmp_path: Path) -> None:
+    """A worker of a loader that was forked meanwhile can live longer."""
+    path, (end, to_end), (started, to_start) = tmp_path / "cache", os.pipe(), os.pipe()
+
+    def hold() -> None:
+        with only_builder(str(path)):
+            if os.fork() == 0:
+                os.close(to_end)
+                os.write(to_start, b".")
+                os.read(end, 1)  # until the test closes the pipe
+                os._exit(0)
+            os.read(started, 1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_codes(hold) == [-signal.SIGKILL]
+    with only_builder(str(path)):
+        pass
+    for fd in (end, to_end, started, to_start):
+        os.close(fd)
+
+
+def test_a_child_that_leaves_the_block_does_not_end_the_lock(tmp_path: Path) -> None:
+    """An error in a fork of the builder goes through the same code."""
+    path = tmp_path / "cache"
+    try:
+        with only_builder(str(path)):
+            if (pid := os.fork()) == 0:
+                raise KeyboardInterrupt
+            os.waitpid(pid, 0)
+            assert _is_held_elsewhere(path)
+    except KeyboardInterrupt:
+        os._exit(0)
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_file_that_comes_at_the_last_moment_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache gets its name only if nothing has it, in one step."""
+    path = tmp_path / "cache"
+
+    def late(name: str) -> None:
+        real = getattr(os, name)
+
+        def call(source: Any, destination: Any) -> None:
+            if os.fspath(destination) == str(path):
+                path.write_text("mine")
+            real(source, destination)
+
+        patch.setattr(os, name, call)
+
+    with monkeypatch.context() as patch:
+        late("rename")
+        late("link")
+        with pytest.raises(CacheError, match=r"created .*cache.*cache\.partial"):
+            build_lmdb(Images(3), path, num_workers=0)
+    assert path.read_text() == "mine"
+    path.unlink()
+    assert build_lmdb(Images(3), path, num_workers=0).verify() == []
+    assert os.listdir(tmp_path) == ["cache"]
+
+
+@pytest.mark.usefixtures("needs_lmdb")
+def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache is published all the same."""
+    monkeypatch.setattr(os, "link", refusing(errno.EPERM))
+    assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).verify() == []
+    assert os.listdir(tmp_path) == ["cache"]

@@ -133,10 +133,10 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
     make, obstacle = PIPELINES[name]
     content = image_file("4:2:0", HEIGHT, WIDTH)
     whole = EncodedImage(content).decode()
-    plain, pushed = make(), make()
-    for pipeline in (plain, pushed):
+    plain, cropping = make(), make()
+    for pipeline in (plain, cropping):
         pipeline.set_random_seed(7)
-    in_decoder = CropInDecoder(pushed, reduces=False)
+    in_decoder = CropInDecoder(cropping, reduces=False)
     data = targets(None) if getattr(plain, "processors", None) else {"mask": MASK}
     for _ in range(20 if name.startswith("p") else 6):
         expected = plain(**data | {"image": whole.copy()})
@@ -144,9 +144,9 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
 
         assert_same_samples(found, expected)
         assert found["image"].flags.writeable
-    assert states(pushed) == states(plain)
+    assert states(cropping) == states(plain)
     if obstacle is None:
-        assert in_decoder.obstacle is None
+        assert in_decoder.why_whole is None
         if name in CROPS and "padded" not in name:
             assert None not in decoded[1:]  # the first one is the test's own
     else:
@@ -155,7 +155,7 @@ def test_outputs_and_generators_are_those_of_the_pipeline(name: str, monkeypatch
             "whole images are decoded: "
         )
     if name == "saves parameters":
-        assert pushed.transforms[0].get_applied_params()["crop_coords"]
+        assert cropping.transforms[0].get_applied_params()["crop_coords"]
 
 
 def test_replay_and_the_error_of_a_large_crop() -> None:
@@ -206,7 +206,7 @@ def test_fast_decoding_is_close(first: Any, db: int) -> None:
     whole = EncodedImage(content).decode()
     plain, fast = (A.Compose([copy.deepcopy(first)], **PARAMS, seed=3) for _ in range(2))
     in_decoder = CropInDecoder(fast, reduces=True)
-    assert in_decoder.obstacle is None
+    assert in_decoder.why_whole is None
     data = targets(None) | {"mask": np.zeros((height, width), np.uint8)}
     del data["other"]
     for _ in range(5):
@@ -289,8 +289,8 @@ def test_the_center_of_a_resized_image_is_that_of_the_pipeline(
         first = RESIZES[resize](side, area_for_downscale=area, **options)
         return A.Compose([first, A.CenterCrop(height, width), A.HorizontalFlip(p=0.5)], seed=5)
 
-    plain, pushed = make(), CropInDecoder(make(), reduces=False)
-    assert pushed.obstacle is None
+    plain, cropping = make(), CropInDecoder(make(), reduces=False)
+    assert cropping.why_whole is None
     mask = whole[..., 0].copy()
     with mock.patch.object(regions, "_codec", regions._codec if has_codec else lambda: None):
         for _ in range(2):
@@ -298,9 +298,9 @@ def test_the_center_of_a_resized_image_is_that_of_the_pipeline(
                 expected = plain(image=whole, mask=mask)
             except CropSizeError:
                 with pytest.raises(CropSizeError):
-                    pushed(image=EncodedImage(content), mask=mask)
+                    cropping(image=EncodedImage(content), mask=mask)
                 return
-            assert_same_samples(pushed(image=EncodedImage(content), mask=mask), expected)
+            assert_same_samples(cropping(image=EncodedImage(content), mask=mask), expected)
 
 
 @pytest.mark.parametrize("reduces", [False, True])
@@ -316,15 +316,15 @@ def test_validation_decodes_the_part_that_it_keeps(reduces: bool, has_codec: boo
     decode_jpeg = mock.Mock(side_effect=jpeg.decode_jpeg)
     monkeypatch.setattr(regions, "decode_jpeg", decode_jpeg)
     monkeypatch.setattr(EncodedImage, "decode", lambda *_: pytest.fail("the whole image is decoded"))
-    pushed = CropInDecoder(validation, reduces=reduces)
-    found = pushed(image=EncodedImage(content))["image"]
+    cropping = CropInDecoder(validation, reduces=reduces)
+    found = cropping(image=EncodedImage(content))["image"]
 
     if reduces:
         assert psnr_db(found, expected) > 30
     else:
         np.testing.assert_array_equal(found, expected)
     assert all(call.args[1].width < width // 2 for call in decode_jpeg.mock_calls)
-    assert "CenterCrop" in pushed.explain()
+    assert "CenterCrop" in cropping.explain()
 
 
 @pytest.mark.usefixtures("of_any_size")

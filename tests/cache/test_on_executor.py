@@ -135,7 +135,7 @@ def test_foreign_files_stay(name: str, tmp_path: Path) -> None:
 
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """A cache is built, resumed and removed all the same."""
-    monkeypatch.setattr(locks.fcntl, "lockf", refusing(errno.ENOSYS))
+    monkeypatch.setattr(locks.fcntl, "flock", refusing(errno.ENOSYS))
     stop(tmp_path / "cache")
     with caplog.at_level(logging.INFO, "fastload"):
         assert build_lmdb(Images(20), tmp_path / "cache", num_workers=0).verify() == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -618,3 +619,16 @@ def test_the_limit_has_the_forms_of_sizes(cache_dir: Path, monkeypatch: pytest.M
         monkeypatch.setenv(mirror.BYTES_VARIABLE, text)
         with pytest.raises(ValueError, match=rf"FASTLOAD_CACHE_BYTES='{text}' is not a size"):
             LMDBCache(URL)
+
+
+def test_a_copy_that_stays_is_not_locked_by_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was locked to be removed, and is kept, opens while a child has a copy of the descriptor."""
+    build()
+    path, copies, real = copy_of(), [], fcntl.flock
+    (found,) = mirror.mirrors()
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(fcntl, "flock", lambda fd, how: copies.append(os.dup(fd)) or real(fd, how))
+        assert mirror._locked(found, stack)
+    assert LMDBCache(path).num_cached == 20
+    for fd in copies:
+        os.close(fd)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +19,6 @@ from fastload.cache.format.record import ALIGNMENT_BYTES, encode, record_parts
 from fastload.cache.ram.layout import FRAME_BYTES
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import SharedMemoryError
 from fastload.memory.segment import Segment, round_up
 from fastload.nested.spec import flatten
 from fastload.nested.tree import first_difference
@@ -286,14 +284,3 @@ def test_processes_store_at_once(kind: Any, start: Any) -> None:
     assert cache.nbytes <= max_memory + 3 * 4096
     assert kind is not Images or len(held) <= 20
     assert_right(cache, dataset)
-
-
-def test_the_pickle_of_a_closed_cache_says_what_is_gone() -> None:
-    """It leads to the descriptor of the process that wrote it."""
-    cache = filled(Images(3))
-    text = pickle.dumps(cache)
-    cache.close()
-    with pytest.raises(
-        SharedMemoryError, match=f"cannot attach the shared segment at /proc/{os.getpid()}/fd/"
-    ):
-        pickle.loads(text)

@@ -490,7 +490,7 @@ def test_a_machine_with_less_memory_has_a_smaller_cache(monkeypatch: Any) -> Non
     """It stores what fits, and all samples are right."""
     source = Images(64, shape=(64, 64, 3))  # 0.8 of a megabyte
     first, limit = CachedDataset(source, max_memory=MB), MB // 2
-    monkeypatch.setattr(shared, "parse_memory", lambda _: limit)
+    monkeypatch.setattr(shared, "budget_bytes", lambda *_, **__: limit)
     there = pickle.loads(from_elsewhere(first))
     assert_same_samples([there[i] for i in range(64)], [source[i] for i in range(64)])
     assert there.cache_info().max_bytes == limit

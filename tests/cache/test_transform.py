@@ -18,7 +18,7 @@ import torch
 from albumentations.pytorch import ToTensor3D, ToTensorV2
 
 from fastload import DataLoader
-from fastload.augmentation.albumentations.read_only import only_reads
+from fastload.augmentation.albumentations.pipelines import only_reads
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.transform import TransformCaller
 from fastload.nested.tree import leaves

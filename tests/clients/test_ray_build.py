@@ -27,7 +27,7 @@ SETUP = """
 import os, resource, signal, subprocess, sys, threading, time
 import ray
 from fastload.errors import CacheError, TooManyFailuresError
-from fastload.integrations import ray_build
+from fastload.integrations.ray import build_cache
 from tests.cache.build_zoo import BrokenImages
 from tests.clients.ray_checks import raised, two_nodes, wait_until
 
@@ -64,7 +64,7 @@ def kill():
     cluster.remove_node(node, allow_graceful=False)
 
 threading.Thread(target=kill, daemon=True).start()
-cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6)
+cache = build_cache(images, FOLDER / "cache", address=cluster.address, shards=6)
 assert (FOLDER / "hold-second").exists()
 """,
     "the driver dies": """
@@ -80,12 +80,12 @@ finished = sorted(path.name for path in (FOLDER / "cache.partial").glob("0*.lmdb
 assert 0 < len(finished) < 6, finished
 inodes = {name: (FOLDER / "cache.partial" / name).stat().st_ino for name in finished}
 (FOLDER / "hold-second").unlink()
-cache = ray_build.build(images, FOLDER / "cache", address=cluster.address)
+cache = build_cache(images, FOLDER / "cache", address=cluster.address)
 assert cache.description.num_shards == 6
 assert inodes == {name: (FOLDER / "cache" / name).stat().st_ino for name in finished}
 """,
     "a disk is full": """
-cache = ray_build.build(images, FOLDER / "cache", address=cluster.address, shards=6, max_retries=20)
+cache = build_cache(images, FOLDER / "cache", address=cluster.address, shards=6, max_retries=20)
 assert (FOLDER / "reads-second").exists()
 """,
 }
@@ -95,7 +95,7 @@ FULL_EVERYWHERE = """
 os.environ["DISK_BYTES"] = "5000"
 start()
 del os.environ["DISK_BYTES"]
-text = raised(CacheError, lambda: ray_build.build(images, FOLDER / "cache", shards=2, max_retries=1))
+text = raised(CacheError, lambda: build_cache(images, FOLDER / "cache", shards=2, max_retries=1))
 assert text.startswith("2 of 2 shards were not built: shard 1/2 on "), text
 assert text.count("cannot write the cache") == 2, text
 assert "Traceback" not in text, text
@@ -104,23 +104,23 @@ SKIPPING = """
 os.environ["BAD"] = "3 40 63"
 start()
 options = {"shards": 4, "on_error": "skip", "max_errors": 2}
-text = raised(CacheError, lambda: ray_build.build(images, FOLDER / "cache", shards=4))
+text = raised(CacheError, lambda: build_cache(images, FOLDER / "cache", shards=4))
 assert text.startswith("3 of 4 shards were not built: shard 1/4 on "), text
 assert text.count("ImageReadError: cannot read the image") == 3, text
-text = raised(TooManyFailuresError, lambda: ray_build.build(images, FOLDER / "cache", **options))
+text = raised(TooManyFailuresError, lambda: build_cache(images, FOLDER / "cache", **options))
 assert text.startswith("3 samples could not be read"), text
-ray_build.build(images, FOLDER / "cache", on_error="skip", max_errors=1.0)
+build_cache(images, FOLDER / "cache", on_error="skip", max_errors=1.0)
 """
 INTERRUPTED = """
 start()
 os.environ["NODE"] = "driver"  # its own reads are not held
 try:
-    ray_build.build(images, FOLDER / "cache", shards=4)
+    build_cache(images, FOLDER / "cache", shards=4)
 except KeyboardInterrupt:
     (FOLDER / "interrupted").touch()
     assert not (FOLDER / "cache.partial").exists()
 (FOLDER / "hold-head").unlink()
-assert ray_build.build(images, FOLDER / "cache").verify() == []
+assert build_cache(images, FOLDER / "cache").verify() == []
 """
 
 
@@ -128,7 +128,7 @@ def build_on_two_nodes(body: str, folder: Path, **second: str) -> None:
     """Run a script that starts a cluster, and builds on it if it has an argument."""
     body = f"cluster, node = two_nodes(1, 1, env_vars={second | {'NODE': 'second'}})\n{body}"
     body = textwrap.indent(f"{body}\nassert cache.verify() == []\ncluster.shutdown()", "    ")
-    driver = 'ray_build.build(images, FOLDER / "cache", address=sys.argv[1], shards=6)'
+    driver = 'build_cache(images, FOLDER / "cache", address=sys.argv[1], shards=6)'
     is_main = 'if __name__ == "__main__"'
     script = f"{SETUP}\n{is_main} and sys.argv[1:]:\n    {driver}\nel{is_main}:\n{body}\n"
     run(script, folder, "torch", limit_s=LIMIT_S).check()

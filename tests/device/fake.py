@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastload.nested.device_tree import move_leaf
+from fastload.nested.tree import move_leaf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

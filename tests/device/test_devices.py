@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from fastload import DataLoader, DevicePrefetcher
-from fastload.device import cuda as cuda_module
-from fastload.device.synchronous import SynchronousDevice
+from fastload.device import devices
+from fastload.device.devices import SynchronousDevice
 from fastload.errors import DeviceUnavailableError
 from fastload.system import logs
 from tests.device.loaders import Loader, on
@@ -91,7 +91,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 def test_auto(cuda: Any, has_driver: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Without CUDA the CPU transforms; one line says why, for each kind of caller, and warns beside a GPU."""
     cuda(num_devices=2)
-    monkeypatch.setattr(cuda_module, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
+    monkeypatch.setattr(devices, "_DRIVERS", (str(tmp_path if has_driver else tmp_path / "none"),))
     with caplog.at_level(logging.INFO, "fastload"):
         assert DevicePrefetcher([], device="auto").device == torch.device("cuda")
         assert DevicePrefetcher([], device="cuda:1").device == torch.device("cuda:1")
@@ -155,10 +155,10 @@ def test_a_stream_serves_again_when_its_owner_is_gone(cuda: Any, monkeypatch: py
     numbers = itertools.count(1)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device.index, next(numbers)))
-    monkeypatch.setattr(cuda_module, "_idle_streams", {})
+    monkeypatch.setattr(devices, "_idle_streams", {})
 
     def own(index: int) -> tuple[Any, Any]:
-        backend: Any = cuda_module.choose_backend(index, "this test")
+        backend: Any = devices.choose_backend(index, "this test")
         return backend, backend.make_stream()
 
     owners = [own(0), own(0), own(1)]
@@ -189,7 +189,7 @@ def test_batches_move_when_asked(num_workers: int, monkeypatch: pytest.MonkeyPat
         moved.append(self.device.type)
         return [part.clone() for part in batch]
 
-    monkeypatch.setattr(cuda_module, "why_no_synchronous_device", lambda device: None)
+    monkeypatch.setattr(devices, "why_no_synchronous_device", lambda device: None)
     monkeypatch.setattr(SynchronousDevice, "move", move)
     logs.say_once.cache_clear()
     iterator = iter(DataLoader(IMAGES, 4, num_workers=num_workers, device="xpu", device_transform=plus_one))

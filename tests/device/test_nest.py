@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastload.nested.device_tree import map_device_leaves, move_leaf
+from fastload.nested.tree import map_device_leaves, move_leaf
 
 
 class Point(NamedTuple):

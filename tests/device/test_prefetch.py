@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader
-from fastload.device.cuda import choose_backend
 from fastload.device.device_prefetcher import DevicePrefetcher
+from fastload.device.devices import choose_backend
 from fastload.device.stream_prefetcher import StreamPrefetcher
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import Memory

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastload import DataLoader
-from fastload.device import cuda
+from fastload.device import devices
 from fastload.device.registered import RegisteredSlots
 from fastload.memory.lease import Memory
 from tests.device.fake import FakeBackend
@@ -211,8 +211,8 @@ def test_lack_of_memory_costs_the_batch(fake: FakeBackend, monkeypatch: pytest.M
 @pytest.mark.parametrize(("times", "kind"), [(1, RuntimeError), (2, RuntimeError), (2, OOM)])
 def test_a_failed_call_leaves_no_error(monkeypatch: pytest.MonkeyPatch, times: int, kind: Any) -> None:
     """The next kernel takes it, unseen, or lacks memory; one that stays is the device's own, and raised."""
-    monkeypatch.setattr(cuda, "why_unavailable", lambda index: None)
-    backend: Any = cuda.choose_backend("cuda:0", "this test")
+    monkeypatch.setattr(devices, "why_unavailable", lambda index: None)
+    backend: Any = devices.choose_backend("cuda:0", "this test")
     backend._launch = mock.Mock(side_effect=[kind("CUDA error: invalid argument")] * times + [None])
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     runtime = mock.Mock(**{"cudaHostRegister.return_value": 1, "cudaGetErrorString.return_value": "invalid"})

@@ -12,7 +12,7 @@ from fastload import DataLoader
 from fastload.device import stream_prefetcher
 from fastload.device.stream_prefetcher import StreamPrefetcher
 from fastload.epochs import iterator, on_device, stats
-from fastload.profiling import watching
+from fastload.profiling import recorder
 from tests.device.timed import MS, Clock, TimedBackend, TimedLoader
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (stream_prefetcher, iterator, stats, watching):
+    for module in (stream_prefetcher, iterator, stats, recorder):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -85,10 +85,10 @@ def test_the_profile_blames_no_loader_for_a_busy_device(timed: TimedBackend) -> 
         fastload.profile() as profile,
         DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader,
     ):
-        assert profile._watch is not None
+        assert profile._recorder is not None
         steps(loader, timed, step_ms=50, host_ms=5)
-        (watched,) = profile._watch.loaders
-    waited_ns = sum(step.end_ns - step.start_ns for step in list(watched.steps)[3:])
+        (record,) = profile._recorder.records
+    waited_ns = sum(step.end_ns - step.start_ns for step in list(record.steps)[3:])
     assert waited_ns < 0.02 * timed.clock.now_ns
 
 
@@ -108,14 +108,14 @@ def test_replayed_stretches_begin_and_end_with_an_idle_device(
         fastload.profile(replay=4) as profile,
         DataLoader(Takes(timed.clock, lambda _: 0.5), 1, device="cuda") as loader,
     ):
-        assert profile._watch is not None
+        assert profile._recorder is not None
         steps(loader, timed, step_ms=50, host_ms=5)
-        (watched,) = profile._watch.loaders
-    found = list(watched.steps)
-    replayed = [number for number, step in enumerate(found) if step.kind == watching.REPLAYED]
+        (record,) = profile._recorder.records
+    found = list(record.steps)
+    replayed = [number for number, step in enumerate(found) if step.kind == recorder.REPLAYED]
     assert len(replayed) >= 16
     assert len(at_ns) == 2 * len(replayed) // 4
-    # A stretch takes what its kernels take.
+    # A run of replayed steps takes what its kernels take.
     first = replayed[0]
     assert found[first + 4].start_ns - found[first].start_ns == pytest.approx(4 * 50 * MS, rel=0.1)
 

@@ -381,7 +381,7 @@ def test_ray_moves_batches_to_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert prepared.device is None  # a CPU worker leaves batches as they are
     assert len(plain(prepared)) == 8
     module = for_ray(monkeypatch)
-    monkeypatch.setattr(module.ray.train.torch, "get_device", lambda: torch.device("cuda:3"))
+    monkeypatch.setattr(sys.modules["ray.train.torch"], "get_device", lambda: torch.device("cuda:3"))
     loader.set_epoch(4)
     prepared = module.prepare(loader)
     assert prepared.device == torch.device("cuda:3")

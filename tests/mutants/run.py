@@ -48,7 +48,7 @@ FEW = "-m 'not slow' -k 'not interruptions_with_workers'"
 TESTS = {
     "memory/ring.py": "tests/transport/test_schedule_and_ring.py tests/transport/test_memory.py",
     "memory/lease.py": "tests/transport/test_memory.py tests/transport/test_schedule_and_ring.py",
-    "workers/channel.py": "tests/transport/test_channel_and_job.py tests/survival/test_going_on.py"
+    "workers/channel.py": "tests/transport/test_channel_and_spec.py tests/survival/test_going_on.py"
     " -k 'not timeout and not spawn'",
     "workers/worker.py": "tests/transport/test_fetch.py tests/transport/test_process.py"
     " tests/survival/test_start.py tests/survival/test_going_on.py"

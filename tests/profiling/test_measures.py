@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fastload.profiling import recording, spans
-from fastload.profiling.prediction import Model, simulate
-from fastload.profiling.recording import Batch, Moment, Recording, read_recordings
+from fastload.profiling.prediction import LoaderModel, simulate
+from fastload.profiling.recording import Batch, Event, Recording, read_recordings
 from fastload.profiling.spans import Spans, probe, stride_of
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def test_what_is_written_is_read(name: str, tmp_path_factory: pytest.TempPathFac
     writers = [Recording(directory), Recording(directory)]
     for number, writer in enumerate(writers):
         writer.add(made(10 - number))
-    writers[0].add(Moment(-1, -1, "pin", name, 5, 4))
+    writers[0].add(Event(-1, -1, "pin", name, 5, 4))
     found = read_recordings(directory)
     for writer in writers:
         writer.close()
-    assert found == ([made(9), made(10)], [Moment(-1, -1, "pin", name, 5, 4)])
+    assert found == ([made(9), made(10)], [Event(-1, -1, "pin", name, 5, 4)])
 
 
 def test_recordings_that_end_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +94,7 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
 )
 def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], monkeypatch: Any) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
-    monkeypatch.setattr(spans.here, "spans", found := Spans())
+    monkeypatch.setattr(spans.this_thread, "spans", found := Spans())
     probe(lambda: result, ("decode", "it"), has_size=True)()
     assert tuple(found.sums[("decode", "it")][3:]) == size
 
@@ -129,7 +129,7 @@ def test_one_slow_worker_stops_the_others(make_s: float) -> None:
 
 # What is known, what changes, and by how many times that is faster.
 WAITING, SATURATED = {"num_cpus": 2.0, "make_cpu_s": 0.004}, {"num_cpus": 2.0, "is_saturated": True}
-GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
+GAINS: list[tuple[dict[str, Any], Callable[[LoaderModel], LoaderModel], float]] = [
     ({}, lambda one: one.with_workers(4), 2.0),  # on 8 CPUs, twice the workers
     ({"num_cpus": 2.0}, lambda one: one.with_workers(4), 1.0),  # the CPUs are used up
     (WAITING, lambda one: one.with_workers(8), 4.0),  # workers that wait need none
@@ -141,7 +141,9 @@ GAINS: list[tuple[dict[str, Any], Callable[[Model], Model], float]] = [
 
 
 @pytest.mark.parametrize(("known", "change", "gain"), GAINS)
-def test_gains_by_hand(known: dict[str, Any], change: Callable[[Model], Model], gain: float) -> None:
+def test_gains_by_hand(
+    known: dict[str, Any], change: Callable[[LoaderModel], LoaderModel], gain: float
+) -> None:
     """Of a loader bound by its two workers: 40 ms for a batch, 1 ms of computing."""
-    model = dataclasses.replace(Model([0.001], [[0.04], [0.04]], 2, 2, 0.04, 0.001, 8.0), **known)
+    model = dataclasses.replace(LoaderModel([0.001], [[0.04], [0.04]], 2, 2, 0.04, 0.001, 8.0), **known)
     assert model.gain_to(change(model)) == pytest.approx(gain, rel=0.05)

@@ -334,7 +334,7 @@ INVALID: dict[str, list[Any]] = {
     "generators": [{"default": "QUJD\n"}],
     "samplers": [{"sampler": lambda: 0}],
     "dataset_states": [[{"progress": "begun"}]],
-    "obstacle": [3],
+    "why_unresumable": [3],
     "order": [{"seed": 1}],
 }
 

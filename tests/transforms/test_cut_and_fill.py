@@ -141,7 +141,7 @@ def test_each_channel_has_its_own_fill() -> None:
 
 @pytest.mark.usefixtures("lends_small")
 def test_results_lie_in_the_memory_of_the_batch() -> None:
-    """Within `allocating_in`, the result of the last transform is written to the arena, and only that one."""
+    """Within `allocating_in`, only the result of the last transform lies in the allocator's memory."""
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)
     normalize = transforms.Normalize((0.5,) * 3, (0.5,) * 3)
     for transform in (transforms.RandomCrop(8, 2), transforms.RandomHorizontalFlip(), normalize):

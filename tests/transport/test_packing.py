@@ -66,11 +66,11 @@ NESTS = st.recursive(
 @settings(deadline=None)
 def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> None:
     """Values, types, dtypes, shapes and strides survive, in memory that fits, is too small, or is missing."""
-    arena = BumpAllocator(private_memory)
-    arena.begin(private_memory(had_bytes) if had_bytes else None)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(private_memory(had_bytes) if had_bytes else None)
 
-    packed = pack(batch, arena)
-    back = unpack(packed, arena.lease if packed.used_bytes else b"")
+    packed = pack(batch, allocator)
+    back = unpack(packed, allocator.lease if packed.used_bytes else b"")
 
     assert_same_samples(batch, back)
     for one, other in zip(tree_leaves(batch), tree_leaves(back), strict=True):
@@ -79,12 +79,12 @@ def test_any_nest_comes_back_equal_in_any_memory(batch: Any, had_bytes: int) -> 
 
 def test_where_leaves_lie_and_which_are_one() -> None:
     """What collate wrote into the slot is sent as an offset, and the same tensor twice is one again."""
-    arena = BumpAllocator(private_memory)
-    arena.begin(None)
-    rows = torch.from_numpy(arena.allocate(600)).view(2, 300)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(None)
+    rows = torch.from_numpy(allocator.allocate(600)).view(2, 300)
 
-    packed = pack({"x": rows, "y": rows[1], "z": rows}, arena)
-    back = unpack(packed, arena.lease)
+    packed = pack({"x": rows, "y": rows[1], "z": rows}, allocator)
+    back = unpack(packed, allocator.lease)
 
     assert [offset for offset, *_ in packed.leaves] == [0, 300]
     assert packed.used_bytes == 600
@@ -93,12 +93,12 @@ def test_where_leaves_lie_and_which_are_one() -> None:
 
 def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
     """Leaves in the old memory and beside it all end up in the new one."""
-    arena = BumpAllocator(private_memory)
-    arena.begin(private_memory(4096))
-    rows = torch.from_numpy(arena.allocate(4000))
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(private_memory(4096))
+    rows = torch.from_numpy(allocator.allocate(4000))
     rows.fill_(7)
 
-    first, second = unpack(pack([rows, torch.ones(100_000)], arena), arena.lease)
+    first, second = unpack(pack([rows, torch.ones(100_000)], allocator), allocator.lease)
 
     assert (first == 7).all()
     assert (second == 1).all()
@@ -108,11 +108,11 @@ def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
     """A message stays short; strings are copied out, so a batch of them needs no lease."""
     texts = [f"caption {number}" for number in range(1000)]
     for batch in (texts, [texts, np.ma.masked_array([1, 2], [0, 1])], [torch.ones(3), texts, torch.ones(9)]):
-        arena = BumpAllocator(private_memory)
-        arena.begin(None)
-        packed = pack(batch, arena)
-        memory, back = arena.memory, unpack(packed, arena.lease)
-        arena.end()
+        allocator = BumpAllocator(private_memory)
+        allocator.begin(None)
+        packed = pack(batch, allocator)
+        memory, back = allocator.memory, unpack(packed, allocator.lease)
+        allocator.end()
 
         assert len(pickle.dumps(packed)) < 1024
         assert memory is not None
@@ -125,10 +125,10 @@ def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
 def test_what_is_no_plain_tensor_travels_as_itself() -> None:
     """Subclasses, requires_grad and sparse tensors keep what they are."""
     batch = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), torch.eye(2).to_sparse()]
-    arena = BumpAllocator(private_memory)
-    arena.begin(None)
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(None)
 
-    parameter, leaf, sparse = unpack(pack(batch, arena), arena.lease)
+    parameter, leaf, sparse = unpack(pack(batch, allocator), allocator.lease)
 
     assert type(parameter) is torch.nn.Parameter
     assert leaf.requires_grad

@@ -12,7 +12,6 @@ import pytest
 
 import fastload
 from fastload.errors import WorkerStartError
-from fastload.memory.segment import pickled_for_other_machines
 from tests.kit import datasets
 
 IMAGES = datasets.Made(datasets.image, 12)
@@ -113,19 +112,8 @@ def test_there_is_no_cluster(
     assert message in str(caught.value)
 
 
-def test_a_shared_list_is_pickled_as_a_copy_for_other_machines() -> None:
-    """Which cannot reach its memory; on this machine it stays a handle."""
-    items = fastload.SharedList(range(100_000))
-    with pickled_for_other_machines():
-        far = pickle.dumps(items)
-    near = pickle.dumps(items)
-
-    assert list(pickle.loads(far)) == list(items)
-    assert len(near) < 1000 < len(far)
-
-
 def test_an_actor_runs_no_other_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job would be read wrongly; the error names both releases."""
+    """The spec would be read wrongly; the error names both releases."""
     from fastload.workers.ray_worker import load_spec
 
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))

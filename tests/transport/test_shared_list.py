@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import io
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import resource
 import weakref
 from array import array
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -202,6 +204,12 @@ def answer(pipe: Any) -> None:
             pipe.send(str(error))
 
 
+def saved_by_torch(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def read_after(shared: Any, pipe: Any) -> None:
     """Read the list when the parent has let it go."""
     pipe.recv()
@@ -222,11 +230,11 @@ def process(start_method: str, work: Any, *args: Any) -> Iterator[Any]:
     process.close()
 
 
-def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
+def test_multiprocessing_sends_a_handle_while_the_list_lives() -> None:
     """A process that runs already attaches through /proc; later the handle is an error that says why."""
     with process("fork", answer) as pipe:
         shared = SharedList(RECORDS)
-        handle, inode = pickle.dumps(shared), inode_of(shared)
+        handle, inode = ForkingPickler.dumps(shared).tobytes(), inode_of(shared)
         pipe.send(handle)
         first = pipe.recv()
         del shared
@@ -237,6 +245,24 @@ def test_a_pickle_is_a_handle_while_the_list_lives() -> None:
     assert len(handle) < 500
     assert first == (RECORDS, inode)
     assert re.search("cannot attach the shared segment|no longer the segment", later)
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, saved_by_torch], ids=["pickle", "torch"])
+def test_any_other_pickle_holds_the_records(dumps: Any) -> None:
+    """It can be loaded when the list is gone; slices of one list share the new memory, which is shared."""
+    shared = SharedList(RECORDS)
+    text = dumps({"epoch": 3, "train": shared[20:], "reverse": shared[::-1], "other": SharedList([])})
+    del shared
+    loaded = (
+        torch.load(io.BytesIO(text), weights_only=False) if dumps is saved_by_torch else pickle.loads(text)
+    )
+    again = pickle.loads(pickle.dumps(loaded["train"]))
+
+    assert list(loaded["train"]) == list(again) == RECORDS[20:]
+    assert list(loaded["reverse"]) == RECORDS[::-1]
+    assert list(loaded["other"]) == []
+    assert inode_of(loaded["train"]) == inode_of(loaded["reverse"])
+    assert len(ForkingPickler.dumps(loaded["train"])) < 500
 
 
 @pytest.mark.parametrize("start_method", METHODS)

@@ -128,7 +128,7 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
         worker.thread.join(0.01)
 
     for _ in iterator:
-        assert worker.wakes._wakes.qsize() <= 2
+        assert worker.wakeup._wakes.qsize() <= 2
 
 
 @pytest.mark.parametrize(

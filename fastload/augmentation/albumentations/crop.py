@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.augmentation.albumentations import steps
+from fastload.augmentation.albumentations import pipelines
 from fastload.images.regions import name_of_decoder
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _CROPS: dict[str, tuple[str, ...]] = {
     "CropNonEmptyMaskIfExists": (),
     "RandomCropFromBorders": (),
 }
-# Transforms that resize the whole image: `decode="fast"` saves work there, and a CenterCrop behind them.
+# Transforms that resize the whole image: `decode="fast"` saves work there, and a CenterCrop after them.
 _SCALINGS = ("Resize", "SmallestMaxSize", "LongestMaxSize")
 # Smaller images gain less than the extra copy costs (benchmarks/NOTES.md, "Validation of large images").
 _MIN_PIXELS = 500_000
@@ -65,7 +65,7 @@ class CropInDecoder:
             transform shrinks them anyway.
 
     Attributes:
-        obstacle: Why images are decoded in full; None if they are not.
+        why_whole: Why images are decoded in full; None if they are not.
     """
 
     def __init__(self, pipeline: Any, *, reduces: bool) -> None:
@@ -75,12 +75,12 @@ class CropInDecoder:
         transforms = pipeline.transforms if self._is_compose else [pipeline]
         self._first: Any = transforms[0] if transforms else None
         self._center: Any = transforms[1] if len(transforms) > 1 and _keeps_center(*transforms[:2]) else None
-        self.obstacle = self._find_obstacle()
+        self.why_whole = self._find_why_whole()
 
     def explain(self) -> str:
         """What is decoded, in one clause."""
-        if self.obstacle is not None:
-            return f"whole images are decoded: {self.obstacle}"
+        if self.why_whole is not None:
+            return f"whole images are decoded: {self.why_whole}"
         name = type(self._first).__name__
         decoder = name_of_decoder()
         ways = []
@@ -105,13 +105,13 @@ class CropInDecoder:
             Exception: An error of the pipeline.
         """
         image = data["image"].opened()
-        if self.obstacle is not None:
+        if self.why_whole is not None:
             return dict(pipeline(**{**data, "image": image.decode()}))
         stand_in = np.empty(image.shape, np.uint8)  # never read or written, so it takes no memory
         first = _first_with(self._first, image, self._center, reduces=self._reduces)
         cropping = first
         if self._is_compose:
-            cropping = steps.shallow_copy(pipeline)
+            cropping = pipelines.shallow_copy(pipeline)
             cropping.transforms = [first, *pipeline.transforms[1:]]
         output = dict(cropping(**{**data, "image": stand_in}))
         self._first.params = first.params
@@ -119,14 +119,14 @@ class CropInDecoder:
             output["image"] = image.decode()
         return output
 
-    def _find_obstacle(self) -> str | None:
+    def _find_why_whole(self) -> str | None:
         first = self._first
         if first is None:
             return "the pipeline is empty"
         name = type(first).__name__
-        if not steps.is_tested_release():
+        if not pipelines.is_tested_release():
             return "crops are decoded alone with albumentations 2.0.8, and this is a different release"
-        if any(not steps.is_of_albumentations(part) for part in (self._pipeline, first)):
+        if any(not pipelines.is_of_albumentations(part) for part in (self._pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
             if not self._reduces and self._center is None:
@@ -135,20 +135,20 @@ class CropInDecoder:
             return f"the first transform is {name}; only a crop at the start of the pipeline is decoded alone"
         if getattr(first, "p", 0) < 1:
             return f"{name} has p={first.p}, so some images are not cropped"
-        if steps.is_replayed(first):
+        if pipelines.is_replayed(first):
             return "the pipeline is replayed"
         return None
 
 
 def _keeps_center(first: Any, second: Any) -> bool:
     """Whether the second transform keeps only the center of what the first one has resized."""
-    is_center = type(second).__name__ == "CenterCrop" and steps.is_of_albumentations(second)
+    is_center = type(second).__name__ == "CenterCrop" and pipelines.is_of_albumentations(second)
     return is_center and type(first).__name__ in _SCALINGS and second.p >= 1 and not second.pad_if_needed
 
 
 def _first_with(first: Any, image: Any, center: Any, *, reduces: bool) -> Any:
     """The first transform, applied to this image instead of its argument."""
-    return steps.with_image_part(first, functools.partial(_apply, first, image, center, reduces))
+    return pipelines.with_image_part(first, functools.partial(_apply, first, image, center, reduces))
 
 
 def _apply(first: Any, image: EncodedImage, center: Any, reduces: bool, _: Any, **params: Any) -> Pixels:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.augmentation.albumentations import steps
-from fastload.augmentation.albumentations.read_only import only_reads
+from fastload.augmentation.albumentations import pipelines
 from fastload.nested.deferred import DeferredImage
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ class DeferredEnd:
         num_deferred: How many transforms at its end are deferred.
 
     Attributes:
-        only_reads: Whether no transform that runs writes to read-only arrays (see `read_only`).
+        only_reads: Whether no transform that runs writes to read-only arrays (see `pipelines`).
     """
 
     def __init__(self, pipeline: Any, num_deferred: int) -> None:
@@ -55,9 +54,9 @@ class DeferredEnd:
             levels = np.arange(256, dtype=np.uint8)[:, None, None]
             table = self._deferred[0].apply(np.repeat(levels, _CHANNELS, axis=2))
             self._tables = np.ascontiguousarray(table[:, 0].T)
-        running = steps.shallow_copy(pipeline)
+        running = pipelines.shallow_copy(pipeline)
         running.transforms = pipeline.transforms[:-num_deferred]
-        self.only_reads = only_reads(running)
+        self.only_reads = pipelines.only_reads(running)
 
     @property
     def available_keys(self) -> Any:
@@ -73,9 +72,9 @@ class DeferredEnd:
         return functools.partial(self._run, crop.run)
 
     def _run(self, run: Callable[..., dict[str, Any]], /, **data: Any) -> dict[str, Any]:
-        pipeline = steps.shallow_copy(self._pipeline)
+        pipeline = pipelines.shallow_copy(self._pipeline)
         reached: list[Any] = []  # stays empty if the pipeline is not applied
-        idle = [steps.with_image_part(step, functools.partial(_pass, reached)) for step in self._deferred]
+        idle = [pipelines.with_image_part(step, functools.partial(_pass, reached)) for step in self._deferred]
         pipeline.transforms = [*pipeline.transforms[: -self._num_deferred], *idle]
         output = run(pipeline, **data)
         if reached:
@@ -102,7 +101,7 @@ def find_deferred_end(pipeline: Any) -> DeferredEnd | None:
     albumentations = sys.modules.get("albumentations")
     if (
         albumentations is None
-        or not steps.is_tested_release()
+        or not pipelines.is_tested_release()
         or type(pipeline) is not albumentations.Compose
     ):
         return None
@@ -119,7 +118,7 @@ def _call(pipeline: Any, /, **data: Any) -> dict[str, Any]:
 def _name_of(transform: Any) -> str:
     """The name of a transform that can be deferred; empty for others."""
     name = type(transform).__name__
-    if not steps.is_of_albumentations(transform) or transform.p < 1 or steps.is_replayed(transform):
+    if not pipelines.is_of_albumentations(transform) or transform.p < 1 or pipelines.is_replayed(transform):
         return ""
     if name == "Normalize":
         return name if transform.normalization == "standard" else ""

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
-from fastload.augmentation.albumentations.read_only import only_reads
+from fastload.augmentation.albumentations.pipelines import only_reads
 from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
 from fastload.images.encoded import EncodedImage
-from fastload.images.transform import is_albumentations
 from fastload.nested.spec import is_namedtuple
 from fastload.nested.tree import structure_of
 
@@ -38,6 +37,7 @@ _PRIVATE = frozenset(
 class Albumentations(AugmentationLibrary):
     """albumentations 2; crops, ends and read-only memory are those of release 2.0.8 alone."""
 
+    package = "albumentations"
     random_classes = (
         RandomClass("albumentations.core.invocation", "InvocationRngOwner", {}, _RESERVE),
         RandomClass("albumentations.core.composition", "BaseCompose", _PAIR),
@@ -45,10 +45,6 @@ class Albumentations(AugmentationLibrary):
     )
     private_generators = _PRIVATE
     input_name = "the image or the named targets of a sample"
-
-    def owns(self, transform: Any) -> bool:
-        """Whether albumentations defines a base class, or the metaclass of a class."""
-        return is_albumentations(transform)
 
     def seeds_itself(self, pipeline: Any) -> bool:
         """Whether it is a pipeline of AlbumentationsX."""
@@ -118,7 +114,7 @@ class Albumentations(AugmentationLibrary):
         return [*steps, *[step.p for step in steps]]
 
     def only_reads(self, pipeline: Any) -> bool:
-        """Whether all code of the pipeline is known to respect the read-only mark (see `read_only`)."""
+        """Whether all code of the pipeline is known to respect the read-only mark (see `pipelines`)."""
         return only_reads(pipeline)
 
     def accepts_read_only(self, sample: Any) -> bool:
@@ -145,8 +141,8 @@ class Albumentations(AugmentationLibrary):
 def _call_with_first(transform: Any, sample: Any) -> Any:
     """Transform the image that a tuple or list starts with; the rest stays."""
     image, *rest = sample
-    for position, other in enumerate(rest, start=1):
-        if isinstance(other, np.ndarray) and other.ndim >= 2 and other.shape[:2] == image.shape[:2]:
+    for position, value in enumerate(rest, start=1):
+        if isinstance(value, np.ndarray) and value.ndim >= 2 and value.shape[:2] == image.shape[:2]:
             raise TypeError(
                 f"element {position} of the sample has the image's height and width {image.shape[:2]}: a "
                 'mask must be transformed with its image. Return {"image": ..., "mask": ...} from the dataset'

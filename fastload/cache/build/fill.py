@@ -9,17 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
-from fastload.batch.read_ahead import read_tasks_ahead
+from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
+from fastload.batch.source import read_tasks_ahead
 from fastload.cache.build import processes
 from fastload.cache.format.progress import BuildProgress
+from fastload.errors import UnsupportedSampleError
+from fastload.system.checks import check_arguments, one_of
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from fastload.cache.format.sample_cache import SampleCache
 
@@ -27,55 +30,83 @@ _MAX_CHUNK_SAMPLES = 64  # an answer costs about 50 us, so small samples are rea
 _CHUNKS_A_WORKER = 16  # at least, so workers finish at about the same time
 _ENOUGH_REJECTED = 64  # if the cache rejects this many samples in a row, it is full
 _MAX_IDLE_ROUNDS = 3
+_MAX_LISTED = 10  # left-out samples that the log names
 
 
 @dataclass(eq=False)
-class _Chunks(Dataset[int]):
-    """Reads chunks of samples; each item is the number of stored samples of a chunk."""
+class _Chunks(Dataset[tuple[int, list[FailedSample]]]):
+    """Reads chunks of samples; each item is how many of a chunk are stored, and those that it leaves out."""
 
     dataset: Any
-    cache: SampleCache
     chunks: Sequence[Sequence[int]]
+    skips: bool
 
-    def __getitem__(self, number: int) -> int:
-        num_stored = 0
+    def __getitem__(self, number: int) -> tuple[int, list[FailedSample]]:
+        num_stored, left_out = 0, []
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `_view` stores the sample, unless another process holds the lock; `put` says whether it is
-                # stored, and else tries once more.
-                num_stored += bool(self.cache.put(index, self.dataset._view(index)))
+                num_stored += self.dataset._store(index)
             except Exception as error:
+                if self.skips and not isinstance(error, UnsupportedSampleError):
+                    worker = get_worker_info()
+                    left_out.append(FailedSample.of(index, error, None if worker is None else worker.id))
+                    continue
                 add_note(error, f"in sample {index} of the dataset")
                 raise
-        return num_stored
+        return num_stored, left_out
 
 
-def fill(dataset: Any, cache: SampleCache, *, num_workers: int | None, shown: bool) -> None:
+def fill(
+    dataset: Any,
+    cache: SampleCache,
+    *,
+    num_workers: int | None,
+    shown: bool,
+    on_error: str,
+    max_errors: int | float,
+) -> None:
     """Read every missing sample that the cache might accept; stop when it accepts no more.
 
     If there is none, nothing is read, no random number is drawn, and the log says so.
 
     Args:
-        dataset: Has `_view(index)`, which stores what it reads in the cache.
+        dataset: Has `_store(index)`, which stores a sample in the cache and says whether it is there.
         cache: The cache to fill.
         num_workers: Processes; None for one per usable CPU, 0 for none.
         shown: Draw a bar, if standard error is a terminal.
+        on_error: `"raise"`, or `"skip"` to leave out samples that cannot be read.
+        max_errors: How many samples `"skip"` can leave out, as a number or a share.
     """
-    missing = cache.missing().tolist()
+    check_arguments({"on_error": on_error}, {"on_error": one_of("raise", "skip")})
+    check_max_errors(max_errors)
+    missing, num_samples = cache.missing().tolist(), cache.num_samples
     if not missing:
-        why = "is full already" if cache.num_cached == cache.num_samples else "takes no more samples"
+        why = "is full already" if cache.num_cached == num_samples else "takes no more samples"
         log.info("cache: nothing to fill, the cache %s: %s", why, _held(cache))
         return
+    unreadable: list[FailedSample] = []
+
+    def leave_out(samples: list[FailedSample]) -> None:
+        unreadable.extend(samples)
+        check_left_out(unreadable, max_errors, num_samples, "The others stay in the cache")
+
     with BuildProgress("filling the cache", len(missing), shown=shown) as progress:
         # Samples rejected because workers wanted space at the same moment get a second round.
         rounds_left = _MAX_IDLE_ROUNDS
         while missing and rounds_left:
-            if _read(dataset, cache, missing, num_workers, progress):
+            if _read(
+                dataset, cache, missing, num_workers, progress, leave_out if on_error == "skip" else None
+            ):
                 break
-            left = cache.missing().tolist()
+            left_out = {sample.index for sample in unreadable}
+            left = [index for index in cache.missing().tolist() if index not in left_out]
             rounds_left = rounds_left - 1 if len(left) == len(missing) else _MAX_IDLE_ROUNDS
             missing = left
+    if unreadable:
+        listed = "; ".join(map(str, unreadable[:_MAX_LISTED])) + "; ..." * (len(unreadable) > _MAX_LISTED)
+        text = "cache: %d of %d samples could not be read, and are left out: %s"
+        log.warning(text, len(unreadable), num_samples, listed)
     log.info("cache: filled: %s", _held(cache))
 
 
@@ -85,20 +116,30 @@ def _held(cache: SampleCache) -> str:
 
 
 def _read(
-    dataset: Any, cache: SampleCache, indices: list[int], num_workers: int | None, progress: BuildProgress
+    dataset: Any,
+    cache: SampleCache,
+    indices: list[int],
+    num_workers: int | None,
+    progress: BuildProgress,
+    leave_out: Callable[[list[FailedSample]], object] | None,
 ) -> bool:
-    """Read these samples once; returns True early if the cache accepts no more."""
+    """Read these samples once; returns True early if the cache accepts no more.
+
+    `leave_out` is called with samples that cannot be read; None to raise their error.
+    """
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    answers = processes.run(_Chunks(dataset, cache, chunks), len(chunks), num_processes)
+    answers = processes.run(_Chunks(dataset, chunks, leave_out is not None), len(chunks), num_processes)
     rejected, nbytes = 0, cache.nbytes
     try:
-        for chunk, stored in zip(chunks, answers, strict=True):
+        for chunk, (stored, unreadable) in zip(chunks, answers, strict=True):
             now_bytes = cache.nbytes
-            progress.advance(now_bytes - nbytes, stored)
+            progress.advance(now_bytes - nbytes, stored + len(unreadable))
             nbytes = now_bytes
-            rejected = 0 if stored else rejected + len(chunk)
+            if leave_out is not None:
+                leave_out(unreadable)
+            rejected = 0 if stored else rejected + len(chunk) - len(unreadable)
             if rejected >= _ENOUGH_REJECTED:
                 return True
     finally:

@@ -1,7 +1,7 @@
 """Builds the shards of a cache in the tasks of an executor, such as a cluster.
 
 The driver is the user's process. An executor with `concurrent.futures`' interface (a process pool, or
-`integrations.ray_build` for a cluster) runs a task for each missing shard, anywhere and in any order. Rules:
+`integrations.ray` for a cluster) runs a task for each missing shard, anywhere and in any order. Rules:
 
 1. The driver makes the plan, counts results, and publishes the cache. It can die at any time: the next driver
    builds only the missing shards. A task follows the plan, after comparing it with its own dataset.

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from fastload.batch.read_ahead import read_ahead, reads_ahead
-from fastload.batch.source import inside_subsets
+from fastload.batch.source import inside_subsets, read_ahead, reads_ahead
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.images.folder import ImageFolder

@@ -56,10 +56,6 @@ NAMES = re.compile(
     rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part"
 )
 _SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
-
-# Destinations that this process builds, with its id, and an object per builder: the lock belongs to the
-# process, and does not exclude its threads.
-_building: dict[tuple[int, str], object] = {}
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -194,10 +190,7 @@ class StagingDirectory:
         """
         destination = self._destination
         if os.path.lexists(destination):
-            raise CacheError(
-                f"another program created {destination} while the cache was built; it was not changed. The "
-                f"finished cache is kept at {self.path}: move {destination} away, and build again"
-            )
+            raise self._taken()
         with writing(destination):
             if left_out:
                 self._write_report(left_out, destination + REPORT)
@@ -208,11 +201,29 @@ class StagingDirectory:
                 os.rename(self.path, destination)
                 _remove_all_but_shards(destination)
             else:
-                os.rename(self.path_of(0), destination)
+                self._move_shard(destination)
                 _remove_all_but_shards(self.path)
                 with contextlib.suppress(OSError):  # another program has put a file there
                     os.rmdir(self.path)
             sync_directory(os.path.dirname(destination))
+
+    def _move_shard(self, destination: str) -> None:
+        shard = self.path_of(0)
+        try:
+            os.link(shard, destination)  # unlike a rename, it replaces no file that came meanwhile
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError:  # a file system without hard links
+            os.rename(shard, destination)
+        else:
+            os.unlink(shard)
+
+    def _taken(self) -> CacheError:
+        path = self._destination
+        return CacheError(
+            f"another program created {path} while the cache was built; it was not changed. The finished "
+            f"cache is kept at {self.path}: move {path} away, and build again"
+        )
 
     def _write_report(self, left_out: list[FailedSample], path: str) -> None:
         own = self.own_path(_report_name(shard_name(self.plan, 0)))
@@ -306,15 +317,11 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
         CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
-    name, key, own = lock_name(path), _key(path), object()
-    title = title or path
+    name = lock_name(path)
     with contextlib.ExitStack() as stack:
-        if _building.setdefault(key, own) is not own:
-            raise CacheBusyError(f"{title} is being built by another thread: wait until it has finished")
-        stack.callback(_building.pop, key)
         with writing(path):
             try:
-                has_lock = stack.enter_context(lock_file(name, by_process=True))
+                has_lock = stack.enter_context(lock_file(name))
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
@@ -323,21 +330,19 @@ def only_builder(path: str, title: str | None = None) -> Iterator[None]:
                 log.info("%s: not locked, because this file system does not have locks", path)
                 has_lock = True
         if not has_lock:
-            raise CacheBusyError(f"{title} is being built by {_holder(name)}: wait until it has finished")
+            title, holder = title or path, _holder(name)
+            raise CacheBusyError(f"{title} is being built by {holder}: wait until it has finished")
         yield
 
 
 def is_being_built(path: str) -> bool:
     """Whether a builder holds the lock on a destination now."""
-    return _key(path) in _building or is_lock_file_held(lock_name(path))
-
-
-def _key(path: str) -> tuple[int, str]:
-    return os.getpid(), os.path.realpath(path)
+    return is_lock_file_held(lock_name(path))
 
 
 def _holder(name: str) -> str:
     try:
-        return f"process {int(Path(name).read_text())}"
+        pid = int(Path(name).read_text())
     except (OSError, ValueError):  # it has just ended, or has not written its id yet
         return "another process"
+    return "another thread" if pid == os.getpid() else f"process {pid}"

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from torch.utils.data import Dataset, get_worker_info
 
 from fastload.batch.failures import FailedSample
-from fastload.batch.read_ahead import read_tasks_ahead
+from fastload.batch.source import read_tasks_ahead
 from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
 from fastload.cache.format.undecoded import check_headers
 from fastload.cache.lmdb.format import PADDING
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.spec import flatten
+from fastload.rng.draws import DrawWatch
 from fastload.system.notes import add_note
 from fastload.system.remote_error import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from fastload.cache.lmdb.description import Plan
 
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
@@ -72,26 +75,28 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         dataset: Map-style.
         ranges: Ranges of indices.
         probed: Samples that were already read, by index.
-        codec: How images are encoded, one of `codecs.CACHE_CODECS`.
-        quality: Of a lossy codec.
+        plan: How images are encoded.
         skips: Leave out samples that cannot be read.
     """
 
     dataset: Any
     ranges: Sequence[range]
     probed: Mapping[int, Any]
-    codec: str
-    quality: int | None
+    plan: Plan
     skips: bool
+
+    def __post_init__(self) -> None:
+        self._watch = DrawWatch(self.dataset)
 
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
-        codec = "raw" if self.codec == SOURCE else self.codec
+        plan = self.plan
+        codec = "raw" if plan.codec == SOURCE else plan.codec
         read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
-                sample = self.probed[index] if index in self.probed else self.dataset[index]
-                if self.codec == SOURCE:
+                sample = self.probed[index] if index in self.probed else self._read(index)
+                if plan.codec == SOURCE:
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self.skips:
@@ -100,12 +105,24 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
                 values.append(FailedSample.of(index, error, None if worker is None else worker.id))
                 continue
             try:
-                parts, _ = record_parts(*flatten(sample), codec, self.quality or BEST_QUALITY)
+                parts, _ = record_parts(
+                    *flatten(sample), codec, plan.quality or BEST_QUALITY, plan.lossy_leaf
+                )
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 return [*values, Failure.of(index, error)]
             data = b"".join((PADDING, *parts))
             values.append(Value(data, zlib.crc32(memoryview(data)[len(PADDING) :])))
         return values
+
+    def _read(self, index: int) -> Any:
+        """A sample; raises NondeterministicDatasetError if it draws random numbers."""
+        sample, drawn = self._watch.read(self.dataset, index)
+        if drawn:
+            raise NondeterministicDatasetError(
+                f"the sample is random (drawn from {', '.join(drawn)}), unlike those that were checked "
+                "first. A cache would freeze one draw: move the random part of the dataset to the transform"
+            )
+        return sample
 
 
 def cut(spans: Sequence[range], example_bytes: int, num_workers: int) -> list[range]:

@@ -66,7 +66,7 @@ def plan_columns(
         num_samples: Maximum number of useful rows.
 
     Returns:
-        The columns, the number of rows, and the offset behind the last column.
+        The columns, the number of rows, and the offset after the last column.
     """
     shapes = [_row(leaf, [values[i] for values in examples]) for i, leaf in enumerate(spec.leaves)]
     row_bytes = sum(prod(shape) * dtype.itemsize for dtype, shape in shapes)

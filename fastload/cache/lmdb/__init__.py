@@ -1,6 +1,6 @@
 """Finished cache files: their format, and the code that reads them.
 
 Read in this order: `format` and `description` (the bytes of a file, and what it says about itself), `files`
-(finding, opening and reading files), `lmdb_cache`, `lmdb_dataset` (the samples of a cache as a dataset),
-`gather` (batches without a copy of each record); then `manifest` and `mirror` (caches in object stores).
+(finding, opening and reading files), `lmdb_cache` (samples, and batches without a copy of each record),
+`lmdb_dataset` (the samples as a dataset); then `manifest` and `mirror` (caches in object stores).
 """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _KEY = struct.Struct(">Q")
 _TRAILER = struct.Struct("<IQ8s")
 TRAILER_MAGIC = b"FLlmdb1\0"
-# LMDB puts a large value 16 bytes behind the start of a page, so the arrays of its record lie at multiples of
+# LMDB puts a large value 16 bytes after the start of a page, so the arrays of its record lie at multiples of
 # 64 bytes. At odd multiples of 16, copying them takes 5% longer.
 PADDING = bytes(48)
 _TABLE_COLUMNS = ("<i8", "<u4", "<u4")
@@ -101,7 +101,7 @@ def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard
 
     Args:
         path: Path of the file.
-        environment_bytes: Length of the environment; whatever LMDB left behind it is cut off.
+        environment_bytes: Length of the environment; whatever LMDB left after it is cut off.
         table: Where the records are.
         plan: The plan of the cache.
         shard: Number of the file.
@@ -125,7 +125,7 @@ def write_end(path: str, environment_bytes: int, table: Table, plan: Plan, shard
 
 
 def read_end(fd: int, path: str, nbytes: int) -> tuple[bytes, Plan, int, Table]:
-    """Read and check what lies behind the environment: text of the description, plan, shard, and table.
+    """Read and check what lies after the environment: text of the description, plan, shard, and table.
 
     Args:
         fd: Of the file.

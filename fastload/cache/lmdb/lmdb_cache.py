@@ -2,10 +2,12 @@
 
 See `format` for the layout of a file, and `files` for the table of open files. Rules:
 
-1. A cache pickles as its path and the id of its build; a process opens the file on first use.
+1. A cache pickles as its path and the id of its build; a process opens the file on first use. A closed cache
+   stays closed in child processes; loaded from a checkpoint, it is open.
 2. get() copies a value before it reads it; samples are views of that copy.
 3. gather() verifies the records of the batch, and then copies only the needed bytes from the page cache
-   directly to the rows of the batch.
+   directly to the rows of the batch. The records are valid only while it holds the files. It requests the
+   memory of the batch only if all records make one.
 """
 
 from __future__ import annotations
@@ -16,27 +18,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.format.columns import INT64_BYTES
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import decode, spec_text
+from fastload.cache.format.record import decode, outline, spec_text
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.lmdb.files import damaged, open_files
 from fastload.cache.lmdb.format import CURE
-from fastload.cache.lmdb.gather import stack_records
 from fastload.cache.lmdb.mirror import open_mirror
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.files.file_systems import is_url, local_path
-from fastload.memory.segment import is_for_other_machines
-from fastload.nested.spec import Spec
+from fastload.memory.segment import is_for_child, is_for_other_machines
+from fastload.nested.leaf import TEXT_KINDS, Leaf, storage_dtype
+from fastload.nested.leaves import tensor_functions, text_value
+from fastload.nested.spec import Spec, build_batch
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import numpy.typing as npt
 
     from fastload.cache.format.columns import Allocate
     from fastload.cache.lmdb.description import Plan
     from fastload.cache.lmdb.files import OpenFile
+
+_MAX_DIMENSIONS = 64  # of an array; a batch has one more than its samples
 
 
 class LMDBCache(BaseCache):
@@ -92,7 +98,7 @@ class LMDBCache(BaseCache):
             **vars(self),
             "_files": None,
             "_plan": None,
-            "_is_closed": False,
+            "_is_closed": self._is_closed and is_for_child(),
             "_spec": self._spec_to_pickle(),
             # Other machines make their own mirror of a cache at a URL; credentials go to no other process.
             "_source": self._source if is_for_other_machines() else None,
@@ -273,3 +279,64 @@ class LMDBCache(BaseCache):
         """Release this object's files; samples that were handed out stay valid."""
         self._files = None
         self._is_closed = True
+
+
+# --- a batch of records -----------------------------------------------------------------------------------
+
+
+def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | None:
+    """The batch that default_collate would make of the samples in these records.
+
+    Args:
+        records: Verified; not empty.
+        allocate: Returns a writable C-contiguous array of a shape and dtype, for a part of the batch.
+
+    Returns:
+        None if the samples differ in structure, hold encoded images, or default_collate would not make
+        tensors or lists of them.
+    """
+    first = outline(records[0])
+    make = tensor_functions()
+    if first.codecs.count("raw") < len(first.codecs) or not all(
+        make.collates(leaf) for leaf in first.spec.leaves
+    ):
+        return None
+    if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
+        return None
+    size = len(first.prefix)
+    end = max((sum(span) for span in first.spans), default=size)
+    spans = []
+    for record in records:
+        if len(record) >= end and bytes(record[:size]) == first.prefix:  # the usual case
+            spans.append(first.spans)
+            continue
+        other = outline(record)
+        if other.spec != first.spec or other.codecs != first.codecs:
+            return None
+        spans.append(other.spans)
+    ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]
+    if any(span[number][1] != INT64_BYTES for span in spans for number in ints):
+        return None  # beyond 64 bits
+    columns = [
+        _column(leaf, records, [span[number] for span in spans], allocate)
+        for number, leaf in enumerate(first.spec.leaves)
+    ]
+    return build_batch(first.spec.node, iter(columns))
+
+
+def _column(
+    leaf: Leaf, records: Sequence[memoryview], spans: Sequence[tuple[int, int]], allocate: Allocate
+) -> Any:
+    """One leaf of all samples: a list of texts, or a tensor `(len(records), ...)`."""
+    if leaf.kind in TEXT_KINDS:
+        return [
+            text_value(leaf.kind, bytes(record[start : start + nbytes]))
+            for record, (start, nbytes) in zip(records, spans, strict=True)
+        ]
+    out = allocate((len(records), *leaf.shape), storage_dtype(leaf))
+    row_bytes = out.nbytes // len(records)
+    if row_bytes:
+        rows = out.reshape(-1).view(np.uint8).data
+        for row, (record, (start, _)) in enumerate(zip(records, spans, strict=True)):
+            rows[row * row_bytes : (row + 1) * row_bytes] = record[start : start + row_bytes]
+    return tensor_functions().batch_tensor(leaf, out)

@@ -48,7 +48,7 @@ from fastload.files.retry import OtherLengthError, is_transient
 from fastload.system.budget import parse_memory
 from fastload.system.disk import make_private_directory, new_file, sync_directory, untrusted_path, write_new
 from fastload.system.humanize import readable_size
-from fastload.system.locks import flock_fd, lock_file
+from fastload.system.locks import flocked, lock_file
 from fastload.system.logs import log
 from fastload.system.os_errors import write_errors_as
 
@@ -407,9 +407,8 @@ def _locked(mirror: LocalMirror, locks: contextlib.ExitStack) -> bool:
         is_free = locks.enter_context(lock_file(f"{mirror.path}.lock"))
         if is_free and mirror.is_finished and mirror.manifest is not None:
             first = os.path.join(mirror.path, mirror.manifest.shards[0].name)
-            fd = os.open(first, os.O_RDONLY | os.O_CLOEXEC)
-            locks.callback(os.close, fd)
-            is_free = flock_fd(fd)
+            # Not by close() alone: a mirror that stays must not be locked by a fork in another thread.
+            is_free = locks.enter_context(flocked(lambda: os.open(first, os.O_RDONLY | os.O_CLOEXEC)))
     except OSError:  # it was just removed, or belongs to another user
         return False
     return is_free

@@ -1,9 +1,10 @@
 """SharedMemoryCache: decodes each sample once, into one segment of anonymous memory that all processes share.
 
 The parent makes it; the parent and its workers of every start method use it, because the cache pickles as a
-handle. Other ranks and jobs of the same user find a cache that has a fingerprint: it is listed in the
-`registry`. The segment is sparse, so memory is allocated as samples are stored, and sealed, so its size never
-changes. Its `layout` is that of samples by index; `arena` claims the space in it. Rules:
+handle. Where a process cannot reach it, as when it loads a checkpoint, the handle becomes an empty cache.
+Other ranks and jobs of the same user find a cache that has a fingerprint: it is listed in the `registry`. The
+segment is sparse, so memory is allocated as samples are stored, and sealed, so its size never changes. Its
+`layout` is that of samples by index; `arena` claims the space in it. Rules:
 
 1. Nothing is evicted: with a new permutation in each epoch, no policy beats a fixed subset.
 2. The memory is freed when the last process that holds the segment ends, however it ends.
@@ -32,11 +33,11 @@ from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena, Cursor
+from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, log_stopped, reserve_bytes
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
 from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
-from fastload.memory.segment import Segment, is_for_other_machines, round_up
+from fastload.memory.segment import Segment, is_for_child, is_for_other_machines, round_up
 from fastload.nested.spec import flatten
 from fastload.system.budget import parse_memory
 from fastload.system.humanize import readable_size
@@ -66,6 +67,8 @@ class SharedMemoryCache(BaseCache):
         examples: A few samples that are typical of the dataset, or none; they are not stored.
         max_memory: The limit, as in `parse_memory`.
         fingerprint: Of the samples, if other processes should find the cache.
+        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for a fifth of
+            what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:
         layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
@@ -92,9 +95,11 @@ class SharedMemoryCache(BaseCache):
         *,
         max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
+        reserved_bytes: int | None = None,
     ) -> None:
         max_bytes = parse_memory(max_memory)
         self._hold(*make_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
+        self._arena.leave_free(reserve_bytes(max_memory) if reserved_bytes is None else reserved_bytes)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -123,9 +128,15 @@ class SharedMemoryCache(BaseCache):
         self.unregister: Callable[[], object] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if is_for_other_machines():
-            return _unpickle_anywhere, (registry.entry_of("", self._fd), self._plan)
-        return _unpickle, (self._arena.segment, self._plan)
+        if is_for_child():
+            return _unpickle, (self._arena.segment, self._plan)
+        # A checkpoint outlives this process, so its cache must not depend on this process.
+        fingerprint = self.origin.fingerprint
+        if fingerprint is None and is_for_other_machines():
+            # One cache for all workers of a machine. Later processes get their own: their data may differ.
+            fingerprint = Fingerprint({}, f"for the cache {self.origin.cache_id}")
+        entry = registry.entry_of("", self._fd) if self._fd >= 0 else None
+        return _unpickle_anywhere, (entry, self._plan, fingerprint)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -243,6 +254,8 @@ class SharedMemoryCache(BaseCache):
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row = index
+                if not arena.can_grow(plan.row_bytes, self._warn_stopped):
+                    return False
                 if plan.is_packed:
                     cursor = self._claim(arena, index, Cursor(rows=1, used_bytes=plan.row_bytes))
                     if cursor is None:
@@ -254,6 +267,8 @@ class SharedMemoryCache(BaseCache):
                 return True
         parts, nbytes = record_parts(spec, values)
         record_bytes = round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES)
+        if not arena.can_grow(record_bytes, self._warn_stopped):
+            return False
         cursor = self._claim(arena, index, Cursor(record_bytes, used_bytes=record_bytes))
         if cursor is None:
             return bool(arena.entries[index])
@@ -280,6 +295,9 @@ class SharedMemoryCache(BaseCache):
             )
 
         return arena.claim(advance, lambda: log_short(self.max_bytes, self.num_cached, self.num_samples))
+
+    def _warn_stopped(self, free_bytes: int) -> None:
+        log_stopped(self.num_cached, self.num_samples, self.nbytes, free_bytes)
 
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
@@ -309,27 +327,45 @@ def _unpickle(segment: Segment, layout: Layout) -> SharedMemoryCache:
     return cache
 
 
-def _unpickle_anywhere(entry: Entry | None, layout: Layout) -> SampleCache:
-    """The same cache if this process can reach it, else one that the processes of this machine share."""
+def _unpickle_anywhere(entry: Entry | None, layout: Layout, fingerprint: Fingerprint | None) -> SampleCache:
+    """The same cache if this process can reach it, else an empty one; never raises because memory is missing.
+
+    Args:
+        entry: The cache in the process that pickled it; None if it was closed.
+        layout: Of that cache.
+        fingerprint: Under which other processes find the empty cache; None if it is private.
+    """
     if entry is not None:
         with contextlib.suppress(SharedMemoryError, CacheMismatchError):
             cache = SharedMemoryCache.attach(entry.attach())
             if cache.origin.cache_id == layout.origin.cache_id:
                 return cache
-    fingerprint = layout.origin.fingerprint or Fingerprint({}, f"for the cache {layout.origin.cache_id}")
-    max_bytes = max(1, min(layout.max_bytes, parse_memory("auto")))
+            cache.close()
+    max_bytes = min(layout.max_bytes, budget_bytes("auto", is_shared=fingerprint is not None))
     try:
+        if fingerprint is None:
+            return _empty(layout, max_bytes, None)
         with registry.creating() as is_alone:
             if is_alone and (shared := find(fingerprint, layout.num_samples)) is not None:
                 return shared
-            segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
-            cache = SharedMemoryCache.attach(segment)
-            cache.reason = "new: the cache of this machine"
+            cache = _empty(layout, max_bytes, fingerprint)
             _register(cache, fingerprint.name)
             return cache
+    except CacheMismatchError as error:
+        log.warning("cache: not shared with other processes: %s", str(error))
+        return _unpickle_anywhere(None, layout, None)
     except SharedMemoryError as error:
         log.warning("cache: each worker of this machine keeps its own: %s", str(error))
-        return PrivateCache(layout.num_samples, max_bytes, str(error))
+        return PrivateCache(layout.num_samples, max_bytes, str(error), reserve_bytes("auto"))
+
+
+def _empty(layout: Layout, max_bytes: int, fingerprint: Fingerprint | None) -> SharedMemoryCache:
+    segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
+    cache = SharedMemoryCache.attach(segment)
+    cache._arena.leave_free(reserve_bytes("auto"))
+    cache.reason = "new and empty, because the process that pickled it cannot be reached from here"
+    log.info("cache: %s", cache.reason)
+    return cache
 
 
 # --- sharing by fingerprint -------------------------------------------------------------------------------
@@ -365,9 +401,15 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 
 def create(
-    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
+    fingerprint: Fingerprint,
+    num_samples: int,
+    examples: Sequence[Any],
+    max_bytes: int,
+    reserved_bytes: int,
 ) -> SharedMemoryCache | None:
     """The cache of this name: a new one, or one that another process has just made; None without a registry.
+
+    The arguments are those of `SharedMemoryCache`.
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
@@ -378,7 +420,13 @@ def create(
             return None
         if (cache := find(fingerprint, num_samples)) is not None:
             return cache
-        cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
+        cache = SharedMemoryCache(
+            num_samples,
+            examples,
+            max_memory=max_bytes,
+            fingerprint=fingerprint,
+            reserved_bytes=reserved_bytes,
+        )
         _register(cache, fingerprint.name)
         if cache.unregister is None:
             cache.close()

@@ -1,6 +1,6 @@
 """Call a function in this interpreter as soon as torch's loader is imported.
 
-Python imports a module of this name when it starts. `children.watch` puts this folder in front of PYTHONPATH,
+Python imports a module of this name when it starts. `install_hook` puts this folder in front of PYTHONPATH,
 so child processes find it here. The environment variable FASTLOAD_CHILD_HOOK names the function, as
 MODULE:FUNCTION. Rules:
 
@@ -14,15 +14,15 @@ import os
 import sys
 
 HOOK = "FASTLOAD_CHILD_HOOK"
-WATCHED = "torch.utils.data.dataloader"
+TORCH_LOADER = "torch.utils.data.dataloader"
 
 
-class Watcher:
-    """The first module finder until torch's loader is imported, then calls the hook."""
+class LoaderFinder:
+    """A module finder that is the first until torch's loader is imported, and then calls the hook."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         """Find torch's loader by the other finders, and let its import end with the hook."""
-        if name != WATCHED:
+        if name != TORCH_LOADER:
             return None
         from importlib.util import find_spec
 
@@ -44,10 +44,10 @@ class Watcher:
 
 def arm() -> None:
     """Call the hook when torch's loader is imported, or now if it was imported before."""
-    if WATCHED in sys.modules:
+    if TORCH_LOADER in sys.modules:
         call_hook()
-    elif not any(type(finder).__name__ == Watcher.__name__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, Watcher())  # type: ignore[arg-type]
+    elif not any(type(finder).__name__ == LoaderFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.insert(0, LoaderFinder())  # type: ignore[arg-type]
 
 
 def call_hook() -> None:
@@ -67,7 +67,7 @@ def call_hook() -> None:
 
 def _run_the_next_sitecustomize() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [place for place in sys.path if os.path.abspath(place) != here]
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]
     from importlib.machinery import PathFinder
 
     spec = PathFinder.find_spec("sitecustomize")

@@ -1,4 +1,4 @@
-"""Messages, descriptors and jobs cross the process border whole."""
+"""Messages, descriptors and worker specs cross the process border whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contenders: the combinations of loader, cache and settings that a benchmark compares."""
+"""Configurations: the combinations of loader, cache and settings that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CACHES = ("none", "ram", "lmdb")
 
 
 @dataclass(frozen=True)
-class Contender:
+class Configuration:
     """One way to load the data.
 
     Attributes:
@@ -73,23 +73,23 @@ class Contender:
         return [*lines, f"loader = DataLoader({dataset}, {rest})"]
 
 
-def contenders_of(
+def configurations_of(
     workers: Iterable[int],
     batch_sizes: Iterable[int],
     start_methods: Iterable[str],
     caches: Iterable[str],
     sizes: Iterable[str | None] = (None,),
-) -> list[Contender]:
+) -> list[Configuration]:
     """Every distinct combination of these settings.
 
-    torch's loader always takes part, because the other contenders are compared with it. It has no cache, and
-    a loader without workers has no start method.
+    torch's loader always takes part, because the others are compared with it. It has no cache, and a loader
+    without workers has no start method.
     """
     kinds = [("torch", "none"), *(("fastload", cache) for cache in caches)]
-    found = [
-        Contender(loader, cache, count, batch_size, method if count else None, size)
+    combinations = [
+        Configuration(loader, cache, count, batch_size, method if count else None, size)
         for size, batch_size, (loader, cache), count, method in itertools.product(
             sizes, batch_sizes, kinds, workers, start_methods
         )
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(combinations))

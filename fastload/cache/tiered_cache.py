@@ -144,7 +144,7 @@ def split_budget(
         encoded_bytes: The mean size of a sample with undecoded images.
     """
     empty_bytes = min(max_bytes // 2, _EMPTY_BYTES + 8 * num_samples)
-    encoded_bytes += 2 * ALIGNMENT_BYTES  # the frame of a record, and the gap behind it
+    encoded_bytes += 2 * ALIGNMENT_BYTES  # the frame of a record, and the gap after it
     max_bytes -= 2 * empty_bytes
     saved_bytes = decoded_bytes - encoded_bytes
     fast_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Collect facts about a loader and its batches as plain values: settings, sizes, and the loader's name."""
+"""What is known of a loader and its batches, as plain values: settings, sizes, and the loader's name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ if TYPE_CHECKING:
 _GENERAL_NAMES = frozenset(("self", "loader", "dataloader", "data_loader", "base_dataloader", "iterable"))
 
 
-def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
-    """What is known of a loader before its first batch, as plain values."""
+def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
+    """The name, the dataset and the settings of a loader before its first batch.
+
+    Args:
+        loader: torch's or fastload's.
+        frame: The innermost frame of the code that iterates over it, to find its name.
+    """
     dataset = loader.dataset
     is_iterable = isinstance(dataset, IterableDataset)
     num_samples = None
@@ -31,7 +36,7 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     with contextlib.suppress(Exception):  # the same for containers of the user's own classes
         small_objects += map(str, find_small_objects(dataset))
     worker_type = getattr(loader, "worker_type", "process")
-    ours = sys.modules.get("fastload.loader")
+    module = sys.modules.get("fastload.loader")
     return {
         "name": _name_of(loader, frame),
         "dataset": type(dataset).__name__,
@@ -39,10 +44,10 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "is_iterable": is_iterable,
         "num_samples": num_samples,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
-        **worker_facts(loader),
+        **worker_settings(loader),
         "persistent_workers": loader.persistent_workers,
         "pin_memory": loader.pin_memory,
-        "is_fastload": ours is not None and isinstance(loader, ours.DataLoader),
+        "is_fastload": module is not None and isinstance(loader, module.DataLoader),
         "worker_type": worker_type if isinstance(worker_type, str) else "ray",
         "device": None if getattr(loader, "device", None) is None else str(loader.device),
         "nbytes": 0,
@@ -52,8 +57,8 @@ def facts_of(loader: Any, frame: FrameType | None) -> dict[str, Any]:
     }
 
 
-def worker_facts(loader: Any) -> dict[str, Any]:
-    """What `num_workers="auto"` chooses only when an epoch begins."""
+def worker_settings(loader: Any) -> dict[str, Any]:
+    """The settings that `num_workers="auto"` chooses when an epoch begins."""
     context = loader.multiprocessing_context or torch.multiprocessing
     return {
         "num_workers": loader.num_workers,
@@ -62,21 +67,20 @@ def worker_facts(loader: Any) -> dict[str, Any]:
     }
 
 
-def facts_of_batch(batch: Any) -> dict[str, Any]:
+def batch_info(batch: Any) -> dict[str, Any]:
     """The bytes of a batch's tensors, and the dtype of the largest of them with 4 dimensions."""
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
-    facts: dict[str, Any] = {"nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
+    info: dict[str, Any] = {"nbytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors)}
     images = [tensor for tensor in tensors if tensor.dim() == 4]
     if images:
         largest = max(images, key=torch.numel)
-        facts["image_dtype"] = str(largest.dtype).removeprefix("torch.")
-    return facts
+        info["image_dtype"] = str(largest.dtype).removeprefix("torch.")
+    return info
 
 
-def _is_around(value: Any, loader: Any) -> bool:
-    """Whether a loader that a framework made, such as Accelerate's, iterates over this one."""
-    held = getattr(value, "__dict__", None)
-    return isinstance(held, dict) and held.get("base_dataloader") is loader
+def _attributes(value: Any) -> dict[str, Any]:
+    attributes = getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else {}
 
 
 def _name_of(loader: Any, frame: FrameType | None) -> str:
@@ -87,11 +91,12 @@ def _name_of(loader: Any, frame: FrameType | None) -> str:
     general = ""
     while frame is not None:
         if is_own_code(frame.f_code.co_filename):
-            held = getattr(frame.f_locals.get("self"), "__dict__", None)
-            owner = held if isinstance(held, dict) else {}
-            known: dict[str, Any] = {**frame.f_globals, **owner, **frame.f_locals}
-            for name, value in known.items():
-                if (value is loader or _is_around(value, loader)) and not name.startswith("_"):
+            attributes = _attributes(frame.f_locals.get("self"))
+            variables: dict[str, Any] = {**frame.f_globals, **attributes, **frame.f_locals}
+            for name, value in variables.items():
+                # A framework's loader, such as Accelerate's, iterates over this one.
+                is_loader = value is loader or _attributes(value).get("base_dataloader") is loader
+                if is_loader and not name.startswith("_"):
                     if name not in _GENERAL_NAMES:
                         return name
                     general = general or name

@@ -1,6 +1,8 @@
-"""The device interface for prefetching, its implementation for torch.cuda, and the choice of a device.
+"""The devices that batches go to, and the choice of one.
 
-Runs in the consumer's process and threads. Tests replace the CUDA device with a fake one.
+`Backend` is the interface for prefetching, with its implementation for torch.cuda. Devices without
+prefetching (mps and xpu) are experimental. Runs in the consumer's process and threads. Tests replace the CUDA
+device with a fake one.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from fastload.device.synchronous import SYNCHRONOUS_TYPES, SynchronousDevice, why_no_synchronous_device
 from fastload.errors import DeviceUnavailableError
-from fastload.nested.device_tree import move_leaf
+from fastload.nested.tree import map_device_leaves, move_leaf
 from fastload.system.logs import say_once
 from fastload.system.worker_memory import freeze_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
 
 # For each device, the streams of loaders and prefetchers that no longer exist. torch's allocator keeps memory
 # per stream: if each new loader made a new stream, memory would grow.
@@ -29,6 +31,8 @@ _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 
 # Of drivers of NVIDIA and AMD: they exist only on a machine with a GPU.
 _DRIVERS = ("/proc/driver/nvidia", "/dev/kfd")
+
+SYNCHRONOUS_TYPES = ("mps", "xpu")
 
 _PORTABLE = 1  # a flag of cudaHostRegister: pinned for every device of this process
 
@@ -307,3 +311,27 @@ def _is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+class SynchronousDevice:
+    """Moves whole batches to one device, whose type is in `SYNCHRONOUS_TYPES`; never tested on a real one.
+
+    A batch is moved when the caller asks for it, by `tensor.to(device)`, which waits for its copy. So the
+    device reads no slot after that call, and streams need no ordering.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def move(self, batch: Any) -> Any:
+        """The batch on the device; objects that are not tensors and have no `to` stay the same."""
+        return map_device_leaves(batch, lambda leaf: leaf.to(self.device))
+
+
+def why_no_synchronous_device(device: torch.device) -> str | None:
+    """Why torch has no such device here; None if it has one."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != device.type:
+        name = "no accelerator" if accelerator is None else accelerator.type
+        return f"torch {torch.__version__} finds {name} here"
+    return None

@@ -20,7 +20,7 @@ import fastload
 from fastload.cli import main
 from fastload.images import regions
 from fastload.profiling import suggestions
-from fastload.profiling.prediction import Model
+from fastload.profiling.prediction import LoaderModel
 from tests.profiling import zoo
 
 if TYPE_CHECKING:
@@ -63,19 +63,19 @@ CLOCKED = ("a plain function", "a collate_fn")
 
 @pytest.mark.parametrize(("number", "name"), list(enumerate(PLANTED)))
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_culprits(number: int, name: str, num_workers: int, request: Any, monkeypatch: Any) -> None:
+def test_bottlenecks(number: int, name: str, num_workers: int, request: Any, monkeypatch: Any) -> None:
     """What was planted is named, by class, function or line; what would help is suggested."""
     if name in CLOCKED and num_workers == 0:
         request.getfixturevalue("clock")
     if num_workers:  # one, or a slow one could be the bottleneck; receiving may take milliseconds
         monkeypatch.setattr(zoo, "PLANTED_S", 0.02)
         monkeypatch.setattr(zoo, "NUM_SAMPLES", 48)
-    new, options, culprit, text, suggested = PLANTED[name]
+    new, options, bottleneck, text, suggested = PLANTED[name]
     dataset = new()
     kind = "fastload" if (number + num_workers) % 2 else "torch"
     report = profiled(make(kind, dataset, num_workers, **options))
-    assert report.culprit == culprit
-    assert re.search(text, report.bottleneck)
+    assert report.bottleneck == bottleneck
+    assert re.search(text, report.bottleneck_text)
     assert re.search(suggested, "\n".join(f"{one.change}: {one.text}" for one in report.suggestions))
     if name == "a plain function":
         assert dataset.transform is zoo.plain_transform  # put back
@@ -91,9 +91,9 @@ def test_culprits(number: int, name: str, num_workers: int, request: Any, monkey
 )
 def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, number: int) -> None:
     """A batch of 40 ms of CPU, two CPUs, a loop of 10 ms: by the times of making, receiving and sending."""
-    facts = {"nbytes": nbytes, "num_workers": 2, "worker_type": "process", "is_iterable": False}
-    timeline: Any = SimpleNamespace(facts=facts, batches={}, make_s=0.04, stage_s=lambda _: 0.0)
-    model = Model([0.01], [[0.04]], 2, 2, make_cpu_s=0.04, consumer_cpu_s=0.001, num_cpus=2.0)
+    info = {"nbytes": nbytes, "num_workers": 2, "worker_type": "process", "is_iterable": False}
+    timeline: Any = SimpleNamespace(info=info, batches={}, make_s=0.04, stage_s=lambda _: 0.0)
+    model = LoaderModel([0.01], [[0.04]], 2, 2, make_cpu_s=0.04, consumer_cpu_s=0.001, num_cpus=2.0)
     (found,) = suggestions._remote_workers(timeline, model)
     assert found.gain == pytest.approx(gain, rel=0.05)
     assert f'num_workers={number}, worker_type="ray"' in found.text
@@ -103,13 +103,13 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
 @pytest.mark.usefixtures("clock")  # beside workers, a busy machine takes its time to send and to receive
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_slow_consumer_is_not_a_data_problem(kind: str) -> None:
-    """No culprit, no suggestion."""
+    """No bottleneck, no suggestion."""
     with fastload.profile() as profile:
         for _batch in itertools.islice(make(kind, zoo.Quick(), 0), 8):
             time.sleep(0.2)
     (report,) = profile.report().loaders
     assert "not your bottleneck: " in report.verdict
-    assert (report.suggestions, report.culprit) == ([], "")
+    assert (report.suggestions, report.bottleneck) == ([], "")
 
 
 @pytest.fixture
@@ -149,12 +149,19 @@ def test_advised_code_runs_as_printed(
     assert changes <= texts.keys()
     for text in map(texts.get, changes):
         for command in re.findall(r"run fastload (.*?), and", text):
-            words = command.replace("MODULE:NAME", "tests.cli_zoo:factory").split()
+            words = command.replace("MODULE:NAME", "tests.cli_zoo:Photos").split()
             assert CliRunner().invoke(main.app, words).exit_code == 0
         codes = re.findall(r"(?:CachedDataset[.\w]*|DataLoader)\((?:[^()]|\([^()]*\))*\)", text)
         assert codes, text
         for code in codes:
             eval(code.replace('"cuda"', '"cpu"'), names)
+
+
+@pytest.mark.usefixtures("no_minimum")
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_collating_without_a_collate_fn_is_not_blamed(kind: str) -> None:
+    """Neither default_collate nor fastload's own rows could be cheaper."""
+    assert "collate" not in suggested(kind, zoo.Quick(), 1 << 40)
 
 
 @pytest.mark.parametrize(("has_markers", "has_decoder"), [(False, False), (False, True), (True, False)])
@@ -180,10 +187,10 @@ def test_a_decoder_of_regions_is_suggested_where_it_lacks(
 def test_a_worker_or_a_lock_that_others_wait_for_is_named(kind: str) -> None:
     """The worker by its number; where each waits for the others, more workers are not suggested."""
     report = profiled(make(kind, zoo.SlowWorker(), 2))
-    assert report.culprit == "worker"
-    assert "worker 1 takes" in report.bottleneck
+    assert report.bottleneck == "worker"
+    assert "worker 1 takes" in report.bottleneck_text
     report = profiled(make(kind, zoo.Locked(), 2))
-    assert report.culprit == "lock"
+    assert report.bottleneck == "lock"
     assert not any(one.change == "workers" for one in report.suggestions)
 
 
@@ -214,7 +221,7 @@ def fit_with_lightning(*args: Any, with_module: bool = False) -> None:
 
 @pytest.mark.thorough  # it imports Lightning
 @pytest.mark.filterwarnings("ignore")  # Lightning's: few workers, deprecated functions of its own
-def test_loops_of_lightning_are_watched() -> None:
+def test_loops_of_lightning_are_recorded() -> None:
     """The waits are measured, and copying to the device; the name is the user's variable."""
     training_data = torch.utils.data.DataLoader(zoo.SlowRead(), batch_size=zoo.BATCH)
     with fastload.profile() as profile:
@@ -223,5 +230,7 @@ def test_loops_of_lightning_are_watched() -> None:
     reports = profile.report().loaders
     found = [(report.name, report.num_epochs, report.num_batches) for report in reports]
     assert found == [("training_data", 2, 48), ("DataLoader", 2, 48)]
-    assert all(report.culprit == "dataset" and "SlowRead.read" in report.bottleneck for report in reports)
+    assert all(
+        report.bottleneck == "dataset" and "SlowRead.read" in report.bottleneck_text for report in reports
+    )
     assert "copy" in reports[0].outside

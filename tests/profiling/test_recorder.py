@@ -1,4 +1,4 @@
-"""Watched loaders do what they did before, whatever they are made of, and everything is put back."""
+"""Recorded loaders do what they did before, whatever they are made of, and everything is put back."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ from torch.utils.data import DataLoader, TensorDataset, _utils
 
 import fastload
 from fastload.batch.fetch import Fetcher
-from fastload.profiling import probes, recording, session
+from fastload.profiling import hooks, probes, recording, session
 from fastload.profiling.probes import _open
-from fastload.profiling.spans import Spans, here
+from fastload.profiling.recorder import AHEAD, NEW, REPLAYED
+from fastload.profiling.spans import Spans, this_thread
 from fastload.profiling.timeline import Machine
-from fastload.profiling.watching import AHEAD, NEW, REPLAYED
+from fastload.rng import entry_points
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
 from tests.kit import datasets
 from tests.kit.batches import assert_same_batches, stop_workers
 from tests.profiling import zoo
-from tests.profiling.test_culprits import LOADERS, make
+from tests.profiling.test_bottlenecks import LOADERS, make
 from tests.test_rebuilt_loaders import prepared_as_accelerate_does, prepared_as_ray_does
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ HOOKED: list[tuple[Any, str]] = [
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Any:
     """Each test leaves everything that a profile replaces as it found it."""
+    entry_points.install()  # which loaders do once in a process, and for good
     before = [vars(owner)[name] for owner, name in HOOKED]
     yield
     assert all(vars(owner)[name] is one for (owner, name), one in zip(HOOKED, before, strict=True))
@@ -175,10 +177,10 @@ def test_batches_are_the_same(kind: str, dataset: Any, settings: Any, num_batche
     """Values, types and order in two epochs, which one report counts; the dataset stays as it was."""
     before = dict(getattr(dataset, "__dict__", {}))
     epochs = []
-    for is_watched in (False, True):
+    for is_recorded in (False, True):
         loader = MAKERS[kind](dataset, **settings)
         SHUFFLED["generator"].manual_seed(3)
-        with fastload.profile() if is_watched else contextlib.nullcontext() as profile:
+        with fastload.profile() if is_recorded else contextlib.nullcontext() as profile:
             epochs.append(batches(loader, 2))
     assert len(epochs[1]) == 2 * num_batches
     assert_same_batches(*epochs)
@@ -186,7 +188,7 @@ def test_batches_are_the_same(kind: str, dataset: Any, settings: Any, num_batche
     (report,) = profile.report().loaders
     assert (report.num_epochs, report.num_batches) == (2, 2 * num_batches)
     (timeline,) = profile._timelines
-    assert len(timeline.watched.steps) == 2 * num_batches
+    assert len(timeline.record.steps) == 2 * num_batches
     assert {made.num_samples for own in timeline.batches.values() for made in own} <= {1, 2, zoo.BATCH}
     assert stage in {"", *(word for one in report.stages for word in (one.stage, one.name))}
     assert (report.worker_utilization is None) == ("num_workers" not in settings)
@@ -280,7 +282,7 @@ def test_two_loaders_at_once(kind: str, options: dict[str, Any], is_in_threads: 
                 thread.join()
         else:
             collections.deque(zip(one, other, strict=True), maxlen=0)
-        batches(make("torch", QUICK, 0))  # not watched: it is not named
+        batches(make("torch", QUICK, 0))  # not recorded: it is not named
     if kind == "fastload":
         one.close(), other.close()
     found = profile.report().loaders
@@ -308,7 +310,7 @@ def test_the_workers_are_those_of_the_epoch(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(AutoWorkers, "choose", lambda *_: 1)
     loader = fastload.DataLoader(QUICK, batch_size=zoo.BATCH, num_workers="auto")
     (timeline,) = profile_of(loader)._timelines
-    assert [timeline.facts[name] for name in ("num_workers", "prefetch_factor")] == [1, 2]
+    assert [timeline.info[name] for name in ("num_workers", "prefetch_factor")] == [1, 2]
 
 
 DYING = """
@@ -367,7 +369,7 @@ def test_workers_that_were_started_before(kind: str) -> None:
 
 
 def test_a_profile_that_begins_in_mid_epoch() -> None:
-    """That epoch is not watched, and goes on; the next one is."""
+    """That epoch is not recorded, and goes on; the next one is."""
     loader = make("torch", QUICK, 1)
     iterator = iter(loader)
     next(iterator)
@@ -382,13 +384,13 @@ def test_a_profile_that_begins_in_mid_epoch() -> None:
 @pytest.mark.usefixtures("clock")
 def test_a_long_profile_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first batches are recorded, and times per batch are theirs; the last steps; the number of all."""
-    monkeypatch.setattr("fastload.profiling.watching.MAX_STEPS", 30)
+    monkeypatch.setattr("fastload.profiling.recorder.MAX_STEPS", 30)
     monkeypatch.setattr(recording, "MAX_LINES", 8)
     monkeypatch.setattr("fastload.profiling.spans.MAX_STRIDE", 1)
     profile = profile_of(make("torch", zoo.slow_transform(), 0), 3)
     (report,) = profile.report().loaders
     assert report.num_batches == 72
-    assert len(profile._timelines[0].watched.steps) == 30
+    assert len(profile._timelines[0].record.steps) == 30
     assert sum(stage.ms_per_batch for stage in report.stages) < 2 * report.make_ms
 
 
@@ -408,12 +410,12 @@ def test_a_second_profile_and_an_early_report_are_refused(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(("kind", "num_workers"), [("torch", 0), ("torch", 2), ("fastload", 2)])
 def test_replayed_epochs_keep_their_length(kind: str, num_workers: int) -> None:
-    """Stretches of held batches take the place of new ones, which are left at the end."""
+    """Runs of replayed batches take the place of new ones, which are left at the end."""
     loader = make(kind, zoo.SlowRead(), num_workers)
     profile = fastload.profile(loader, replay=3)
     with profile:
         seen = [[part.clone() for part in batch] for batch in loader]
-    steps = list(profile._timelines[0].watched.steps)
+    steps = list(profile._timelines[0].record.steps)
     (report,) = profile.report().loaders
     assert len(seen) == len(steps) == 24
     first = steps.index(next(step for step in steps if step.kind == REPLAYED))
@@ -431,7 +433,7 @@ def test_a_report_and_a_trace(tmp_path: Path) -> None:
     report = profile.report()
     value = json.loads(json.dumps(report.as_dict()))
     assert value["version"] == 1
-    assert value["loaders"][0]["culprit"] == "transform"
+    assert value["loaders"][0]["bottleneck"] == "transform"
     assert report.loaders[0].verdict in str(report)
     profile.save_trace(str(tmp_path / "trace.json"))
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -456,20 +458,22 @@ def test_a_loader_of_few_batches(num_workers: int) -> None:
     lines = str(profile_of(loader).report()).splitlines()
     assert lines[1] == "  Too few batches for a verdict: 1, all of them during the warm-up."
     (report,) = profile_of(loader, 2).report().loaders
-    report = dataclasses.replace(report, bottleneck="The bottleneck is unknown.")
+    report = dataclasses.replace(report, bottleneck_text="The bottleneck is unknown.")
     lines = report.lines_of_text()
     assert any("too few batches were made to say" in line for line in lines)
     assert not any(line.endswith(":") for line in lines)
 
 
-OWN_NAMES = [words for words in (*probes._FUNCTIONS, *probes._METHODS) if words[0].startswith("fastload.")]
+NAMES: tuple[tuple[str, ...], ...] = (*probes.FUNCTIONS, *probes.METHODS, *hooks.COPIES)
+OWN_NAMES = [words for words in NAMES if words[0].startswith("fastload.")]
 
 
 @pytest.mark.parametrize("words", OWN_NAMES, ids=lambda words: ".".join(words[:-1]))
-def test_what_is_watched_of_fastload_is_there(words: tuple[str, ...]) -> None:
-    """The probes name functions by text: one that was renamed would take its stage out of every report."""
-    module, *path, _ = words
-    assert callable(functools.reduce(getattr, path, importlib.import_module(module)))
+def test_what_is_recorded_of_fastload_is_there(words: tuple[str, ...]) -> None:
+    """Probes and hooks name functions by text: after a renaming, no report would have that stage."""
+    module, *path, name, _ = words
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    assert callable(vars(owner)[name])
 
 
 THROUGH_PATHLIB = """
@@ -547,7 +551,7 @@ OPEN = open
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with some lines, while a batch is measured in detail."""
-    monkeypatch.setattr(here, "spans", Spans())
+    monkeypatch.setattr(this_thread, "spans", Spans())
     (tmp_path / "lines.txt").write_bytes(b"one\r\ntwo\n" * 3000)
     return tmp_path / "lines.txt"
 
@@ -568,12 +572,20 @@ def described(function: Any, place: Any, *args: Any, **options: Any) -> Any:
         )
     with opened:
         kind = io.FileIO if isinstance(opened, io.FileIO) else type(opened)
-        facts = [getattr(opened, name, None) for name in ("name", "mode", "encoding", "errors", "newlines")]
-        facts += [opened.readable(), opened.writable(), opened.seekable(), opened.isatty(), opened.closed]
-        facts += [opened.readline(), opened.tell(), opened.seek(5), opened.read(), opened.read()]
+        properties = [
+            getattr(opened, name, None) for name in ("name", "mode", "encoding", "errors", "newlines")
+        ]
+        properties += [
+            opened.readable(),
+            opened.writable(),
+            opened.seekable(),
+            opened.isatty(),
+            opened.closed,
+        ]
+        properties += [opened.readline(), opened.tell(), opened.seek(5), opened.read(), opened.read()]
     with pytest.raises(ValueError, match="closed file") as caught:
         opened.read()
-    return kind, *facts, str(caught.value), opened.closed
+    return kind, *properties, str(caught.value), opened.closed
 
 
 @pytest.mark.parametrize(

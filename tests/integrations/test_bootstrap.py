@@ -77,11 +77,11 @@ def test_a_child_of_another_environment_says_that_it_is_not_reached(places: Path
 
 
 @pytest.mark.parametrize("before", ["", "import torch.utils.data.dataloader; "])
-def test_watch_reaches_this_process_and_its_children(places: Path, before: str) -> None:
+def test_install_hook_reaches_this_process_and_its_children(places: Path, before: str) -> None:
     """Also if torch's loader was imported before; twice is once."""
     code = (
-        f"{before}from fastload.integrations.children import watch; import subprocess, sys\n"
-        "watch('my_hook:called'); watch('my_hook:called')\n"
+        f"{before}from fastload.integrations.bootstrap import install_hook; import subprocess, sys\n"
+        "install_hook('my_hook:called'); install_hook('my_hook:called')\n"
         f"{USE_TORCH}; sys.stdout.flush()\n"
         f"subprocess.run([sys.executable, '-c', {USE_TORCH!r}])\n"
     )
