@@ -115,14 +115,19 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("CUDA error: unknown error"), AssertionError("Invalid device id")]
+    ("error", "problem"),
+    [
+        (RuntimeError("CUDA error: unknown error\nof many lines"), "CUDA error: unknown error"),
+        (AssertionError(), "AssertionError"),
+        (torch.cuda.DeferredCudaCallError("CUDA call failed lazily"), "CUDA call failed lazily"),
+    ],
 )
 def test_a_gpu_that_does_not_even_say_its_name_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
+    monkeypatch: pytest.MonkeyPatch, error: Exception, problem: str
 ) -> None:
     """It is reported as any other: the report never raises because of a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_name", Mock(side_effect=error))
-    assert machine_report.examine_gpu(3) == gpu(3, "unknown", problem=str(error))
+    assert machine_report.examine_gpu(3) == gpu(3, "unknown", problem=problem)
 
 
 @pytest.mark.parametrize(

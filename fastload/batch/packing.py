@@ -53,16 +53,22 @@ class Packed(NamedTuple):
         return self.used_bytes if isinstance(self.skeleton, bytes) else self.skeleton[0]
 
 
-@functools.cache
 def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
-    """A dtype as text; the dtype itself if text cannot describe it completely (one with fields)."""
+    """A dtype as text; the dtype itself if text cannot describe it completely."""
+    # Before anything is looked up: NumPy's equality, and so a cache, ignores metadata and alignment.
+    if isinstance(dtype, np.dtype) and (dtype.names is not None or dtype.metadata is not None):
+        return dtype
+    return _text_of(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _text_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
     if isinstance(dtype, torch.dtype):
         return str(dtype)
-    is_complete = dtype.names is None and dtype.metadata is None and np.dtype(dtype.str) == dtype
-    return dtype.str if is_complete else dtype
+    return dtype.str if np.dtype(dtype.str) == dtype else dtype
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _dtype_of_text(code: str) -> Any:
     if code.startswith("torch."):
         return getattr(torch, code.removeprefix("torch."))

@@ -186,6 +186,6 @@ def _named(thing: Any) -> str:
     return f"{getattr(thing, '__module__', type(thing).__module__)}.{name}"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _say_once(text: str) -> None:
     state.say(text)

@@ -16,7 +16,7 @@ def is_debugging() -> bool:
     return os.environ.get("FASTLOAD_DEBUG", "0") not in ("", "0")
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)  # some texts have numbers of processes in them
 def say_once(text: str, level: int = logging.WARNING) -> None:
     """Log a line once per process, although each epoch or each step would cause it again."""
     log.log(level, "%s", text)

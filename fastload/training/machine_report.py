@@ -158,8 +158,8 @@ def examine_gpu(index: int) -> dict[str, Any]:
             for kind in ("pinned", "pageable"):
                 source = torch.ones(_PROBE_BYTES, dtype=torch.uint8, pin_memory=kind == "pinned")
                 gpu[f"{kind}_bytes_per_s"] = _bytes_per_s(source, target)
-    except (RuntimeError, AssertionError) as error:  # no memory, a device that has failed, or one that went
-        gpu["problem"] = str(error).splitlines()[0]
+    except Exception as error:  # noqa: BLE001  # no memory, a device that has failed, or one that went
+        gpu["problem"] = next(iter(str(error).splitlines()), type(error).__name__)
     return gpu
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import stat
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -41,7 +42,7 @@ from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
 from tests.kit.remote import FaultyFileSystem, register
 
-MB = 1 << 20
+MB, DAY_S = 1 << 20, 24 * 3600
 pytestmark = pytest.mark.usefixtures("registry_folder")
 
 
@@ -359,6 +360,40 @@ def test_entries_are_of_living_processes(registry_folder: Any) -> None:
     assert registry.entries("a") == [entry]
     later = dataclasses.replace(entry, started=entry.started + 1)
     (registry_folder / entry.file_name).rename(registry_folder / later.file_name)
+    assert registry.entries("a") == []
+
+
+@pytest.mark.parametrize(
+    ("age_s", "is_kept"), [(0.0, True), (6 * DAY_S, True), (8 * DAY_S, False), (1e10, False)]
+)
+def test_entries_of_other_containers_have_their_time(
+    age_s: float, is_kept: bool, registry_folder: Any, monkeypatch: Any
+) -> None:
+    """Nobody here knows whether their processes run, and a killed container takes no entry back."""
+    entry: Any = registry.register("a", 7)
+    other = dataclasses.replace(entry, namespace=entry.namespace + 1)
+    registry.unregister(entry)
+    file = registry_folder / other.file_name
+    file.touch()
+    made_s = time.time() - age_s
+    os.utime(file, (made_s, made_s))
+    monkeypatch.setattr(registry, "_boot_s", lambda: 0.0)
+    assert registry.entries("a") == [other] * is_kept
+    assert file.exists() is is_kept
+
+    mine: Any = registry.register("b", 7)
+    os.utime(registry_folder / mine.file_name, (made_s, made_s))
+    assert registry.entries("b") == [mine]
+    assert (registry_folder / mine.file_name).stat().st_mtime > time.time() - 60  # for those elsewhere
+
+
+def test_an_entry_of_an_earlier_boot_is_over(registry_folder: Any, monkeypatch: Any) -> None:
+    """In whatever namespace: /tmp can outlive the machine's processes."""
+    entry: Any = registry.register("a", 7)
+    other = dataclasses.replace(entry, namespace=entry.namespace + 1)
+    (registry_folder / entry.file_name).rename(registry_folder / other.file_name)
+    assert registry.entries("a") == [other]
+    monkeypatch.setattr(registry, "_boot_s", lambda: time.time() + 100)
     assert registry.entries("a") == []
 
 

@@ -104,6 +104,21 @@ def test_a_batch_that_outgrows_its_memory_is_laid_out_anew_as_a_whole() -> None:
     assert (second == 1).all()
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_dtypes_that_are_equal_stay_what_they_are(order: int) -> None:
+    """NumPy's equality ignores metadata, such as h5py's names of an enumeration, and alignment."""
+    fields = {"names": ["a", "b"], "formats": ["u1", "f8"]}
+    dtypes = [np.dtype("u1"), np.dtype("u1", metadata={"enum": {"cat": 0}})]
+    dtypes += [np.dtype({**fields, "offsets": [0, 8], "itemsize": 16}), np.dtype(fields, align=True)]
+    allocator = BumpAllocator(private_memory)
+    allocator.begin(None)
+    batch = [np.zeros(3, dtype) for dtype in dtypes[::order]]
+    back = unpack(pack(batch, allocator), allocator.lease)
+    for array, dtype in zip(back, dtypes[::order], strict=True):
+        assert (array.dtype, array.dtype.metadata) == (dtype, dtype.metadata)
+        assert array.dtype.isalignedstruct == dtype.isalignedstruct
+
+
 def test_long_texts_lie_in_the_slot_and_hold_nothing_of_it() -> None:
     """A message stays short; strings are copied out, so a batch of them needs no lease."""
     texts = [f"caption {number}" for number in range(1000)]

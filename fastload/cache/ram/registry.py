@@ -12,7 +12,9 @@ To attach, a process opens /proc/PID/fd/FD (proc(5)). Rules:
    descriptor before opening it: the owner might have reused the number, and opening a pipe or a device would
    change it (see `segment.open_in_process`).
 2. An entry is removed by its owner, or by any process that sees that the owner has ended. Other processes
-   leave a wrong entry alone, because the owner can register the same number again at any moment.
+   leave a wrong entry alone, because the owner can register the same number again at any moment. Of another
+   PID namespace (container), nobody here knows whether the owner has ended: its entry is removed if nobody
+   there has looked it up for a week, or since the machine started.
 3. The directory belongs to this user and is closed to all other users; any other directory is rejected. No
    file in it is opened through a symbolic link.
 4. Locks are held only while a cache is created, never while samples are decoded. A process waits at most one
@@ -26,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 DIRECTORY_VARIABLE = "FASTLOAD_RUNTIME_DIR"
 _LOCK_NAME = "lock"
 _CREATION_WAIT_S = 1.0
+_FOREIGN_S = 7 * 24 * 3600.0  # how long an entry of another PID namespace counts
+_BOOT_SLACK_S = 60.0  # clocks are set after a machine has started
 _LINK = f"/memfd:{SEGMENT_NAME} (deleted)"  # target of the link of a cache's descriptor in /proc
 
 
@@ -143,11 +148,28 @@ def entries(name: str | None = None) -> list[Entry]:
         entry = Entry.parse(file_name)
         if entry is None or (name is not None and entry.name != name):
             continue
-        if entry.is_alive:
+        if entry.is_alive and not _is_over(path / file_name, entry):
             live.append(entry)
         else:
             _remove(path / file_name)
     return live
+
+
+def _is_over(path: Path, entry: Entry) -> bool:
+    """Whether the time of an entry of another PID namespace is over; renews one of this namespace."""
+    try:
+        if entry.namespace == pid_namespace():
+            os.utime(path, follow_symlinks=False)
+            return False
+        seen_s = path.lstat().st_mtime
+    except OSError:  # just removed, or a read-only disk
+        return False
+    return seen_s < max(_boot_s(), time.time() - _FOREIGN_S)
+
+
+def _boot_s() -> float:
+    """When this machine started, as the clock of files counts; too early rather than too late."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) - _BOOT_SLACK_S
 
 
 def entry_of(name: str, fd: int) -> Entry | None:
