@@ -218,7 +218,7 @@ def measure_case(case: Case, runs: int) -> dict[str, Any]:
                 for _batch in before:
                     time.sleep(case.compute_s)
         (timeline,) = profile._timelines
-        found = {one.change: one.gain for one in suggest(timeline, available_bytes(), limit=None)}
+        found = {one.change: one.gain for one in suggest(timeline, available_bytes())}
         predicted.append(found.get(case.change, float("nan")))
         stop(before)
     sides: dict[str, list[float]] = {"before": [], "after": []}

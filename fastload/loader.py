@@ -138,6 +138,8 @@ class DataLoader(LoaderSettings):
         ValueError, TypeError: As torch's loader, and for the arguments above.
     """
 
+    _auto_workers: AutoWorkers | None = None
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -184,7 +186,6 @@ class DataLoader(LoaderSettings):
         super().__init__(**{**arguments, "num_workers": 1 if num_workers == "auto" else num_workers})
         options.check_with(self, is_auto=num_workers == "auto")
         vars(self).update(vars(options))
-        self._auto_workers: AutoWorkers | None = None
         rank_consistency.note(self)  # before any process is forked
         if num_workers == "auto":
             has_context = multiprocessing_context is not None
@@ -208,7 +209,7 @@ class DataLoader(LoaderSettings):
     def check_worker_number_rationality(self) -> None:
         """Warn, as torch does, if this machine has fewer CPUs; the number of "auto" needs no warning."""
         needs_cpus = not pool_type_of(vars(self).get("worker_type", "process")).runs_elsewhere
-        if vars(self).get("_auto_workers") is None and needs_cpus:
+        if self._auto_workers is None and needs_cpus:
             super().check_worker_number_rationality()
             _warn_of_workers(self.num_workers)
 

@@ -181,3 +181,60 @@ def test_limits_of_real_groups_are_found(groups: list[Path], interpreter: Interp
     assert limit == 512 * MB
     assert 0 < free <= 512 * MB
     assert (quota, cpus) == (0.5, 1)
+
+
+_FILLED = """
+import json, os, signal, sys
+for file in sys.argv[1:]:
+    with open(file, "w") as procs:
+        procs.write(str(os.getpid()))
+import numpy as np
+import fastload
+from fastload.system.budget import available_bytes
+
+
+class Zeros:
+    def __len__(self):
+        return num_samples
+
+    def __getitem__(self, index):
+        return np.full((256, 256, 3), index % 251, np.uint8), index
+
+
+def child(keeps):
+    made = os.fork()
+    if made == 0:
+        ds = fastload.CachedDataset(Zeros())
+        os.read(start[0], 1)
+        ds.fill(num_workers=0, progress=False)
+        os.write(done[1], b"%12d" % ds.cache_info().nbytes)
+        if keeps:
+            signal.pause()
+        os._exit(0)
+    return made
+
+
+before = available_bytes()
+num_samples = int(0.75 * before) // (256 * 256 * 3)
+start, done = os.pipe(), os.pipe()
+children = [child(keeps=True) for _ in range(2)]
+os.write(start[1], b"12")
+together = [int(os.read(done[0], 12)) for _ in children]
+for pid in children:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+sets = [fastload.CachedDataset(Zeros()) for _ in range(2)]
+for ds in sets:
+    ds.fill(num_workers=2, progress=False)
+print(json.dumps([before, together, [ds.cache_info().nbytes for ds in sets]]))
+"""
+
+
+def test_caches_that_fill_at_the_same_time_stay_within_a_real_limit(
+    groups: list[Path], interpreter: Interpreter
+) -> None:
+    """Two processes that start together and are killed, and two datasets; each could take 75%."""
+    done = interpreter.run(_FILLED, *(str(group / "cgroup.procs") for group in groups))
+    assert done.returncode == 0, done.stderr
+    before, *sums = [json.loads(done.stdout)[0], *map(sum, json.loads(done.stdout)[1:])]
+    assert [nbytes for nbytes in sums if not 0.6 * before < nbytes < 0.9 * before] == []

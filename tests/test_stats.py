@@ -153,6 +153,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
         assert 0 < (figures.worker_utilization or 0) <= 1
 
 
+@pytest.mark.usefixtures("lends_small")
 @pytest.mark.slow
 def test_restarted_workers_and_copies_count(tmp_path: Any) -> None:
     """No batch counts twice; a caller who keeps more batches than there is room for gets copies."""

@@ -34,7 +34,7 @@ from fastload.batch.stacking import ARRAY_RULE, rows_for, stacked_arrays, torch_
 from fastload.images.geometry import image_layout
 from fastload.nested.deferred import DeferredImage, computed
 from fastload.nested.tensors import tensor_array, tensor_over
-from fastload.nested.tree import map_leaves, private_copy
+from fastload.nested.tree import map_leaves
 from fastload.system.torch_private import torch_collate
 
 if TYPE_CHECKING:
@@ -70,15 +70,13 @@ class _Batch:
         self.in_worker = in_worker
         self.has_threads = torch.get_num_threads() > 1
         self.count = 0
-        self.is_lent = False
+        self.own: Callable[[Any], Any] | None = None  # see `RowCollate.begin`
         self._channels_last = channels_last
         self._stack = functools.partial(_stack, allocator)
         self._stack_arrays = functools.partial(_stack_arrays, allocator)
 
     def collate(self, values: Any) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
-        if self.is_lent:
-            values = private_copy(values)
         rules = torch_collate.default_collate_fn_map
         is_torchs = rules.get(torch.Tensor) is torch_collate.collate_tensor_fn
         if self.in_worker or not is_torchs or rules.get(np.ndarray) is not ARRAY_RULE:
@@ -181,7 +179,8 @@ class _Kept:
         self._values = []
 
     def write(self, value: Any, row: int) -> None:
-        self._values.append(value)
+        own = self._batch.own
+        self._values.append(value if own is None else own(value))
 
     def restore(self, row: int) -> Any:
         return self._values[row]
@@ -249,27 +248,22 @@ class RowCollate:
         self.takes_deferred = in_worker and not self._batch.has_threads  # else strides would differ
         self._root: Any = None
         self._num_rows = 0
-        self._has_deferred = False
         self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
         self._kept: Any = []
 
-    def begin(
-        self, count: int, *, keeps: bool = False, is_lent: bool = False, has_deferred: bool = False
-    ) -> None:
+    def begin(self, count: int, *, keeps: bool = False, own: Callable[[Any], Any] | None = None) -> None:
         """Start a batch of at most ``count`` samples.
 
         Args:
             count: The number of rows.
             keeps: Whether all samples are kept, for `take`.
-            is_lent: Whether arrays can be read-only views of a cache. torch warns about such arrays, so it
-                gets copies of those that are not written to rows.
-            has_deferred: Whether samples can hold a `DeferredImage`.
+            own: Called with each sample, or part of one, that is kept while the next sample is read, because
+                the memory that it refers to can change or must not reach torch; None: it is kept itself.
         """
         self._batch.count = count
-        self._batch.is_lent = is_lent
+        self._batch.own = own
         self._num_rows = 0
         self._keeps = keeps
-        self._has_deferred = has_deferred
         self._kept = []
 
     def __len__(self) -> int:
@@ -284,8 +278,10 @@ class RowCollate:
                 if self._keeps:
                     break
         if self._keeps:
+            own = self._batch.own
             for index in indices:
-                self._kept.append(get(index))
+                sample = get(index)
+                self._kept.append(sample if own is None else own(sample))
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
         """Take the samples of a whole batch, which the dataset read together.
@@ -310,8 +306,6 @@ class RowCollate:
     def take(self) -> Any:
         """Return the kept samples, for a different collate function."""
         samples, self._kept = self._kept, []
-        if self._has_deferred:
-            samples = [map_leaves(sample, computed) for sample in samples]
         return samples
 
     def forget(self) -> None:
@@ -328,13 +322,16 @@ class RowCollate:
             self._root.write(sample, row)
             self._num_rows = row + 1
         except _MismatchError:
-            self._kept = [*map(self._root.restore, range(row)), sample]
+            # A dataset that reuses a buffer: the rows held each sample as it was returned, and so do these.
+            self._batch.own = functools.partial(map_leaves, function=_owned)
+            self._kept = [*map(self._root.restore, range(row)), self._batch.own(sample)]
             self._keeps = True
             self._root = None
 
     def _add_first(self, sample: Any) -> None:
         if not _has_row(sample, self._batch):
-            self._keeps, self._kept = True, [sample]
+            own = self._batch.own
+            self._keeps, self._kept = True, [sample if own is None else own(sample)]
             return
         if self._root is not None:
             try:
@@ -364,6 +361,13 @@ def _collate(batch: _Batch, values: Any, path: str) -> Any:
     except Exception as error:
         explain(values, path, error)
         raise
+
+
+def _owned(leaf: Any) -> Any:
+    """The leaf, in memory of its own if it is of a kind that is written to rows."""
+    if type(leaf) is np.ndarray:
+        return leaf.copy(order="K")
+    return leaf.clone() if type(leaf) is torch.Tensor and is_plain(leaf) else computed(leaf)
 
 
 def _has_row(sample: Any, batch: _Batch) -> bool:

@@ -23,6 +23,8 @@ from fastload.batch.failures import Replacer, path_of
 from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
 from fastload.batch.stacking import is_torch_default
 from fastload.memory.lease import BufferPool, allocating_in
+from fastload.nested.deferred import computed
+from fastload.nested.tree import map_leaves, private_copy
 from fastload.rng.batch_draws import BatchDraws, drawing_from
 from fastload.rng.keys import SampleKey
 from fastload.system.notes import add_note, short_repr
@@ -78,6 +80,11 @@ def _reader_of(dataset: Any) -> Callable[[Any], Any]:
     return functools.partial(operator.getitem, dataset)
 
 
+def _computed(sample: Any) -> Any:
+    """The sample with the results of what is deferred."""
+    return map_leaves(sample, computed)
+
+
 class Fetcher:
     """Fetches and collates batches of one dataset.
 
@@ -117,7 +124,8 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = allocating_in(allocator), BufferPool(_SCRATCH_BYTES)
+            self._results = allocating_in(allocator)
+            allocator.scratch = self._scratch = allocator.scratch or BufferPool(_SCRATCH_BYTES)
             allocator = self._scratch
         self._allocator = allocator
         self._channels_last = settings.channels_last
@@ -221,11 +229,12 @@ class Fetcher:
         self.gathered_bytes = 0
         lend = source.lend
         if lend is not None:  # it draws nothing, so no generator is set
-            self._read(self._getter(lend, indices, None), indices, positions, is_lent=True)
+            # torch warns about read-only arrays, and a dataset can reuse the memory of those that it lends.
+            self._read(self._getter(lend, indices, None), indices, positions, own=private_copy)
             return self._collated()
         defer = source.defer if self._rows.takes_deferred else None
         get = self._getter(_reader_of(dataset) if defer is None else defer, indices, key)
-        self._read(get, indices, positions, has_deferred=defer is not None)
+        self._read(get, indices, positions, own=None if defer is None else _computed)
         return self._collated()
 
     def _fetch_next(self, index: Any) -> Any:
@@ -279,13 +288,12 @@ class Fetcher:
         indices: list[Any],
         positions: Sequence[Any],
         *,
-        is_lent: bool = False,
-        has_deferred: bool = False,
+        own: Callable[[Any], Any] | None = None,
     ) -> None:
         """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
         keeps = not self._writes_rows
-        self._rows.begin(len(indices), keeps=keeps, is_lent=is_lent, has_deferred=has_deferred)
+        self._rows.begin(len(indices), keeps=keeps, own=own)
         self._indices, self._left = indices, iter(positions)
         self._rows.read(get, self._left)
         self._indices = ()

@@ -53,10 +53,14 @@ def _code_of(dtype: torch.dtype | np.dtype[Any]) -> Any:
 
 
 @functools.cache
-def _dtype_of(code: str) -> Any:
+def _dtype_of_text(code: str) -> Any:
     if code.startswith("torch."):
         return getattr(torch, code.removeprefix("torch."))
     return np.dtype(code)
+
+
+def _dtype_of(code: Any) -> Any:
+    return _dtype_of_text(code) if type(code) is str else code
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -134,14 +138,31 @@ def pack(batch: Any, allocator: BumpAllocator, packer_type: type[Packer] = Packe
     return Packed(file.getvalue(), leaves, allocator.used_bytes, packer.num_places)
 
 
-def unpack(packed: Packed, lease: Any) -> Any:
-    """Restore the batch, as views of ``lease`` (a writable buffer that holds the slot's bytes)."""
-    return restore(packed, views(packed, lease))
+def unpack(packed: Packed, lease: Any, max_copied_bytes: int = 0) -> Any:
+    """Restore the batch from ``lease`` (a writable buffer that holds the slot's bytes); see `views`."""
+    return restore(packed, views(packed, lease, max_copied_bytes))
 
 
-def views(packed: Packed, lease: Any) -> list[Any]:
-    """The leaves of the batch, as views of ``lease``."""
-    return [_view(leaf, lease) for leaf in packed.leaves]
+def views(packed: Packed, lease: Any, max_copied_bytes: int = 0) -> list[Any]:
+    """The leaves of the batch, as views of ``lease``.
+
+    Args:
+        packed: The batch.
+        lease: A writable buffer that holds the slot's bytes.
+        max_copied_bytes: Leaves are copied, in their order, as long as the copies together take at most this.
+            Each gets memory of its own, so whoever keeps it keeps nothing else of the batch.
+    """
+    leaves = []
+    for leaf in packed.leaves:
+        offset, span, code, shape, strides = leaf
+        nbytes = span * _dtype_of(code).itemsize
+        if 0 < nbytes <= max_copied_bytes:
+            max_copied_bytes -= nbytes
+            own = np.frombuffer(lease, np.uint8, nbytes, offset).copy()
+            leaves.append(_view((0, span, code, shape, strides), own))
+        else:
+            leaves.append(_view(leaf, lease))
+    return leaves
 
 
 def restore(packed: Packed, leaves: list[Any]) -> Any:
@@ -197,7 +218,7 @@ def _flat_tensor(lease: Any, dtype: torch.dtype, span: int, offset: int) -> torc
 
 def _view(leaf: PackedLeaf, lease: Any) -> Any:
     offset, span, code, shape, strides = leaf
-    dtype = _dtype_of(code) if type(code) is str else code
+    dtype = _dtype_of(code)
     if isinstance(dtype, torch.dtype):
         if not span:  # torch.frombuffer does not accept a count of zero
             return torch.empty_strided(shape, strides, dtype=dtype)

@@ -62,17 +62,18 @@ class BatchSource(Protocol):
     def lend(self) -> Callable[[Any], Any] | None:
         """``lend(index)`` is ``dataset[index]``, but arrays can be read-only views of memory of the dataset.
 
-        The loader copies them into the batch, and drops the sample then, so the memory must stay valid as
-        long as a view of it exists. It must draw no random numbers. None: samples are not lent; the loader
-        asks again for each batch that is not gathered.
+        The loader copies each sample, and drops it, before it asks for the next one; the memory must stay
+        valid as long as a view of it exists. It must draw no random numbers. None: samples are not lent; the
+        loader asks again for each batch that is not gathered.
         """
 
     @property
     def defer(self) -> Callable[[Any], Any] | None:
         """``defer(index)`` is ``dataset[index]``, but its image can be a `DeferredImage`.
 
-        Its last step, such as Normalize and ToTensorV2, is computed when it is written into the batch. Until
-        then it can read memory of the dataset. None: the loader calls ``dataset[index]``.
+        Its last step, such as Normalize and ToTensorV2, is computed when it is written into the batch, before
+        the loader asks for the next sample. Until then it can read memory of the dataset. None: the loader
+        calls ``dataset[index]``.
         """
 
 

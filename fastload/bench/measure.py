@@ -13,7 +13,7 @@ import torch
 import torch.utils.data
 
 from fastload.bench.subprocess_runner import in_a_line
-from fastload.cache.build.random_check import read_checked, spread_indices
+from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.record import encode
 from fastload.cache.open_cache import pre_transformed
@@ -103,8 +103,7 @@ def _cacheable(dataset: Any, indices: Sequence[int], samples: Sequence[Any]) -> 
     if isinstance(dataset, CachedDataset):
         return nbytes, "the dataset is a CachedDataset already"
     try:
-        for index in sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}):
-            read_checked(dataset, index)
+        probe(dataset, indices=sorted({indices[0], indices[len(samples) // 2], indices[len(samples) - 1]}))
     except CacheError:
         return nbytes, "the dataset is random: move its random part to --transform"
     return nbytes, ""

@@ -2,7 +2,7 @@
 
 Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram` and `lmdb` (the
 caches, which know nothing of each other), `build` (reads samples to fill and to build them); then `dataset`
-(the user's object), `open_cache` (chooses and opens a cache), `tiers` and `transform`.
+(the user's object), `open_cache` (chooses and opens a cache), `tiered_cache` and `transform`.
 """
 
 from typing import TYPE_CHECKING

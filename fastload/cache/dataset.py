@@ -5,7 +5,7 @@ method. It pickles as handles, so all workers read and fill one cache. Loaded fr
 with an empty cache in RAM. Rules:
 
 1. The first access to a sample reads the source and stores the sample, in any process; later accesses read
-   the cache.
+   the cache. A sample that draws random numbers is not stored.
 2. Changes that the caller or the transform makes to a sample never reach the cache.
 3. A hit and a miss return the same sample: same types, contiguous arrays.
 4. Attributes that only the wrapped dataset has are also attributes of this class, except for those that are
@@ -28,11 +28,13 @@ from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
+from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -107,7 +109,9 @@ class CachedDataset(Dataset[Any]):
         max_memory: The limit for a cache in RAM: `"auto"` (80% of free memory), bytes, `"40GB"`, or a share
             of free memory. Samples that do not fit are read from the dataset every time. The process that
             creates a shared cache sets its limit. For a rank's own cache, free memory is what is free on the
-            host, divided by the number of ranks there.
+            host, divided by the number of ranks there. The limit reserves nothing: a cache stops earlier, and
+            says so, while others leave less than a fifth of that memory free (a twentieth, if you set a
+            limit).
         decode: How undecoded images are decoded, if the cache stores such images or nothing. They come from
             an ImageFolder, from samples that hold an `EncodedImage`, and from an LMDB cache built with codec
             "source", or "jpeg" without a cache in RAM. `"exact"`: if the transform is an
@@ -127,7 +131,7 @@ class CachedDataset(Dataset[Any]):
     Raises:
         TypeError: The dataset has no `__len__` or no `__getitem__`, or is iterable-style; `transform` or
             `pre_transform` is not callable.
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache`, `cache_key`, `max_memory` or `decode` is invalid.
@@ -160,6 +164,9 @@ class CachedDataset(Dataset[Any]):
         request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
         self.cache, self._source, self._holds_images, self._jpegs = open_cache(cache, request)
         self._stores = cache is not None
+        is_watched = self._stores and not isinstance(self._source, LMDBDataset)
+        self._watch = DrawWatch(self._source) if is_watched else None
+        self._has_warned = False
         self.decode = decode
 
     @staticmethod
@@ -344,10 +351,27 @@ class CachedDataset(Dataset[Any]):
 
     def _read(self, index: int) -> Any:
         """Read the sample from its source, and store it if `max_memory` allows it."""
+        sample, _ = self._read_and_store(index)
+        return sample
+
+    def _store(self, index: int) -> bool:
+        """Store a sample, unless it is random; returns whether it is stored now."""
+        sample, is_random = self.cache.get(index), False
+        if sample is None:
+            sample, is_random = self._read_and_store(index)
+        # If another process held the lock meanwhile, this tries once more.
+        return not is_random and self.cache.put(index, sample)
+
+    def _read_and_store(self, index: int) -> tuple[Any, bool]:
+        """The sample from its source, and whether it is random, and so not stored."""
         cache_counts.misses += 1
+        drawn: list[str] = []
         restore = save_generators() if self._stores else None
         try:
-            fresh = self._source[index]
+            if self._watch is None:
+                fresh = self._source[index]
+            else:
+                fresh, drawn = self._watch.read(self._source, index)
         except Exception as error:
             stored = self.cache.backing if isinstance(self.cache, TieredCache) else self.cache
             if isinstance(stored, LMDBCache) and stored.is_left_out(index):
@@ -358,8 +382,10 @@ class CachedDataset(Dataset[Any]):
                     f"CachedDataset.from_cache({stored.path!r}, transform)",
                 )
             raise
-        if restore is None:
-            return read_only_views(fresh)
+        if drawn:
+            self._warn_of_draws(index, drawn)
+        if drawn or restore is None:
+            return read_only_views(fresh), bool(drawn)
         restore()  # reading a cached sample draws no random numbers, so a miss must not change the state
         try:
             sample = read_only(fresh)
@@ -367,7 +393,17 @@ class CachedDataset(Dataset[Any]):
             add_note(error, f"in sample {index} of the dataset")
             raise
         self.cache.put(index, sample)
-        return sample
+        return sample, False
+
+    def _warn_of_draws(self, index: int, generators: list[str]) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "cache: sample %d of the dataset is random (drawn from %s). Such samples are not cached, but "
+                "read anew on every access. Move the random part of the dataset to transform=",
+                index,
+                ", ".join(generators),
+            )
 
     def read_ahead(self, indices: Sequence[int]) -> None:
         """Tell the wrapped dataset which uncached samples are read next."""

@@ -39,10 +39,10 @@ from fastload.cache.format.undecoded import decode_images, decoded_nbytes, holds
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram import shared
-from fastload.cache.ram.arena import budget_bytes
+from fastload.cache.ram.arena import budget_bytes, reserve_bytes
 from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.cache.tiers import TieredCache, split_budget
+from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path
@@ -189,7 +189,7 @@ def open_cache(
     """The requested cache, or tiers of caches.
 
     Raises:
-        NondeterministicDatasetError: Reading a sample twice gave different results.
+        NondeterministicDatasetError: A sample draws random numbers, or differs when it is read again.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheMismatchError: The cache was made from other samples.
         ValueError: `cache` is not a valid description of a cache.
@@ -330,13 +330,14 @@ def _ram_cache(samples: _Samples, max_memory: str | float, shared_as: Fingerprin
             reason = str(error)
     samples.examine()
     max_bytes = budget_bytes(max_memory, is_shared=False)
+    reserved_bytes = reserve_bytes(samples.request.max_memory)
     log.warning(
         "cache: shared memory is not available: %s. Each process decodes every sample and keeps its own "
         'copy, of up to %s; cache="lmdb:PATH" is shared',
         reason,
         readable_size(max_bytes),
     )
-    return PrivateCache(len(samples), max_bytes, reason)
+    return PrivateCache(len(samples), max_bytes, reason, reserved_bytes)
 
 
 def _shared_cache(
@@ -344,13 +345,14 @@ def _shared_cache(
 ) -> SharedMemoryCache:
     """The cache that another process holds, or a new one."""
     why = why_private(samples.request.dataset, samples.request.pre_transform)
+    reserved_bytes = reserve_bytes(samples.request.max_memory)
     if shared_as is not None:
         why = "the registry of shared caches cannot be used"
         try:
             cache = shared.find(shared_as, len(samples))
             if cache is None:
                 examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=True)
-                cache = shared.create(shared_as, len(samples), examples, max_bytes)
+                cache = shared.create(shared_as, len(samples), examples, max_bytes, reserved_bytes)
         except CacheMismatchError as error:
             raise CacheMismatchError(
                 f"{error}. If the cache is right, change the dataset. If the dataset is right, use a "
@@ -360,7 +362,9 @@ def _shared_cache(
             _check_first(cache, samples)
             return cache
     examples, max_bytes = samples.examine(), budget_bytes(max_memory, is_shared=False)
-    cache = SharedMemoryCache(len(samples), examples, max_memory=max_bytes, fingerprint=shared_as)
+    cache = SharedMemoryCache(
+        len(samples), examples, max_memory=max_bytes, fingerprint=shared_as, reserved_bytes=reserved_bytes
+    )
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")

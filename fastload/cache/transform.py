@@ -20,6 +20,7 @@ from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
 from fastload.system.notes import add_note
+from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,11 @@ class TransformCaller:
         self._deferred_end = library.defer_end(function)
         self._crop = None if decode is None else library.split_crop(function, reduces=decode == "fast")
         self._steps = library.steps_of(function)
+        reject_arrays()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        reject_arrays()  # in this process, too
 
     def serves(self, function: Callable[..., Any], decode: str | None) -> bool:
         """Whether this calls ``function``, with the steps that it has now; programs change pipelines."""
@@ -89,6 +95,7 @@ class TransformCaller:
         except OpaqueLeafError:
             return copy.deepcopy(output)
 
+    @calls_transforms
     def call(self, sample: Any, argument: Any, index: int, end: Any = None) -> Any:
         """The function's output for ``argument``.
 

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 
 from fastload.batch.source import read_ahead
-from fastload.cache.build.random_check import read_checked, spread_indices
+from fastload.cache.build.random_check import probe, spread_indices
 from fastload.cache.build.sources import encoded_source
 from fastload.cache.format.undecoded import decoded_nbytes
 from fastload.errors import ImageReadError, NondeterministicDatasetError, UnsupportedSampleError
@@ -60,7 +60,7 @@ def source_report(dataset: Any, code: str) -> tuple[dict[str, Any], list[str]]:
         cache = '"ram-encoded"' if 0 < files <= ram else "None"
     problem = ""
     try:
-        read_checked(source, min(sizes))
+        probe(source, indices=[min(sizes)])
     except NondeterministicDatasetError as error:
         cache, problem = "None", str(error)
     report = {

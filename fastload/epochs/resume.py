@@ -151,7 +151,7 @@ def has_dataset_states(loader: DataLoader[Any]) -> bool:
     if is_iterable(loader):
         return True
     pool_type = pool_type_of(getattr(loader, "worker_type", "process"))
-    shares = loader.num_workers > 0 and pool_type.runs_in_consumer
+    shares = loader.num_workers > 0 and pool_type.uses_threads
     return not shares and not isinstance(loader.dataset, torch.nn.Module) and keeps_state(loader.dataset)
 
 

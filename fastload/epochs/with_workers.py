@@ -80,7 +80,7 @@ class WorkerIterator(HostIterator):
         )
         pool_type = pool_type_of(loader.worker_type)
         pin: Callable[[Any], Any] | None = None
-        if pool_type.runs_in_consumer:
+        if pool_type.uses_threads:
             if backend is not None:  # else the consumer's thread would copy each batch to pinned memory
                 pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
@@ -97,7 +97,7 @@ class WorkerIterator(HostIterator):
         )
         self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
         self._pin_thread: PinThread | None = None
-        if self._pin_memory and not pool_type.runs_in_consumer and loader.device is None:
+        if self._pin_memory and not pool_type.uses_threads and loader.device is None:
             self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
         # Before anything is started: whatever interrupts the rest, processes and threads stop.
         self._finalizer = weakref.finalize(self, _close, self._pool, self._pin_thread)

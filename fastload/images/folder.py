@@ -32,6 +32,7 @@ from fastload.files.remote import RemoteFolder
 from fastload.images.decode import DECODE_VERSION, check_size, decode, read_image
 from fastload.images.encoded import EncodedImage
 from fastload.system.logs import log
+from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -391,7 +392,9 @@ def _list_remote(remote: RemoteFolder, extensions: tuple[str, ...], listing: str
     return arrange(classes, files, extensions)
 
 
+@calls_transforms
 def _transformed(transform: Callable[..., Any], image: Any) -> Any:
     """The transformed image: albumentations takes and returns it by name, all others by position."""
+    reject_arrays()
     is_named = any(base.__module__.partition(".")[0] == "albumentations" for base in type(transform).__mro__)
     return transform(image=image)["image"] if is_named else transform(image)

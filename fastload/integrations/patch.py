@@ -5,7 +5,8 @@ torch's class stays in place, and two of its methods change:
 1. `__init__`: an object of exactly torch's class becomes one of `replaced.DataLoader`. This works for every
    name of the class, also in modules imported before, in default arguments and in closures, which replacing
    names in modules would not reach. isinstance and issubclass stay correct.
-2. `__init_subclass__`: classes derived from torch's class from now on derive from `replaced.DataLoader`, too.
+2. `__init_subclass__`: classes derived from torch's class from now on derive from `replaced.DataLoader`, too,
+   also if their constructor calls `torch.utils.data.DataLoader.__init__` by name. Earlier ones stay.
 
 This file imports little, because `from_environment` runs in the middle of the import of torch.
 """
@@ -154,13 +155,19 @@ def _hooked_init() -> Any:
 
     @functools.wraps(torch_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if type(self) is not TorchLoader or not state.is_patched:
+        if not state.is_patched:
             torch_init(self, *args, **kwargs)
             return
         from fastload.integrations.replaced import DataLoader
 
-        object.__setattr__(self, "__class__", DataLoader)
-        DataLoader.__init__(self, *args, **kwargs)
+        if type(self) is TorchLoader:
+            object.__setattr__(self, "__class__", DataLoader)
+        # Our own constructor comes here as well, after it has set worker_type. A derived class that names its
+        # base, `torch.utils.data.DataLoader.__init__(self, ...)`, has not been there yet.
+        if isinstance(self, DataLoader) and "worker_type" not in vars(self):
+            DataLoader.__init__(self, *args, **kwargs)
+        else:
+            torch_init(self, *args, **kwargs)
 
     return init
 

@@ -13,6 +13,7 @@ from fastload.batch.loader_collate import carried_settings
 from fastload.integrations.ram_cache import cached
 from fastload.integrations.state import state
 from fastload.system.notes import add_note
+from fastload.workers.settings import default_options
 
 _TORCH_NAMES = list(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
 _COLLATE_FN = _TORCH_NAMES.index("collate_fn") - 1  # its position among the arguments
@@ -49,6 +50,11 @@ class DataLoader(fastload.loader.DataLoader):
             raise
         state.num_replaced += state.is_patched
         state.seeds_pipelines |= state.is_patched and self.seed_albumentations
+
+
+# A derived class that calls torch's constructor by name after unpatch_torch() sets none of these.
+for _name, _default in default_options().items():
+    setattr(DataLoader, _name, _default)
 
 
 def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

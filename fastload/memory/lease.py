@@ -26,8 +26,15 @@ ALIGNMENT_BYTES = 64  # a cache line, and the alignment of torch's own CPU alloc
 # Extra bytes in a new slot, for data whose size is not known when the slot is made: labels beside images.
 SLACK_BYTES = 64 * 1024
 
+# Private memory of at most this size comes from the heap: a loop that keeps all labels, for a metric, must
+# not keep the buffers with the images. malloc reuses memory of this size while it is warm.
+SMALL_BYTES = 64 * 1024
+
 # Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
+
+_PEAK_BATCHES = 32
+_KEPT_BYTES = 1 << 20  # memory below this size is never given up
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,12 +116,41 @@ def shared_memory(nbytes: int) -> Memory:
     return Memory(mapping, shared=True)
 
 
+class RecentPeak:
+    """The largest of the last batches: of those since the last multiple of 32, and of the 32 before.
+
+    Attributes:
+        nbytes: Its size; 0 before the first batch.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._period_bytes = self._num_batches = 0
+
+    def add(self, nbytes: int) -> bool:
+        """Note a batch; returns whether older ones were forgotten."""
+        self.nbytes = max(self.nbytes, nbytes)
+        self._period_bytes = max(self._period_bytes, nbytes)
+        self._num_batches += 1
+        if self._num_batches < _PEAK_BATCHES:
+            return False
+        self.nbytes, self._period_bytes, self._num_batches = self._period_bytes, 0, 0
+        return True
+
+    def is_exceeded_by(self, memory_bytes: int) -> bool:
+        """Whether memory was made for a batch of another size, and is not worth keeping for these."""
+        return memory_bytes > 2 * self.nbytes + _KEPT_BYTES
+
+
 class BumpAllocator:
     """Lays out the arrays of one batch after another in memory, as aligned regions in sequence.
 
     Args:
         make: Returns new memory of at least the given number of bytes; called if there is no memory or it is
             too small.
+
+    Attributes:
+        scratch: Memory for batches before their `batch_transform`, which stays warm between epochs.
     """
 
     def __init__(self, make: Callable[[int], Memory]) -> None:
@@ -122,18 +158,21 @@ class BumpAllocator:
         self.memory: Memory | None = None
         self.lease: Any = None
         self.used_bytes = 0
+        self.missing_bytes = 0  # of requests for which the memory was too small
+        self.scratch: BufferPool | None = None
 
     def begin(self, memory: Memory | None = None) -> None:
         """Start a batch in ``memory``, or in new memory, made on the first request for a region."""
         self.memory = memory
         self.lease = None
-        self.used_bytes = 0
+        self.used_bytes = self.missing_bytes = 0
 
     def reserve(self, nbytes: int) -> int | None:
         """The offset of a new aligned region, or None if the memory of the current batch is full."""
         offset = round_up(self.used_bytes, ALIGNMENT_BYTES)
         if self.memory is None or offset + nbytes > self.memory.nbytes:
             if self.used_bytes:
+                self.missing_bytes += round_up(nbytes, ALIGNMENT_BYTES)
                 return None
             self.memory = self._make(nbytes + SLACK_BYTES)
             self.lease = None
@@ -162,6 +201,9 @@ class BumpAllocator:
 class BufferPool(BumpAllocator):
     """Lays out batches in private buffers: one per batch, reused when no view of the batch is left.
 
+    A buffer is made when the first leaf of a batch is known, and is as large as whole batches were lately, so
+    the order of leaves does not matter. Buffers of a huge batch are given up once batches are small again.
+
     Args:
         limit_bytes: Upper bound on the bytes of all buffers in the pool; a batch beyond it gets its own
             memory.
@@ -173,10 +215,27 @@ class BufferPool(BumpAllocator):
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
         self._buffers: list[Memory] = []
+        self._peak = RecentPeak()
+
+    def begin(self, memory: Memory | None = None) -> None:
+        """Start a batch; see `BumpAllocator.begin`."""
+        nbytes = self.used_bytes + self.missing_bytes
+        if nbytes:
+            is_too_small = self.missing_bytes and nbytes + SLACK_BYTES <= self._limit_bytes
+            if is_too_small and self.memory in self._buffers:
+                self._buffers.remove(self.memory)
+            if self._peak.add(nbytes):
+                self._buffers = [one for one in self._buffers if not self._peak.is_exceeded_by(one.nbytes)]
+        super().begin(memory)
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A writable region of ``nbytes`` bytes; a small one has memory of its own."""
+        return np.empty(nbytes, np.uint8) if nbytes <= SMALL_BYTES else super().allocate(nbytes)
 
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""
         self._buffers.clear()
+        self.scratch = None
         self.begin()
 
     def _take(self, nbytes: int) -> Memory:
@@ -187,9 +246,12 @@ class BufferPool(BumpAllocator):
                     return buffer
                 self._buffers.remove(buffer)
                 break
+        left_bytes = self._limit_bytes - sum(buffer.nbytes for buffer in self._buffers)
+        has_room = len(self._buffers) < self._max_buffers
+        if has_room:  # for the leaves after this one, too
+            nbytes = max(nbytes, min(self._peak.nbytes + SLACK_BYTES, left_bytes // PAGE_BYTES * PAGE_BYTES))
         new = private_memory(nbytes)
-        pool_bytes = sum(buffer.nbytes for buffer in self._buffers)
-        if len(self._buffers) < self._max_buffers and pool_bytes + new.nbytes <= self._limit_bytes:
+        if has_room and new.nbytes <= left_bytes:
             self._buffers.append(new)
         return new
 

@@ -5,13 +5,17 @@ in that slot. A slot belongs to one worker for life, so each page is mapped only
 Messages about the slot order what the two do with it (see `memory_model`).
 
 Slots are made on demand: as many as the batches in flight and the lent batches need, within `max_bytes` in
-total. With no free slot, a task waits: this is the back-pressure.
+total. With no free slot, a task waits: this is the back-pressure. A slot that was made for a huge batch gets
+smaller memory once batches are small again.
 """
 
 from __future__ import annotations
 
 import enum
 from typing import TYPE_CHECKING
+
+from fastload.memory.lease import SLACK_BYTES, RecentPeak
+from fastload.memory.segment import PAGE_BYTES
 
 if TYPE_CHECKING:
     from fastload.memory.lease import Memory
@@ -64,7 +68,7 @@ class Ring:
         self._slots: list[list[Slot]] = [[] for _ in range(num_workers)]
         self._slots_in_flight = slots_in_flight
         self._max_slots = slots_in_flight + -(-LENT_SLOTS // num_workers)
-        self._largest_bytes: int | None = None  # of a slot; None until a batch arrived with memory
+        self._peak = RecentPeak()  # of the memory that a slot needs; 0 until a batch arrived with bytes
         self._num_empty = 0  # batches without bytes before that
         self.num_copies = 0  # batches copied out because their slot could not be lent
 
@@ -84,26 +88,36 @@ class Ring:
         slots = self._slots[worker]
         while self.nbytes > self.max_bytes and self._has_surplus(slots):  # batches have grown
             slots.pop()
-        for slot in reversed(slots):
-            if slot.state is SlotState.FREE:
-                slot.state = SlotState.FILLING
-                return slot
-        if not self._may_grow(worker):
-            return None
-        slot = Slot(worker, len(slots))
-        slots.append(slot)
+        slot = None
+        for other in slots:
+            if other.state is SlotState.FREE:
+                slot = other
+                if slot.memory is not None and self._peak.is_exceeded_by(slot.memory.nbytes):
+                    slot.memory = None  # the worker makes new memory, and both give up the old one
+                    break
+        if slot is None:
+            if not self._may_grow(worker):
+                return None
+            slot = Slot(worker, len(slots))
+            slots.append(slot)
         slot.state = SlotState.FILLING
         return slot
 
-    def fill(self, slot: Slot, memory: Memory | None) -> None:
-        """Record the worker's answer (FILLING -> READY), and the new memory if it made some."""
+    def fill(self, slot: Slot, memory: Memory | None, used_bytes: int) -> None:
+        """Record the worker's answer (FILLING -> READY).
+
+        Args:
+            slot: The slot.
+            memory: The new memory, if the worker made some.
+            used_bytes: The size of the batch; 0 if there is none.
+        """
         self._expect(slot, SlotState.FILLING)
         if memory is not None:
             slot.memory = memory
-        nbytes = 0 if slot.memory is None else slot.memory.nbytes
-        if nbytes:  # a batch without bytes does not tell the size of the next one
-            self._largest_bytes = max(self._largest_bytes or 0, nbytes)
-        elif self._largest_bytes is None:
+        if used_bytes and slot.memory is not None:
+            # What the worker would make for this batch alone; the slot can be that of a larger one.
+            self._peak.add(min(slot.memory.nbytes, used_bytes + SLACK_BYTES + PAGE_BYTES))
+        elif not self._peak.nbytes:  # a batch without bytes does not tell the size of the next one
             self._num_empty += 1
         slot.state = SlotState.READY
 
@@ -158,12 +172,12 @@ class Ring:
         slots = self._slots[worker]
         if not slots:
             return True  # whatever the limit: without a slot the worker could never answer
-        if self._largest_bytes is None:  # nothing says yet how many would fit
+        if not self._peak.nbytes:  # nothing says yet how many would fit
             return self._num_empty >= EMPTY_BATCHES and len(slots) < self._slots_in_flight
         # Bytes are reserved for slots without memory yet, and for workers without a slot.
         num_reserved = sum(slot.memory is None for slot in self.slots)
         num_reserved += sum(not slots_of_worker for slots_of_worker in self._slots)
-        grown_bytes = self.nbytes + (num_reserved + 1) * self._largest_bytes
+        grown_bytes = self.nbytes + (num_reserved + 1) * self._peak.nbytes
         return len(slots) < self._max_slots and grown_bytes <= self.max_bytes
 
     def _expect(self, slot: Slot, state: SlotState) -> None:

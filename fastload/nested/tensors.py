@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastload.errors import UnsupportedSampleError
-from fastload.nested.leaf import IMAGE, TENSOR_STORAGE, Array, Leaf, numpy_dtype
+from fastload.nested.leaf import NUMBER_DTYPES, TENSOR_STORAGE, Array, Leaf, numpy_dtype
 
 # The dtypes that this release of torch has; newer releases add some.
 TENSOR_DTYPES: dict[str, torch.dtype] = {
@@ -84,8 +84,6 @@ def batch_tensor(leaf: Leaf, out: Array) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def collates(leaf: Leaf) -> bool:
     """Whether default_collate makes a tensor or list of such leaves; if not, it raises the error itself."""
-    if leaf.kind in ("none", "bytes_", IMAGE):
-        return False
     if leaf.kind == "tensor":
         return leaf.dtype in TENSOR_DTYPES
     if leaf.kind in ("array", "scalar"):
@@ -96,4 +94,6 @@ def collates(leaf: Leaf) -> bool:
                 torch.as_tensor([dtype.type(0)])
         except (TypeError, ValueError, RuntimeError):
             return False
-    return True
+        return True
+    # NumPy's bytes are no bytes for it. A kind that it does not know, it refuses.
+    return leaf.kind in (*NUMBER_DTYPES, "str", "bytes", "str_")

@@ -14,8 +14,6 @@ import operator
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils.data import IterableDataset, MapDataPipe, Subset
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -133,29 +131,3 @@ def index_bytes(index: Any) -> bytes:
         f"the sampler returned {index!r:.100}, a {type(index).__name__}. Use other indices, or "
         'seeding="worker"'
     )
-
-
-def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
-    """Check that samples of this dataset are fetched one by one, by their indices.
-
-    Raises:
-        ValueError: The dataset is iterable-style, or fetches many samples at once.
-    """
-    if isinstance(dataset, (IterableDataset, MapDataPipe)):
-        raise ValueError(
-            f'seeding="sample" derives random streams from indices, but a {type(dataset).__name__} '
-            'has none: use a map-style dataset, or seeding="worker"'
-        )
-    inner = dataset
-    while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
-        inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
-    if auto_collation and getattr(inner, "__getitems__", None):
-        raise ValueError(
-            f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
-            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
-            'seeding="worker"'
-        )
-
-
-def _is_plain_subset(cls: type[Subset[Any]]) -> bool:
-    return cls.__getitem__ is Subset.__getitem__ and cls.__getitems__ is Subset.__getitems__

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset, MapDataPipe, Subset
 
 from fastload.rng.entry_points import RandomSource, ThreadState, set_worker_source, swap_state
 from fastload.rng.generators import LIBRARY_GENERATORS, Search, held_generators, number, pcg64_state
@@ -264,3 +264,29 @@ class KeyedSampler:
             index, key = epoch.keyed(batch, ordinal)
             keys = list(key.of_samples(index if self._auto_collation else [index]))
             yield keys if self._auto_collation else keys[0]
+
+
+def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
+    """Check that samples of this dataset are fetched one by one, by their indices.
+
+    Raises:
+        ValueError: The dataset is iterable-style, or fetches many samples at once.
+    """
+    if isinstance(dataset, (IterableDataset, MapDataPipe)):
+        raise ValueError(
+            f'seeding="sample" derives random streams from indices, but a {type(dataset).__name__} '
+            'has none: use a map-style dataset, or seeding="worker"'
+        )
+    inner = dataset
+    while isinstance(inner, Subset) and _is_plain_subset(type(inner)):
+        inner = inner.dataset  # torch's Subset.__getitems__ reads sample after sample, as fastload does
+    if auto_collation and getattr(inner, "__getitems__", None):
+        raise ValueError(
+            f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
+            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
+            'seeding="worker"'
+        )
+
+
+def _is_plain_subset(cls: type[Subset[Any]]) -> bool:
+    return cls.__getitem__ is Subset.__getitem__ and cls.__getitems__ is Subset.__getitems__

@@ -7,8 +7,8 @@ descriptors (unix(7), SCM_RIGHTS). Rules:
 2. The parent never blocks in send: messages that the socket does not accept wait in the outbox. So the parent
    can always receive from a worker that blocks in send, and the two ends can never deadlock.
 3. close() shuts the connection down, so the other end notices even if a forked process has a copy.
-4. Sending and receiving order memory accesses (see `memory.order`): who receives a message sees all that was
-   written before it was sent, in slots and in segments.
+4. Sending and receiving order memory accesses (see `memory.memory_model`): who receives a message sees all
+   that was written before it was sent, in slots and in segments.
 5. A message whose descriptors did not arrive (this process has reached its limit) is marked as cut, and keeps
    its number. The receiver never mistakes it for a message without descriptors.
 6. If a signal handler raises while a message is received, the message is lost, and its descriptors can stay

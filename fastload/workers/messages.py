@@ -59,6 +59,10 @@ class FetchRequest(NamedTuple):
     key: BatchKey | None
 
 
+# The last counters are the consumer's own, and workers send the others.
+_NUM_OF_CONSUMER = 2
+
+
 class WorkerCounters(NamedTuple):
     """The counters of one worker since its previous reply, or their sums over all workers.
 
@@ -110,7 +114,7 @@ class BatchReply:
     def to_plain(self) -> tuple[Any, ...]:
         """The reply as built-in types, which pickle faster."""
         payload = tuple(self.payload) if self.kind is ReplyKind.BATCH else self.payload
-        counters = self.counters[:3]  # the parent counts the rest
+        counters = self.counters[:-_NUM_OF_CONSUMER]
         return int(self.kind), payload, self.dataset_state, self.failed, self.num_samples, *counters
 
     @classmethod

@@ -65,7 +65,7 @@ class WorkerPool(abc.ABC):
     """
 
     uses_multiprocessing: ClassVar[bool] = False  # a multiprocessing context starts the workers
-    runs_in_consumer: ClassVar[bool] = False  # workers are threads that share the dataset, and pin batches
+    uses_threads: ClassVar[bool] = False  # workers are threads that share the dataset, and pin batches
     runs_elsewhere: ClassVar[bool] = False  # workers need no CPUs of this machine
 
     def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:

@@ -23,7 +23,14 @@ from fastload.memory.segment import Segment
 from fastload.system.limits import oom_kills, too_many_files
 from fastload.system.notes import add_note, short_repr
 from fastload.workers.channel import make_channel
-from fastload.workers.messages import INTERRUPTED, BatchReply, BeginEpoch, FetchRequest, WorkerCounters
+from fastload.workers.messages import (
+    INTERRUPTED,
+    BatchReply,
+    BeginEpoch,
+    FetchRequest,
+    ReplyKind,
+    WorkerCounters,
+)
 from fastload.workers.pool import GRACE_S
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
 from fastload.workers.slot_pool import SlotPool, WorkerHandle, limit_s
@@ -187,7 +194,8 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         if pending.serial > worker.loaded_at:
             worker.note_state(reply.dataset_state)
         if pending.slot is not None:
-            self.ring.fill(pending.slot, memory)
+            used_bytes = reply.payload.used_bytes if reply.kind is ReplyKind.BATCH else 0
+            self.ring.fill(pending.slot, memory, used_bytes)
         self._count(reply.counters)
         pending.reply = reply
 

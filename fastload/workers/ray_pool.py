@@ -355,7 +355,7 @@ class RayPool(SlotPool[_ActorHandle]):
         else:
             if data is not None and memory is not None:
                 np.frombuffer(memory.lease(), np.uint8, data.nbytes)[:] = data
-        self.ring.fill(slot, memory)
+        self.ring.fill(slot, memory, 0 if data is None else data.nbytes)
         pending.slot = slot
         self._open(pending)
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 from fastload.batch.failures import check_max_errors
 from fastload.batch.source import reads_ahead
 from fastload.device.devices import check_device
-from fastload.rng.keys import check_dataset
+from fastload.rng.sample_rng import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of
 from fastload.system.torch_private import has_auto_collation, is_iterable
@@ -137,7 +137,7 @@ class Options:
                 "shows them)"
             )
         needs_map = {
-            f'worker_type="{self.worker_type}"': pool_type.runs_in_consumer,
+            f'worker_type="{self.worker_type}"': pool_type.uses_threads,
             "on_error": self.on_error != "raise",
             "max_worker_restarts": self.max_worker_restarts > 0,
             'num_workers="auto"': is_auto,

@@ -7,6 +7,7 @@ of them is gone, or a copy. Workers that die can be replaced, and continue where
 from __future__ import annotations
 
 import abc
+import sys
 import threading
 import time
 from collections import deque
@@ -16,6 +17,7 @@ import numpy as np
 
 from fastload.batch.packing import restore, unpack, views
 from fastload.device.registered import RegisteredSlots, hides_tensors
+from fastload.memory.lease import SMALL_BYTES
 from fastload.memory.ring import SlotState
 from fastload.system.logs import log
 from fastload.system.notes import add_note
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 # How often a waiting caller checks its workers; a check costs little.
 WATCH_INTERVAL_S = 5.0
+
+# Small leaves are copied out of their slot: a loop that keeps all labels, for a metric, would otherwise keep
+# all images. At most SMALL_BYTES of a batch are copied, or this share of it, whichever is more.
+_SMALL_SHARE = 1 / 32
 
 
 def limit_s(deadline: float | None) -> float:
@@ -157,9 +163,9 @@ class SlotPool(WorkerPool, Generic[Handle]):
         if not packed.used_bytes or slot.memory is None:
             return unpack(packed, b"")
         lease = slot.memory.lease()
-        leaves = views(packed, lease)
         is_private = False
         if self.registered is not None:
+            leaves = views(packed, lease)
             # A prefetcher passes arrays on to its caller, who must never see pinned slots.
             leaves = [leaf.copy(order="K") if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
             batch = restore(packed, leaves)
@@ -167,12 +173,17 @@ class SlotPool(WorkerPool, Generic[Handle]):
             if not is_private and not all(isinstance(leaf, np.ndarray) for leaf in leaves):
                 self.registered.add(slot.memory, (other.memory for other in self.ring.slots))
         else:
+            small_bytes = max(SMALL_BYTES, int(packed.used_bytes * _SMALL_SHARE))
+            leaves = views(packed, lease, small_bytes)
             batch = restore(packed, leaves)
+            del lease
+            if not slot.memory.is_leased:
+                return batch  # all of it is copied
         if not is_private and self.ring.lend(slot):
             return batch
         self._count(WorkerCounters(num_copies=1))
         del batch, leaves
-        return unpack(packed, np.array(np.frombuffer(lease, np.uint8, packed.used_bytes)))
+        return unpack(packed, slot.memory.lease(), max_copied_bytes=sys.maxsize)
 
     def _free_slot(self, pending: PendingBatch) -> None:
         """Free the slot of a batch, unless it was lent."""

@@ -47,7 +47,7 @@ _BUFFERS_BEYOND_PREFETCH = 3
 class ThreadPool(WorkerPool):
     """The worker threads of one iterator; see `WorkerPool`."""
 
-    runs_in_consumer = True
+    uses_threads = True
 
     def __init__(self, spec: WorkerSpec, settings: PoolSettings) -> None:
         super().__init__(spec, settings)

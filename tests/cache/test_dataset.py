@@ -82,6 +82,32 @@ def test_caller_may_write(max_memory: Any) -> None:
         sample["number"][...] = 9
 
 
+class OneBuffer(Images):
+    """Returns the same array each time, with other pixels; the dtype of a mask can change."""
+
+    def __init__(self, shape: Any, mask_dtypes: Any) -> None:
+        super().__init__(6, shape=shape)
+        self.image, self.mask_dtypes = np.empty(shape, np.uint8), mask_dtypes
+
+    def sample(self, index: int) -> Any:
+        self.image[...] = index
+        dtype = self.mask_dtypes[index % len(self.mask_dtypes)]
+        return {"image": self.image, "mask": np.full(20_000, index, dtype)}
+
+
+@pytest.mark.parametrize("worker", [{}, {"num_workers": 1}, {"num_workers": 1, "worker_type": "thread"}])
+@pytest.mark.parametrize("cache", ["ram", None])
+@pytest.mark.parametrize("shape", [(8, 8, 3), (100, 100, 3), (240, 240, 3)])
+@pytest.mark.parametrize("mask_dtypes", [("u1",), ("u1", "i4")])
+def test_a_dataset_may_reuse_its_buffer(shape: Any, mask_dtypes: Any, cache: Any, worker: Any) -> None:
+    """Batches hold each sample as it was returned, as `cached[index]` does, in both epochs."""
+    cached = CachedDataset(OneBuffer(shape, mask_dtypes), cache=cache, max_memory="20MB")
+    with fastload.DataLoader(cached, 3, **worker) as loader:
+        for _ in range(2):
+            pixels = [batch["image"].amin((1, 2, 3)).tolist() for batch in loader]
+            assert pixels == [[0, 1, 2], [3, 4, 5]]
+
+
 def test_indices_as_lists_take_them() -> None:
     """Negative indices count from the end, integers of any kind are taken, and others raise as of a list."""
     ds = CachedDataset(Images(20))

@@ -144,21 +144,22 @@ def test_a_process_that_cannot_map_the_cache_reads_the_dataset(caplog: Any) -> N
 
 def test_private_caches_leave_memory_free(monkeypatch: Any, caplog: Any) -> None:
     """Each worker has one, and their budgets together may be more than the machine has: they stop before."""
-    monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 10_000)
-    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: 24 * MB)
+    readings = iter([24 * MB + 20_000])
+    monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: next(readings, 24 * MB))
+    monkeypatch.setattr("fastload.system.budget._MIN_GROWTH_BYTES", 10_000)
     dataset = Images(20)
-    ds = CachedDataset(dataset, cache=PrivateCache(20, 100 * MB, "a test"))
+    ds = CachedDataset(dataset, cache=PrivateCache(20, 100 * MB, "a test", 24 * MB))
     with caplog.at_level(logging.WARNING, "fastload"):
         assert_right(ds, dataset)
     assert 3 < ds.cache_info().num_cached < 20
     (line,) = caplog.messages
-    assert "stops growing" in line
+    assert "stores more only when memory becomes free" in line
     assert "25.2 MB" in line
 
 
 def test_threads_that_fill_a_private_cache_keep_its_size_right(monkeypatch: Any) -> None:
     """No thread's bytes are lost from the sum that the budget limits, with and without the GIL."""
-    monkeypatch.setattr("fastload.cache.ram.private._CHECK_EVERY_BYTES", 0)
+    monkeypatch.setattr("fastload.system.budget._CHECK_EVERY_S", 0.0)
     monkeypatch.setattr("fastload.cache.ram.private.available_bytes", lambda: os.sched_yield() or GB)
     cache = PrivateCache(800, MB, "a test")
     begin = threading.Barrier(4)

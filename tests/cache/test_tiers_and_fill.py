@@ -23,7 +23,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format import progress
 from fastload.cache.format.progress import BuildProgress
 from fastload.cache.ram.private import PrivateCache
-from fastload.cache.tiers import TieredCache
+from fastload.cache.tiered_cache import TieredCache
 from fastload.errors import CacheMismatchError, ImageReadError
 from fastload.memory import segment
 from fastload.system import locks

@@ -26,7 +26,7 @@ class Images:
 
     def __init__(self, num_samples: int = 20, *, shape: Any = (32, 24, 3), log: Any = None) -> None:
         self.num_samples, self.shape, self.log = num_samples, shape, log
-        self._own_reads = [0] * num_samples
+        self._own_reads = np.zeros(num_samples, np.intp)  # which copies share
 
     def __len__(self) -> int:
         return self.num_samples
@@ -44,7 +44,7 @@ class Images:
     def reads(self) -> list[int]:
         """How often each sample was read."""
         if self.log is None:
-            return self._own_reads
+            return self._own_reads.tolist()
         return np.bincount(np.fromfile(self.log, "<u4"), minlength=self.num_samples).tolist()
 
     def sample(self, index: int) -> Any:

@@ -36,6 +36,13 @@ class DefinedBefore(ImportedBefore[Any]):
         super().__init__(dataset, batch_size, **options)
 
 
+class NamedBefore(ImportedBefore[Any]):
+    """Calls its base by name."""
+
+    def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+        ImportedBefore.__init__(self, dataset, *args, **options)
+
+
 def by_default_argument(*args: Any, kind: Any = ImportedBefore, **options: Any) -> Any:
     return kind(*args, **options)
 
@@ -139,6 +146,75 @@ def test_a_subclass_defined_after_is_ours() -> None:
     assert loader.seeding == "sample"
     assert [(extra, len(labels)) for extra, (_, labels) in loader] == [("x", 5), ("x", 5), ("x", 2)]
     assert Late(IMAGES).seeding == "worker"  # type: ignore[attr-defined]
+
+
+def _subclasses_that_call_their_base() -> dict[str, Any]:
+    """Classes defined while torch is patched, by the way in which each calls the base's constructor."""
+
+    class Named(tud.DataLoader[Any]):
+        def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+            tud.DataLoader.__init__(self, dataset, *args, **options)
+
+    class ByAlias(ImportedBefore[Any]):
+        def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+            ImportedBefore.__init__(self, dataset=dataset, batch_size=args[0], **options)
+
+    class NamedTwice(Named):
+        def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+            Named.__init__(self, dataset, *args, **options)
+
+    class SuperOfNamed(Named):
+        def __init__(self, dataset: Any, *args: Any, **options: Any) -> None:
+            super().__init__(dataset, *args, **options)
+
+    class Mixin:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+
+    class Mixed(Mixin, tud.DataLoader[Any]):
+        pass
+
+    class NamedMixin:
+        def __init__(self: Any, *args: Any, **options: Any) -> None:
+            tud.DataLoader.__init__(self, *args, **options)
+
+    class MixedNamed(NamedMixin, tud.DataLoader[Any]):
+        pass
+
+    class WithEarly(NamedBefore, tud.DataLoader[Any]):
+        pass
+
+    class NamedIterator(Named):
+        def __iter__(self) -> Any:
+            return tud.DataLoader.__iter__(self)
+
+    kinds = (Named, ByAlias, NamedTwice, SuperOfNamed, Mixed, MixedNamed, WithEarly, NamedIterator)
+    return {kind.__name__: kind for kind in kinds}
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_subclass_can_call_its_base_in_any_way(num_workers: int) -> None:
+    """By name, by an earlier name, through a mixin; after unpatch_torch() as well, without the defaults."""
+    fastload.patch_torch(seeding="sample")
+    kinds = _subclasses_that_call_their_base()
+    loaders: dict[str, Any] = {
+        name: kind(IMAGES, 5, num_workers=num_workers, shuffle=True) for name, kind in kinds.items()
+    }
+    assert {name: loader.seeding for name, loader in loaders.items()} == dict.fromkeys(kinds, "sample")
+    fastload.unpatch_torch()
+    late: dict[str, Any] = {name: kind(IMAGES, 5, num_workers=num_workers) for name, kind in kinds.items()}
+    assert {name: loader.seeding for name, loader in late.items()} == dict.fromkeys(kinds, "worker")
+    for loader in (*loaders.values(), *late.values()):
+        assert isinstance(loader, fastload.DataLoader)
+        assert sorted(label for _, labels in loader for label in labels.tolist()) == list(range(12))
+
+
+def test_a_base_that_is_named_gets_the_errors_of_ours() -> None:
+    """As the class itself: the note says where an argument comes from."""
+    fastload.patch_torch(seeding="sample")
+    with pytest.raises(ValueError, match="sample") as caught:
+        _subclasses_that_call_their_base()["Named"](datasets.Stream())
+    assert "`fastload run` added these arguments: seeding='sample'" in caught.value.__notes__[0]
 
 
 def test_subclasses_that_are_generic_abstract_or_ours() -> None:

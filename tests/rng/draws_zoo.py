@@ -186,7 +186,7 @@ class Unreadable(Dice):
 
 
 class Pictures:
-    """Pictures whose pixels are their positions, and that draw on the way, as a reader that resizes does."""
+    """Pictures whose pixels are their positions, and that draw on the way, from generators that they seed."""
 
     def __init__(self, length: int = 24, own: Any = None) -> None:
         self.length = length
@@ -196,6 +196,9 @@ class Pictures:
         return self.length
 
     def __getitem__(self, index: int) -> Any:
+        random.seed(index), np.random.seed(index), torch.manual_seed(index)
+        for generator in self.own:
+            generator.bit_generator.state = np.random.PCG64(index).state
         draw_globals(), list(map(draw, self.own))
         return POSITIONS[:64, :64] + index, index
 

@@ -47,6 +47,7 @@ def _aliases(batch: Any) -> list[Any]:
     return [batch, batch[:], array, torch.from_numpy(array)]
 
 
+@pytest.mark.usefixtures("lends_small")
 @pytest.mark.parametrize(
     ("make", "options"),
     [

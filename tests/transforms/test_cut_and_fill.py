@@ -139,6 +139,7 @@ def test_each_channel_has_its_own_fill() -> None:
     on_each_path(transforms.RandomCrop(32, 4, fill=(1, 2, 3)), images, 5)
 
 
+@pytest.mark.usefixtures("lends_small")
 def test_results_lie_in_the_memory_of_the_batch() -> None:
     """Within `allocating_in`, only the result of the last transform lies in the allocator's memory."""
     images = torch.randint(0, 256, (4, 8, 8, 3), dtype=torch.uint8)

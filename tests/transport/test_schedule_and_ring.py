@@ -23,7 +23,7 @@ def test_an_illegal_move_raises_and_changes_nothing() -> None:
     ring.release(slot)
 
     told = r"expected a slot that is \w+, got <slot 0 of worker 0: free, 4096 bytes>$"
-    for move in (lambda: ring.fill(slot, None), lambda: ring.lend(slot), lambda: ring.release(slot)):
+    for move in (lambda: ring.fill(slot, None, 0), lambda: ring.lend(slot), lambda: ring.release(slot)):
         with pytest.raises(ValueError, match=told):
             move()
         assert slot.state is SlotState.FREE
@@ -37,7 +37,7 @@ def test_batches_that_hold_no_bytes_are_made_ahead_of_the_caller() -> None:
         slots = _acquire_all(ring)
         counts.append(len(slots))
         for slot in slots:
-            ring.fill(slot, None)
+            ring.fill(slot, None, 0)
             ring.release(slot)
 
     assert counts == [1] * EMPTY_BATCHES + [3]
@@ -48,13 +48,13 @@ def _fill(ring: Ring, worker: int = 0, pages: int = 1) -> Any:
     slot = ring.acquire(worker)
     assert slot is not None
     is_too_small = slot.memory is None or slot.memory.nbytes < pages * PAGE
-    ring.fill(slot, private_memory(pages * PAGE) if is_too_small else None)
+    ring.fill(slot, private_memory(pages * PAGE) if is_too_small else None, pages * PAGE)
     return slot
 
 
 def _fill_all(ring: Ring, slots: list[Slot]) -> None:
     for slot in slots:
-        ring.fill(slot, private_memory(PAGE))
+        ring.fill(slot, private_memory(PAGE), PAGE)
         ring.release(slot)
 
 
@@ -92,7 +92,7 @@ def test_the_largest_batch_so_far_decides_whether_another_slot_has_room() -> Non
     ring.release(_fill(ring, 1, 1))
     empty = ring.acquire(1)
     assert empty is not None
-    ring.fill(empty, None)
+    ring.fill(empty, None, 0)
     ring.release(empty)
 
     assert len(_acquire_all(ring, 1)) == 2  # 3 + 1 pages are taken, and 3 fit
@@ -149,7 +149,7 @@ def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_
     ring.release(_fill(ring))
     oldest, *others = _acquire_all(ring)
     _fill_all(ring, others)
-    ring.fill(oldest, private_memory(2 * PAGE))
+    ring.fill(oldest, private_memory(2 * PAGE), 2 * PAGE)
     ring.release(oldest)
     before = ring.slots
     ring.acquire(0)
@@ -157,6 +157,55 @@ def test_free_slots_are_given_up_from_the_newest_on_until_the_rest_keeps_to_the_
     assert len(before) == num_slots
     assert ring.slots == before[:-1]
     assert ring.nbytes == num_slots * PAGE
+
+
+MB = 1 << 20
+
+
+def _batches(ring: Ring, num_batches: int, nbytes: int) -> None:
+    """So many batches of one size, made and dropped by one worker after another."""
+    for number in range(num_batches):
+        slot = ring.acquire(number % 2)
+        assert slot is not None
+        is_too_small = slot.memory is None or slot.memory.nbytes < nbytes
+        ring.fill(slot, private_memory(nbytes) if is_too_small else None, nbytes)
+        ring.release(slot)
+
+
+def test_memory_of_a_huge_batch_is_given_up_once_batches_are_small_again() -> None:
+    """In every slot, also in those that are not the newest; and all slots are made as for small batches."""
+    ring = Ring(2, 3, 64 * MB)
+    _batches(ring, 8, MB)
+    slots = _acquire_all(ring, 0)
+    for slot in slots:
+        ring.fill(slot, private_memory(20 * MB), 20 * MB)
+    for slot in slots:
+        ring.release(slot)
+    huge_bytes = ring.nbytes
+    _batches(ring, 80, MB)
+    left_bytes = ring.nbytes
+    more = [*_acquire_all(ring, 0), *_acquire_all(ring, 1)]
+
+    assert huge_bytes >= 61 * MB
+    assert left_bytes <= len(ring.slots) * MB
+    assert len(more) == 10  # as many as before there was a huge batch
+
+
+@pytest.mark.parametrize("large_bytes", [2 * MB, 4 * MB])
+def test_memory_of_batches_of_many_sizes_is_kept(large_bytes: int) -> None:
+    """A large batch among each 16 decides, and nobody makes memory for it again."""
+    ring = Ring(1, 1, 64 * MB)
+    made = []
+    for number in range(400):
+        slot = ring.acquire(0)
+        assert slot is not None
+        nbytes = MB if number % 16 else large_bytes
+        is_too_small = slot.memory is None or slot.memory.nbytes < nbytes
+        made += [number] if is_too_small else []
+        ring.fill(slot, private_memory(nbytes) if is_too_small else None, nbytes)
+        ring.release(slot)
+
+    assert made == [0]
 
 
 @pytest.mark.parametrize("move", ["acquire", "lend"])
@@ -169,7 +218,7 @@ def test_a_slot_whose_lease_has_ended_counts_as_free_at_once(move: str) -> None:
     second = ring.acquire(0)
     assert second is not None
     waits = ring.acquire(0) is None
-    ring.fill(second, private_memory(PAGE))
+    ring.fill(second, private_memory(PAGE), PAGE)
     del lease
 
     assert waits
@@ -272,7 +321,7 @@ class Transport(RuleBasedStateMachine):
 
     def _end(self, worker: int, slot: Any) -> None:
         self.num_empty += len(self.sizes_seen) == 1
-        self.ring.fill(slot, None)
+        self.ring.fill(slot, None, 0)
         self.ring.release(slot)
         if self.schedule.is_active(worker):
             self.schedule.exhaust(worker)
@@ -282,7 +331,7 @@ class Transport(RuleBasedStateMachine):
         self.sizes_seen.add(nbytes)
         self.num_empty += len(self.sizes_seen) == 1
         is_too_small = slot.memory is None or slot.memory.nbytes < nbytes
-        self.ring.fill(slot, private_memory(nbytes) if nbytes and is_too_small else None)
+        self.ring.fill(slot, private_memory(nbytes) if nbytes and is_too_small else None, nbytes)
         if not nbytes:
             self.ring.release(slot)
             return
@@ -334,7 +383,7 @@ class Transport(RuleBasedStateMachine):
         for worker in range(self.num_workers):  # one turn each, and slots that batches outgrew are given up
             slot = self.ring.acquire(worker)
             assert slot is not None
-            self.ring.fill(slot, None)
+            self.ring.fill(slot, None, 0)
             self.ring.release(slot)
         assert self.ring.nbytes <= max(self.limit_bytes, self.num_workers * max(self.sizes_seen))
         self.ring.clear()

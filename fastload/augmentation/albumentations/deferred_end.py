@@ -88,7 +88,9 @@ class DeferredEnd:
         return DeferredImage(pixels, self._tables, self._computed, is_tensor=self._is_tensor)
 
     def _computed(self, pixels: npt.NDArray[Any]) -> Any:
-        image: Any = pixels if self._tables is not None else pixels.copy()
+        # ToTensorV2 alone returns a view, of memory that an earlier transform can write again.
+        is_copied = self._tables is None and isinstance(pixels, np.ndarray)
+        image: Any = pixels.copy() if is_copied else pixels
         for transform in self._deferred:
             image = transform.apply(image)
         return image
@@ -104,7 +106,7 @@ def find_deferred_end(pipeline: Any) -> DeferredEnd | None:
     ):
         return None
     names = [_name_of(transform) for transform in pipeline.transforms[-2:]]
-    if names[-1:] == ["ToTensorV2"]:
+    if names[-1:] == ["ToTensorV2"] != names[:-1]:  # the second one raises, and says so best itself
         return DeferredEnd(pipeline, 2 if names[0] == "Normalize" else 1)
     return DeferredEnd(pipeline, 1) if names[-1:] == ["Normalize"] else None
 

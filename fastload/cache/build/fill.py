@@ -38,7 +38,6 @@ class _Chunks(Dataset[tuple[int, list[FailedSample]]]):
     """Reads chunks of samples; each item is how many of a chunk are stored, and those that it leaves out."""
 
     dataset: Any
-    cache: SampleCache
     chunks: Sequence[Sequence[int]]
     skips: bool
 
@@ -47,9 +46,7 @@ class _Chunks(Dataset[tuple[int, list[FailedSample]]]):
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
-                # `_view` stores the sample, unless another process holds the lock; `put` says whether it is
-                # stored, and else tries once more.
-                num_stored += bool(self.cache.put(index, self.dataset._view(index)))
+                num_stored += self.dataset._store(index)
             except Exception as error:
                 if self.skips and not isinstance(error, UnsupportedSampleError):
                     worker = get_worker_info()
@@ -74,7 +71,7 @@ def fill(
     If there is none, nothing is read, no random number is drawn, and the log says so.
 
     Args:
-        dataset: Has `_view(index)`, which stores what it reads in the cache.
+        dataset: Has `_store(index)`, which stores a sample in the cache and says whether it is there.
         cache: The cache to fill.
         num_workers: Processes; None for one per usable CPU, 0 for none.
         shown: Draw a bar, if standard error is a terminal.
@@ -133,9 +130,7 @@ def _read(
     num_processes = processes.choose_workers(num_workers, len(indices)) if cache.is_shared else 0
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
-    answers = processes.run(
-        _Chunks(dataset, cache, chunks, leave_out is not None), len(chunks), num_processes
-    )
+    answers = processes.run(_Chunks(dataset, chunks, leave_out is not None), len(chunks), num_processes)
     rejected, nbytes = 0, cache.nbytes
     try:
         for chunk, (stored, unreadable) in zip(chunks, answers, strict=True):

@@ -1,36 +1,42 @@
-"""Detects random datasets: reads a sample twice under different seeds, and raises if the results differ.
+"""Detects random datasets: watches what a few samples draw, and reads two of them again under another seed.
 
 A cache would silently freeze one draw of a random dataset, which makes training worse. All random state is
-restored afterwards.
+restored afterwards. Copies of the dataset are read, so one that keeps its finished samples does not change.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
+import copy
 import itertools
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from fastload.cache.build.sources import MappedDataset
 from fastload.cache.format.record import decode, encode
-from fastload.errors import CacheError, NondeterministicDatasetError, UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
+from fastload.nested.attributes import attributes
 from fastload.nested.tree import first_difference
-from fastload.rng.entry_points import RandomSource, seeded_by
+from fastload.rng.draws import DrawWatch
+from fastload.rng.entry_points import seeded_by
+from fastload.rng.generators import LIBRARY_GENERATORS
+from fastload.rng.rng_scope import RngScope
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from fastload.rng.entry_points import Pair
-
 # Under these seeds the first uniform draw of `random`, of `numpy.random` and of torch is below 0.02 and above
 # 0.98: the result of one coin flip per sample differs, for any probability between these values.
 _SEEDS = (114642, 101306)
+_CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)
+_MAX_PARTS = 1_000  # datasets in one list
 
 _PROBED = 3  # samples that are read
 _TRIED = 10  # at most, if some of them cannot be read
@@ -42,23 +48,72 @@ def spread_indices(length: int, count: int) -> list[int]:
     return [-(-number * (length - 1) // max(1, count - 1)) for number in range(count)]
 
 
-def probe(dataset: Any, look: Callable[[Any], None] | None = None) -> dict[int, Any]:
-    """Read the first, the middle and the last sample, all but the middle one again, under another seed.
+def probe(
+    dataset: Any, look: Callable[[Any], None] | None = None, *, indices: list[int] | None = None
+) -> dict[int, Any]:
+    """Read the first, the middle and the last sample; all but the middle one again, and those that draw.
 
     Other samples take the place of those that cannot be read, because `on_error` can allow these.
 
     Args:
         dataset: Map-style.
         look: Called with each sample as the dataset returns it; the result has copies.
+        indices: Samples that can be read, to be read instead.
 
     Raises:
-        NondeterministicDatasetError: Reading a sample twice gave different results; names the leaf.
+        NondeterministicDatasetError: A sample draws random numbers, or reading it twice gave different
+            results; names the generators, or the leaf.
         UnsupportedSampleError: A value in a sample cannot be cached.
         Exception: The error of the first sample, if none of ten samples can be read.
     """
-    once = spread_indices(len(dataset), _PROBED)[1:-1]
-    samples = readable(dataset, lambda index: read_checked(dataset, index, look, twice=index not in once))
-    return dict(itertools.islice(samples, _PROBED))
+    watch = DrawWatch(dataset)
+    with RngScope(watch.generators):
+        samples, changes = _read_once(watch, dataset, look, indices)
+        # Another copy, so a dataset that keeps its finished samples reads them again. The first copy is gone,
+        # with the files that it has opened: some libraries do not open a file twice.
+        twin = _twin(dataset)
+        _seed(watch, _SEEDS[1])
+        drawn: dict[int, list[str]] = {}
+        once = spread_indices(len(dataset), _PROBED)[1:-1]
+        for index, sample in samples.items():
+            if index in once and indices is None and not changes[index]:
+                continue
+            fresh, again = watch.access(twin, index)
+            # A generator that the dataset seeds for each sample ends in the same state.
+            names = [name for name in again if name in changes[index] and again[name] != changes[index][name]]
+            path = first_difference(sample, fresh)
+            if path is not None:
+                _reject(dataset, index, f"returns a different sample on every access: {path} differs", names)
+            if names:
+                drawn[index] = names
+    # What draws on the first access alone can be what is made or imported for all others.
+    if len(drawn) > 1 or (drawn and (len(samples) == 1 or next(iter(samples)) not in drawn)):
+        index = max(drawn)
+        _reject(dataset, index, "returns a random sample: it draws random numbers", drawn[index])
+    return samples
+
+
+def _read_once(
+    watch: DrawWatch, dataset: Any, look: Callable[[Any], None] | None, indices: list[int] | None
+) -> tuple[dict[int, Any], dict[int, dict[str, Any]]]:
+    """Samples of a copy of the dataset, and the changes of the generators by each of them."""
+    twin = _twin(dataset)
+    changes: dict[int, dict[str, Any]] = {}
+    _seed(watch, _SEEDS[0])
+
+    def read(index: int) -> Any:
+        fresh, changes[index] = watch.access(twin, index)
+        if look is not None:
+            look(fresh)
+        try:
+            return decode(encode(fresh))  # as bytes: a dataset can reuse its buffer on the next access
+        except UnsupportedSampleError as error:
+            add_note(error, f"in sample {index} of the dataset")
+            raise
+
+    if indices is not None:
+        return {index: read(index) for index in indices}, changes
+    return dict(itertools.islice(readable(dataset, read), _PROBED)), changes
 
 
 def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
@@ -89,90 +144,48 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         raise errors[0]
 
 
-def read_checked(
-    dataset: Any, index: int, look: Callable[[Any], None] | None = None, *, twice: bool = True
-) -> Any:
-    """A copy of a sample, after it was read again under another seed.
+def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> NoReturn:
+    of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
+    source = f" (drawn from {', '.join(generators)})" if generators else ""
+    raise NondeterministicDatasetError(
+        f"{type(of_user).__name__}[{index}] {problem}{source}. A cache would freeze one draw. Move the "
+        "random part out of the dataset, to CachedDataset(dataset, transform), which runs it on every access"
+    )
 
-    Args:
-        dataset: Map-style.
-        index: Of the sample.
-        look: Called with the sample as the dataset returns it.
-        twice: False to read it once, without the check.
 
-    Raises:
-        NondeterministicDatasetError: The results differ; names the leaf.
-        UnsupportedSampleError: A value in the sample cannot be cached.
+def _seed(watch: DrawWatch, seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    watch.seed = seed
+
+
+def _twin(dataset: Any) -> Any:
+    """A dataset with the attributes of another one, but containers of its own, also in the datasets inside.
+
+    Reading it fills no dict of finished samples in the other one, and opens no file there. None of the
+    dataset's code runs; a dataset that cannot be made this way is read itself.
     """
-    with _random_state_kept():
-        # Copied as bytes: a dataset can reuse its buffer on the next access.
-        fresh = _read(dataset, index, _SEEDS[0])
-        if look is not None:
-            look(fresh)
-        sample = decode(encode(fresh))
-        path = first_difference(sample, _read(dataset, index, _SEEDS[1])) if twice else None
-    if path is not None:
-        of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
-        raise NondeterministicDatasetError(
-            f"{type(of_user).__name__}[{index}] returns a different sample on every access: {path} differs. "
-            "A cache would freeze one draw. Move the random part out of the dataset, to "
-            "CachedDataset(dataset, transform), which runs it on every access"
-        )
-    return sample
+    cls: Any = type(dataset)
+    values = getattr(dataset, "__dict__", None)
+    # A `__del__` would close files that both use.
+    if cls.__new__ is not object.__new__ or hasattr(cls, "__del__") or attributes(dataset) != values:
+        return dataset
+    twin = object.__new__(cls)
+    for name, value in values.items():
+        own = copy.copy(value) if type(value) in _CONTAINERS else value
+        if isinstance(own, Dataset) or (name == "dataset" and type(dataset) is MappedDataset):
+            own = _twin(own)
+        elif type(own) is list and len(own) <= _MAX_PARTS:
+            own = [_twin(part) if isinstance(part, Dataset) else part for part in own]
+        vars(twin)[name] = own
+    return twin
 
 
 def read_unnoticed(dataset: Any, index: int) -> Any:
     """One sample; the generators of the libraries and of pipelines stay as they were."""
-    with _random_state_kept(), seeded_by(_Probe(_SEEDS[0])):
+    with RngScope(list(LIBRARY_GENERATORS)), seeded_by(DrawWatch(dataset)):
         return dataset[index]
-
-
-class _Probe(RandomSource):
-    """Each transform draws from generators of its own that start from the same seed, so all coins differ.
-
-    Args:
-        seed: One of `_SEEDS`.
-    """
-
-    groups = False
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = seed
-        self._made: dict[int, tuple[Any, Any]] = {}  # by id of a transform, which is kept alive
-
-    def pair(self, pipeline: Any) -> Pair:
-        """The generators of one transform."""
-        make = lambda: (np.random.default_rng(self._seed), random.Random(self._seed))  # noqa: E731
-        return self._generators_of(pipeline, make)  # type: ignore[no-any-return]
-
-    def state(self, randomizable: Any) -> np.random.RandomState:
-        """The generator of one of MONAI's objects."""
-        return self._generators_of(randomizable, lambda: np.random.RandomState(self._seed))  # type: ignore[no-any-return]
-
-    def _generators_of(self, transform: Any, make: Callable[[], Any]) -> Any:
-        if id(transform) not in self._made:
-            self._made[id(transform)] = transform, make()
-        return self._made[id(transform)][1]
-
-
-def _read(dataset: Any, index: int, seed: int) -> Any:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
-    with seeded_by(_Probe(seed)):
-        return dataset[index]
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.default_generator.set_state(pytorch)
 
 
 def reject_random(dataset: Any) -> None:
@@ -181,23 +194,14 @@ def reject_random(dataset: Any) -> None:
     An `ImageFolder` without a transform is known not to; none of its files is read.
 
     Raises:
-        NondeterministicDatasetError: Reading the first, the middle or the last sample twice gave different
-            results. Others take the place of samples that cannot be read.
+        NondeterministicDatasetError: The first, the middle or the last sample is random. Others take the
+            place of samples that cannot be read.
         UnsupportedSampleError: One of these samples cannot be cached.
     """
     if isinstance(dataset, ImageFolder) and dataset.transform is None:
         return
-
-    def read(index: int) -> Any:
-        try:
-            return read_checked(dataset, index)
-        except CacheError as error:
-            add_note(error, f"in sample {index} of the dataset")
-            raise
-
     try:
-        for _ in itertools.islice(readable(dataset, read), _PROBED):
-            pass
+        probe(dataset)
     except (NondeterministicDatasetError, UnsupportedSampleError):
         raise
     except Exception:  # noqa: BLE001 - none can be read: the build reads them again, and reports the error

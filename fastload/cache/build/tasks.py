@@ -15,8 +15,9 @@ from fastload.cache.format.codecs import BEST_QUALITY, SOURCE
 from fastload.cache.format.record import record_parts
 from fastload.cache.format.undecoded import check_headers
 from fastload.cache.lmdb.format import PADDING
-from fastload.errors import UnsupportedSampleError
+from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.nested.spec import flatten
+from fastload.rng.draws import DrawWatch
 from fastload.system.notes import add_note
 from fastload.system.remote_error import text_of
 
@@ -84,6 +85,9 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
     plan: Plan
     skips: bool
 
+    def __post_init__(self) -> None:
+        self._watch = DrawWatch(self.dataset)
+
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
         plan = self.plan
@@ -91,7 +95,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
-                sample = self.probed[index] if index in self.probed else self.dataset[index]
+                sample = self.probed[index] if index in self.probed else self._read(index)
                 if plan.codec == SOURCE:
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
@@ -109,6 +113,16 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
             data = b"".join((PADDING, *parts))
             values.append(Value(data, zlib.crc32(memoryview(data)[len(PADDING) :])))
         return values
+
+    def _read(self, index: int) -> Any:
+        """A sample; raises NondeterministicDatasetError if it draws random numbers."""
+        sample, drawn = self._watch.read(self.dataset, index)
+        if drawn:
+            raise NondeterministicDatasetError(
+                f"the sample is random (drawn from {', '.join(drawn)}), unlike those that were checked "
+                "first. A cache would freeze one draw: move the random part of the dataset to the transform"
+            )
+        return sample
 
 
 def cut(spans: Sequence[range], example_bytes: int, num_workers: int) -> list[range]:

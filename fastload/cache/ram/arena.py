@@ -5,6 +5,7 @@ segment has, in order:
 
     header       magic, format version; crc32 and length of the description
     cursor       at byte 64: how much space is claimed
+    reserve      at byte 96: how much memory of the machine stays free; whether growth has stopped there
     description  at byte 128: JSON, ASCII
     table        at 1 MiB, entries of 8 bytes; 0 = nothing is stored
     space        as the description says
@@ -12,7 +13,7 @@ segment has, in order:
 Rules:
 
 1. Space is claimed and never given back: the memory goes with the last process that holds the segment. The
-   claims together never exceed the limits.
+   claims together never exceed the limits. Before it takes memory, a process asks `can_grow`.
 2. Processes read through a PROT_READ mapping. They write with pwrite, which reports missing memory, and then
    publish an entry of the table. A writer that dies in between leaves an empty entry and nothing to repair.
 3. The lock on claims is a try-lock, on a file description opened for this purpose: flock does not exclude
@@ -34,7 +35,7 @@ import numpy as np
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.memory_model import fence
 from fastload.memory.segment import PAGE_BYTES, Segment, populate
-from fastload.system.budget import available_bytes, parse_memory
+from fastload.system.budget import AUTO_SHARE, GrowthCheck, available_bytes, parse_memory, unused_bytes
 from fastload.system.humanize import readable_size
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
@@ -54,6 +55,11 @@ _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the des
 _MAGIC = b"FLcache\0"
 _VERSION = 8
 _CURSOR = struct.Struct("<qqqq")
+# A user's limit is followed until only this share of the memory that was free is left.
+_MIN_RESERVE_SHARE = 0.05
+_RESERVE_AT = CURSOR_AT + _CURSOR.size
+_RESERVE = struct.Struct("<qq")
+_CREDIT_BYTES = 1 << 20  # each process stores so much before it reads the size of the segment
 _LOCK_WAIT_S = 0.002  # the lock is held for a few microseconds
 
 
@@ -61,6 +67,24 @@ def budget_bytes(max_memory: str | float, *, is_shared: bool) -> int:
     """The limit for a cache in RAM; a private one gets this rank's share of the free memory."""
     free_bytes = available_bytes() // (1 if is_shared else count_ranks_of_host())
     return max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
+
+
+def reserve_bytes(max_memory: str | float) -> int:
+    """How much memory a cache with this limit, made now, leaves free while it grows."""
+    return int(available_bytes() * (1 - AUTO_SHARE if max_memory == "auto" else _MIN_RESERVE_SHARE))
+
+
+def log_stopped(num_cached: int, num_samples: int, nbytes: int, free_bytes: int) -> None:
+    """Warn that a cache stores no more samples, because the machine has too little free memory."""
+    log.warning(
+        "cache: it holds %s of %s samples in %s, and stores more only when memory becomes free: %s are free, "
+        "and it leaves them to the model, the workers and other caches. The other samples are read again on "
+        "every access",
+        f"{num_cached:,}",
+        f"{num_samples:,}",
+        readable_size(nbytes),
+        readable_size(free_bytes),
+    )
 
 
 # --- segments --------------------------------------------------------------------------------------------
@@ -144,7 +168,8 @@ class Arena:
     """
 
     __slots__ = (
-        *("__weakref__", "_allocated", "_cursor", "_limits", "_table_end", "_writable"),
+        *("__weakref__", "_allocated", "_credit_bytes", "_cursor", "_growth", "_limits", "_reserve"),
+        *("_table_end", "_writable"),
         *("entries", "is_full", "memory", "segment", "table"),
     )
 
@@ -169,6 +194,9 @@ class Arena:
         self.entries = self.memory[TABLE_AT : self._table_end].cast("Q")
         self.table = np.frombuffer(self.entries, np.intp)
         self._cursor = self.memory[CURSOR_AT : CURSOR_AT + _CURSOR.size].cast("q")
+        self._reserve = self.memory[_RESERVE_AT : _RESERVE_AT + _RESERVE.size].cast("q")
+        self._growth = GrowthCheck(unused_bytes)  # the mapping has taken its address space already
+        self._credit_bytes = 0  # what this process can store before it asks again
         self._writable: tuple[mmap.mmap, memoryview] | None = None  # up to the end of the table
         self._allocated: set[int] = set()  # pages of the table that a store cannot lack memory for
 
@@ -181,6 +209,32 @@ class Arena:
     def cursor(self) -> Cursor:
         """About how much is claimed now; without the lock, the figures can be of different moments."""
         return Cursor(*self._cursor)
+
+    def leave_free(self, reserved_bytes: int, *, has_stopped: bool = False) -> None:
+        """Set how much memory of the machine the cache leaves free while it grows, in all processes."""
+        self.segment.write(_RESERVE.pack(reserved_bytes, has_stopped), _RESERVE_AT)
+
+    def can_grow(self, nbytes: int, on_stop: Callable[[int], object]) -> bool:
+        """Whether the machine has memory for ``nbytes`` more, beside what the cache leaves free.
+
+        Args:
+            nbytes: The size of the next sample.
+            on_stop: Called with the free bytes when there are too few for the first time in any process.
+
+        Raises:
+            OSError: The system has no memory left.
+        """
+        self._credit_bytes -= nbytes
+        if self._credit_bytes > 0:
+            return True
+        reserved_bytes = self._reserve[0]
+        if self._growth.allows(self.nbytes, nbytes, reserved_bytes):
+            self._credit_bytes = _CREDIT_BYTES
+            return True
+        if not self._reserve[1]:  # without a lock: at worst, two processes say it
+            self.leave_free(reserved_bytes, has_stopped=True)
+            on_stop(self._growth.free_bytes)
+        return False
 
     def claim(
         self, advance: Callable[[Cursor], Cursor | None], on_short: Callable[[], object]

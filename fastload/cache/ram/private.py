@@ -15,15 +15,11 @@ import numpy as np
 
 from fastload.cache.format.record import decode, encode
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.system.budget import available_bytes
-from fastload.system.humanize import readable_size
-from fastload.system.logs import log
+from fastload.cache.ram.arena import log_stopped
+from fastload.system.budget import GrowthCheck, available_bytes
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-
-_CHECK_EVERY_BYTES = 64 << 20
-_FREE_SHARE = 0.25  # of `max_bytes`: "auto" is 80% of free memory, and the other 20% are for everything else
 
 
 class PrivateCache(BaseCache):
@@ -33,6 +29,7 @@ class PrivateCache(BaseCache):
         num_samples: Number of samples of the dataset.
         max_bytes: The limit for one process.
         reason: Why the cache is not shared, as a readable clause.
+        reserved_bytes: Memory of the machine that the cache leaves free while it grows.
     """
 
     layout = "private"
@@ -40,18 +37,19 @@ class PrivateCache(BaseCache):
     # Attributes of the class, because the properties of SampleCache with these names cannot be set.
     num_samples, nbytes, max_bytes = 0, 0, 0
 
-    def __init__(self, num_samples: int, max_bytes: int, reason: str) -> None:
+    def __init__(self, num_samples: int, max_bytes: int, reason: str, reserved_bytes: int = 0) -> None:
         self.num_samples = num_samples
         self.max_bytes = max_bytes
         self.reason = reason
+        self.reserved_bytes = reserved_bytes
         self.nbytes = 0
         self._records: dict[int, bytes] = {}
-        self._is_full = False
-        self._checked_bytes = 0
+        self._growth = GrowthCheck(available_bytes)
+        self._has_stopped = False
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrivateCache, (self.num_samples, self.max_bytes, self.reason)
+        return PrivateCache, (self.num_samples, self.max_bytes, self.reason, self.reserved_bytes)
 
     @property
     def num_cached(self) -> int:
@@ -82,26 +80,18 @@ class PrivateCache(BaseCache):
         """
         if index in self._records:
             return True
-        if self._is_full:
-            return False
         record = encode(sample)
         # Worker threads share the cache. Each process has its own lock, because a fork can copy a held one.
         with self._lock():
             nbytes = self.nbytes + len(record)
             if index in self._records or nbytes > self.max_bytes:
                 return index in self._records
-            if nbytes - self._checked_bytes > _CHECK_EVERY_BYTES:
-                # Every worker has a cache of this size; together they can need more than there is.
-                self._checked_bytes, free_bytes = nbytes, available_bytes()
-                self._is_full = free_bytes < _FREE_SHARE * self.max_bytes
-                if self._is_full:
-                    log.warning(
-                        "the cache of process %d stops growing at %s of %s, the rest comes from the dataset: "
-                        "%s of memory are free",
-                        os.getpid(),
-                        *map(readable_size, (self.nbytes, self.max_bytes, free_bytes)),
-                    )
-                    return False
+            # Every worker has a cache of this size; together they can need more than there is.
+            if not self._growth.allows(self.nbytes, len(record), self.reserved_bytes):
+                if not self._has_stopped:
+                    self._has_stopped = True
+                    log_stopped(self.num_cached, self.num_samples, self.nbytes, self._growth.free_bytes)
+                return False
             self._records[index] = record
             self.nbytes = nbytes
             return True

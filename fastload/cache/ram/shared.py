@@ -33,7 +33,7 @@ from fastload.cache.format.fingerprint import Fingerprint
 from fastload.cache.format.record import ALIGNMENT_BYTES, decode, record_parts
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram import registry
-from fastload.cache.ram.arena import Arena, Cursor, budget_bytes
+from fastload.cache.ram.arena import Arena, Cursor, budget_bytes, log_stopped, reserve_bytes
 from fastload.cache.ram.layout import FRAME_BYTES, Layout, Origin, make_segment
 from fastload.cache.ram.private import PrivateCache
 from fastload.errors import CacheMismatchError, SharedMemoryError
@@ -67,6 +67,8 @@ class SharedMemoryCache(BaseCache):
         examples: A few samples that are typical of the dataset, or none; they are not stored.
         max_memory: The limit, as in `parse_memory`.
         fingerprint: Of the samples, if other processes should find the cache.
+        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for a fifth of
+            what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:
         layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
@@ -93,9 +95,11 @@ class SharedMemoryCache(BaseCache):
         *,
         max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
+        reserved_bytes: int | None = None,
     ) -> None:
         max_bytes = parse_memory(max_memory)
         self._hold(*make_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
+        self._arena.leave_free(reserve_bytes(max_memory) if reserved_bytes is None else reserved_bytes)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:
@@ -250,6 +254,8 @@ class SharedMemoryCache(BaseCache):
             packed = [column.pack(value) for column, value in zip(plan.columns, values, strict=True)]
             if all(part is not None for part in packed):
                 row = index
+                if not arena.can_grow(plan.row_bytes, self._warn_stopped):
+                    return False
                 if plan.is_packed:
                     cursor = self._claim(arena, index, Cursor(rows=1, used_bytes=plan.row_bytes))
                     if cursor is None:
@@ -261,6 +267,8 @@ class SharedMemoryCache(BaseCache):
                 return True
         parts, nbytes = record_parts(spec, values)
         record_bytes = round_up(FRAME_BYTES + nbytes, ALIGNMENT_BYTES)
+        if not arena.can_grow(record_bytes, self._warn_stopped):
+            return False
         cursor = self._claim(arena, index, Cursor(record_bytes, used_bytes=record_bytes))
         if cursor is None:
             return bool(arena.entries[index])
@@ -287,6 +295,9 @@ class SharedMemoryCache(BaseCache):
             )
 
         return arena.claim(advance, lambda: log_short(self.max_bytes, self.num_cached, self.num_samples))
+
+    def _warn_stopped(self, free_bytes: int) -> None:
+        log_stopped(self.num_cached, self.num_samples, self.nbytes, free_bytes)
 
     def close(self) -> None:
         """Release the segment; samples that were handed out stay valid, and all later reads are misses."""
@@ -345,12 +356,13 @@ def _unpickle_anywhere(entry: Entry | None, layout: Layout, fingerprint: Fingerp
         return _unpickle_anywhere(None, layout, None)
     except SharedMemoryError as error:
         log.warning("cache: each worker of this machine keeps its own: %s", str(error))
-        return PrivateCache(layout.num_samples, max_bytes, str(error))
+        return PrivateCache(layout.num_samples, max_bytes, str(error), reserve_bytes("auto"))
 
 
 def _empty(layout: Layout, max_bytes: int, fingerprint: Fingerprint | None) -> SharedMemoryCache:
     segment, _ = layout.on_machine(max_bytes, Origin.new(fingerprint)).create_segment()
     cache = SharedMemoryCache.attach(segment)
+    cache._arena.leave_free(reserve_bytes("auto"))
     cache.reason = "new and empty, because the process that pickled it cannot be reached from here"
     log.info("cache: %s", cache.reason)
     return cache
@@ -389,9 +401,15 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
 
 
 def create(
-    fingerprint: Fingerprint, num_samples: int, examples: Sequence[Any], max_bytes: int
+    fingerprint: Fingerprint,
+    num_samples: int,
+    examples: Sequence[Any],
+    max_bytes: int,
+    reserved_bytes: int,
 ) -> SharedMemoryCache | None:
     """The cache of this name: a new one, or one that another process has just made; None without a registry.
+
+    The arguments are those of `SharedMemoryCache`.
 
     Raises:
         CacheMismatchError: Another process has made one from other samples.
@@ -402,7 +420,13 @@ def create(
             return None
         if (cache := find(fingerprint, num_samples)) is not None:
             return cache
-        cache = SharedMemoryCache(num_samples, examples, max_memory=max_bytes, fingerprint=fingerprint)
+        cache = SharedMemoryCache(
+            num_samples,
+            examples,
+            max_memory=max_bytes,
+            fingerprint=fingerprint,
+            reserved_bytes=reserved_bytes,
+        )
         _register(cache, fingerprint.name)
         if cache.unregister is None:
             cache.close()
