@@ -51,9 +51,9 @@ def check_moved(transform: Any, sample: Any) -> None:
         sides: tuple[int, ...] = ()
         if not is_dict:
             name, sides = _field(sample, key), sample[0].shape[:2]
-        elif key in _TARGETS or key in getattr(transform, "available_keys", ()):
+        elif key in getattr(transform, "available_keys", ()) or key in _TARGETS:
             continue
-        elif str(key).endswith("_metadata"):  # noqa: SIM114  # other samples, for a mosaic
+        if is_dict and str(key).endswith("_metadata"):  # other samples, for a mosaic
             continue
         for path, part in _positions(name, value, sides, f"element {key!r} of the sample"):
             if not _moves_pixels(transform):
