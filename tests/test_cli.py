@@ -558,7 +558,7 @@ def test_what_is_being_built_is_busy(tmp_path: Path) -> None:
     """Exit code 75 for a second builder and for `rm`, and nothing is removed; `ls` tells it from one left."""
     (tmp_path / "cache.partial").mkdir()
     with building(tmp_path / "cache"):
-        assert told("build", ZOO, tmp_path / "cache", code=75)["type"] == "CacheBusyError"
+        assert told("build", ZOO, tmp_path / "cache", "--no-wait", code=75)["type"] == "CacheBusyError"
         assert run("rm", tmp_path / "cache", "--yes").exit_code == 75
         assert "building" in run("ls", tmp_path).stdout
     assert (tmp_path / "cache.partial").is_dir()

@@ -129,6 +129,13 @@ def build(
     on_error: OnErrorOption = OnError.RAISE,
     max_errors: MaxErrors = "0.01",
     strict: Strict = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait",
+            help="While another process builds the cache: wait and then compare it, or exit with code 75.",
+        ),
+    ] = True,
     force: Annotated[
         bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
     ] = False,
@@ -151,6 +158,7 @@ def build(
         "on_error": on_error.value,
         "max_errors": max_errors,
         "progress": not is_quiet(),
+        "wait": wait,
     }
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:

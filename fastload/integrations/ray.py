@@ -90,6 +90,7 @@ def build_cache(
     max_errors: int | float = 0.01,
     max_retries: int = 3,
     progress: bool = True,
+    wait: bool = True,
 ) -> LMDBCache:
     """The finished cache of a dataset at ``path``: opened if it exists, else built on a Ray cluster.
 
@@ -115,6 +116,7 @@ def build_cache(
             their share (a float).
         max_retries: How often Ray repeats a task whose machine died, or that could not write its file.
         progress: Show a bar, if standard error is a terminal.
+        wait: Wait while another process builds the cache, and then open it.
 
     Returns:
         The cache.
@@ -157,6 +159,7 @@ def build_cache(
             on_error=on_error,
             max_errors=max_errors,
             progress=progress,
+            wait=wait,
         )
     finally:
         if is_own:

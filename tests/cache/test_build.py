@@ -140,7 +140,7 @@ def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> N
         assert lock.read_text() == str(pid)
         assert inventory.is_being_built(str(path))
         with pytest.raises(CacheBusyError, match=f"process {pid}"):
-            build_lmdb(Images(10), path)
+            build_lmdb(Images(10), path, wait=False)
     assert not inventory.is_being_built(str(path))
     assert os.listdir(tmp_path) == ["cache.partial"]
     with pytest.raises(FileNotFoundError, match="unfinished build"):

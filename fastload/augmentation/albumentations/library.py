@@ -9,6 +9,7 @@ import torch
 
 from fastload.augmentation.albumentations.deferred_end import DeferredEnd, find_deferred_end
 from fastload.augmentation.albumentations.pipelines import only_reads
+from fastload.augmentation.albumentations.targets import check_moved
 from fastload.augmentation.library import AugmentationLibrary, GeneratorKind, RandomClass
 from fastload.images.encoded import EncodedImage
 from fastload.nested.spec import is_namedtuple
@@ -63,8 +64,8 @@ class Albumentations(AugmentationLibrary):
         """Call with named targets: a dict holds them, an array is the image, a tuple starts with the image.
 
         Raises:
-            TypeError: The sample is none of these, its image is a tensor, it is a tuple whose mask would not
-                be transformed, or a dict without a target of the transform.
+            TypeError: The sample is none of these, its image is a tensor, it has a mask, boxes or keypoints
+                that the transform would leave where they are, or it is a dict without a target.
         """
         if (
             type(sample) is tuple
@@ -86,6 +87,7 @@ class Albumentations(AugmentationLibrary):
                     f"the albumentations transform takes the keys {sorted(targets)}; the dataset returned a "
                     f"dict with {list(sample)!r:.200}: use those keys for the arrays to be transformed"
                 )
+            check_moved(transform, sample)
             return transform(**sample)
         if isinstance(sample, _IMAGES):
             return transform(image=sample)["image"]
@@ -140,13 +142,8 @@ class Albumentations(AugmentationLibrary):
 
 def _call_with_first(transform: Any, sample: Any) -> Any:
     """Transform the image that a tuple or list starts with; the rest stays."""
+    check_moved(transform, sample)
     image, *rest = sample
-    for position, value in enumerate(rest, start=1):
-        if isinstance(value, np.ndarray) and value.ndim >= 2 and value.shape[:2] == image.shape[:2]:
-            raise TypeError(
-                f"element {position} of the sample has the image's height and width {image.shape[:2]}: a "
-                'mask must be transformed with its image. Return {"image": ..., "mask": ...} from the dataset'
-            )
     values = (transform(image=image)["image"], *rest)
     if type(sample) is tuple:
         return values

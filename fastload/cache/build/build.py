@@ -70,7 +70,7 @@ def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LM
     Raises:
         CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
             other settings.
-        CacheBusyError: Another process is building it.
+        CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process cannot open as many files as the shards
             need.
@@ -109,6 +109,7 @@ class Build:
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
+        wait: Wait while another process builds the cache, and then open it.
         fingerprint: Of the samples; identifies a cache without reading a sample.
         kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
@@ -124,6 +125,7 @@ class Build:
     lossy_leaf: str | None = None
     on_error: str = "raise"
     max_errors: int | float = 0.01
+    wait: bool = True
     fingerprint: Fingerprint | None = None
     kept: str | None = None
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
@@ -145,7 +147,7 @@ class Build:
         """
         if os.path.lexists(self.path):
             return self.opened()
-        with only_builder(self.path):
+        with only_builder(self.path, wait=self.wait):
             if os.path.lexists(self.path):  # another process has just built it
                 return self.opened()
             files = StagingDirectory(self.path)
