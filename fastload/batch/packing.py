@@ -256,8 +256,8 @@ def _span(value: torch.Tensor | np.ndarray[Any, Any]) -> int:
     """Elements from the first to the last of a leaf, gaps included; 0 when it has none."""
     if isinstance(value, np.ndarray):
         return value.size if value.nbytes else 0
-    if value.numel() == 0:
-        return 0
+    if value.numel() == 0 or value.is_contiguous():
+        return value.numel()
     return 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
 
 
