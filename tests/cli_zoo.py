@@ -32,6 +32,13 @@ class Plain:
         return pixels(index), index
 
 
+class Photos(Plain):
+    """Images with the look of photographs."""
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.RandomState(index).randint(0, 256, (6, 8, 3), np.uint8), index
+
+
 class Signalled(Plain):
     """Sends the signal CLI_ZOO_SIGNAL to its maker, when CLI_ZOO_AFTER exists: a worker may be far ahead."""
 

@@ -124,7 +124,8 @@ class Fetcher:
         self._drop_last = settings.drop_last
         self._transform = settings.batch_transform
         if self._transform is not None:  # only its results go to the memory of the batch
-            self._results, self._scratch = allocating_in(allocator), BufferPool(_SCRATCH_BYTES)
+            self._results = allocating_in(allocator)
+            allocator.scratch = self._scratch = allocator.scratch or BufferPool(_SCRATCH_BYTES)
             allocator = self._scratch
         self._allocator = allocator
         self._channels_last = settings.channels_last

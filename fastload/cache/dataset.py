@@ -92,7 +92,8 @@ class CachedDataset(Dataset[Any]):
             dict sample, the sample if it is an array, or else its first element) or any other callable (it
             gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
             albumentations' own transforms gets the cached arrays, read-only, if that saves the copy.
-        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist; see `build`), `"lmdb:s3://..."` or
+        cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist, see `build`; if another
+            process builds it, this one waits), `"lmdb:s3://..."` or
             any other URL (downloaded once per host; `fastload cache build` must have built it),
             `["ram", "lmdb:PATH"]` (samples read from the file are kept in RAM), or a cache object.
             `"ram-encoded"` caches the files of undecoded images, which take a fifth to a fifteenth of the
@@ -179,6 +180,7 @@ class CachedDataset(Dataset[Any]):
         progress: bool = True,
         on_error: Literal["raise", "skip"] = "raise",
         max_errors: int | float = 0.01,
+        wait: bool = True,
     ) -> LMDBCache:
         """Build the LMDB cache of a dataset, which ``cache="lmdb:PATH"`` then opens; open it if it exists.
 
@@ -192,9 +194,10 @@ class CachedDataset(Dataset[Any]):
             on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
                 sample out and writes a line about it to PATH.errors.jsonl.
             max_errors: The maximum number of left-out samples (an int), or their share (a float).
+            wait: Wait while another process builds the cache, and then open it.
 
         Raises:
-            CacheBusyError: Another process is building it.
+            CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
             TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: As this class.
         """
@@ -209,6 +212,7 @@ class CachedDataset(Dataset[Any]):
             progress=progress,
             on_error=on_error,
             max_errors=max_errors,
+            wait=wait,
         )
         cache: Any = open_cache(f"lmdb:{os.fspath(path)}", request).cache
         return cache  # type: ignore[no-any-return]

@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import os
-import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,20 +44,18 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
-from fastload.errors import CacheBusyError, CacheMismatchError, SharedMemoryError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, leaves, structure_of
 from fastload.system.budget import check_memory
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log, say_once
-from fastload.system.ranks import are_several_ranks, count_ranks_of_host
+from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_BUSY_POLL_S = 0.2
-_BUSY_LOG_POLLS = 50
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
@@ -92,6 +88,7 @@ class CacheRequest:
     progress: bool = True
     on_error: str = "raise"
     max_errors: int | float = 0.01
+    wait: bool = True
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -414,26 +411,18 @@ def _checked_lmdb(
 
 def _build_lmdb(samples: _Samples, path: str) -> LMDBCache:
     samples.examine()
-    for attempt in itertools.count():
-        try:
-            return build_lmdb(
-                samples.source,
-                path,
-                num_workers=samples.request.num_workers,
-                progress=samples.request.progress,
-                probed=samples.examples,
-                fingerprint=samples.fingerprint,
-                on_error=samples.request.on_error,
-                max_errors=samples.request.max_errors,
-            )
-        except CacheBusyError as error:
-            # Ranks start together and all request the same file: one rank builds it, the others wait.
-            if not are_several_ranks():
-                raise
-            if attempt % _BUSY_LOG_POLLS == 0:
-                log.info("cache: waiting: %s", str(error))  # the error would keep this frame alive
-        time.sleep(_BUSY_POLL_S)
-    raise AssertionError("the count has no end")
+    request = samples.request
+    return build_lmdb(
+        samples.source,
+        path,
+        num_workers=request.num_workers,
+        progress=request.progress,
+        probed=samples.examples,
+        fingerprint=samples.fingerprint,
+        on_error=request.on_error,
+        max_errors=request.max_errors,
+        wait=request.wait,
+    )
 
 
 # --- the report ------------------------------------------------------------------------------------------

@@ -48,6 +48,14 @@ CodecOption = Annotated[
     ),
 ]
 Quality = Annotated[int | None, typer.Option(min=1, max=100, help=f"Quality of {_LOSSY}; default: 95.")]
+LossyLeaf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help=f"The image that {_LOSSY} change, such as 'image' or '0'; all others are exact. Default: the "
+        "one that looks like a photograph.",
+    ),
+]
 Workers = Annotated[
     int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
 ]
@@ -99,6 +107,7 @@ def build(
     size: Size = None,
     codec: CodecOption = None,
     quality: Quality = None,
+    lossy_leaf: LossyLeaf = None,
     workers: Workers = None,
     shards: Annotated[
         int | None,
@@ -120,6 +129,13 @@ def build(
     on_error: OnErrorOption = OnError.RAISE,
     max_errors: MaxErrors = "0.01",
     strict: Strict = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait",
+            help="While another process builds the cache: wait and then compare it, or exit with code 75.",
+        ),
+    ] = True,
     force: Annotated[
         bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
     ] = False,
@@ -129,15 +145,20 @@ def build(
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
     was interrupted or killed, run the same command again to continue it.
     """
-    if quality is not None and codec not in LOSSY:
-        raise CommandError(f"--quality is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels")
+    for option, value in (("--quality", quality), ("--lossy-leaf", lossy_leaf)):
+        if value is not None and codec not in LOSSY:
+            raise CommandError(
+                f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
+            )
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,
+        "lossy_leaf": lossy_leaf,
         "shards": shards,
         "on_error": on_error.value,
         "max_errors": max_errors,
         "progress": not is_quiet(),
+        "wait": wait,
     }
     path, url = (None, dest) if is_url(dest) else (dest, out)
     if out is not None and path is None:

@@ -85,10 +85,12 @@ def build_cache(
     shards: int | None = None,
     codec: str | None = None,
     quality: int | None = None,
+    lossy_leaf: str | None = None,
     on_error: str = "raise",
     max_errors: int | float = 0.01,
     max_retries: int = 3,
     progress: bool = True,
+    wait: bool = True,
 ) -> LMDBCache:
     """The finished cache of a dataset at ``path``: opened if it exists, else built on a Ray cluster.
 
@@ -106,12 +108,15 @@ def build_cache(
         codec: How images are stored: ``"raw"``, ``"png"``, ``"jpeg"``, ``"webp"`` or ``"source"``;
             None for raw.
         quality: Quality of jpeg and webp, 1 to 100; None for 95.
+        lossy_leaf: The image that jpeg and webp change, such as ``"image"``; all others, such as masks, are
+            exact. None finds the one image with the look of a photograph.
         on_error: ``"raise"``, or ``"skip"`` to leave out samples that cannot be read, with a report in
             PATH.errors.jsonl.
         max_errors: The maximum number of samples that ``"skip"`` leaves out of the whole cache (an int), or
             their share (a float).
         max_retries: How often Ray repeats a task whose machine died, or that could not write its file.
         progress: Show a bar, if standard error is a terminal.
+        wait: Wait while another process builds the cache, and then open it.
 
     Returns:
         The cache.
@@ -150,9 +155,11 @@ def build_cache(
             shards=shards,
             codec=codec,
             quality=quality,
+            lossy_leaf=lossy_leaf,
             on_error=on_error,
             max_errors=max_errors,
             progress=progress,
+            wait=wait,
         )
     finally:
         if is_own:

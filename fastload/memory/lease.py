@@ -148,6 +148,9 @@ class BumpAllocator:
     Args:
         make: Returns new memory of at least the given number of bytes; called if there is no memory or it is
             too small.
+
+    Attributes:
+        scratch: Memory for batches before their `batch_transform`, which stays warm between epochs.
     """
 
     def __init__(self, make: Callable[[int], Memory]) -> None:
@@ -155,18 +158,21 @@ class BumpAllocator:
         self.memory: Memory | None = None
         self.lease: Any = None
         self.used_bytes = 0
+        self.missing_bytes = 0  # of requests for which the memory was too small
+        self.scratch: BufferPool | None = None
 
     def begin(self, memory: Memory | None = None) -> None:
         """Start a batch in ``memory``, or in new memory, made on the first request for a region."""
         self.memory = memory
         self.lease = None
-        self.used_bytes = 0
+        self.used_bytes = self.missing_bytes = 0
 
     def reserve(self, nbytes: int) -> int | None:
         """The offset of a new aligned region, or None if the memory of the current batch is full."""
         offset = round_up(self.used_bytes, ALIGNMENT_BYTES)
         if self.memory is None or offset + nbytes > self.memory.nbytes:
             if self.used_bytes:
+                self.missing_bytes += round_up(nbytes, ALIGNMENT_BYTES)
                 return None
             self.memory = self._make(nbytes + SLACK_BYTES)
             self.lease = None
@@ -195,6 +201,9 @@ class BumpAllocator:
 class BufferPool(BumpAllocator):
     """Lays out batches in private buffers: one per batch, reused when no view of the batch is left.
 
+    A buffer is made when the first leaf of a batch is known, and is as large as whole batches were lately, so
+    the order of leaves does not matter. Buffers of a huge batch are given up once batches are small again.
+
     Args:
         limit_bytes: Upper bound on the bytes of all buffers in the pool; a batch beyond it gets its own
             memory.
@@ -206,6 +215,18 @@ class BufferPool(BumpAllocator):
         self._limit_bytes = limit_bytes
         self._max_buffers = max_buffers
         self._buffers: list[Memory] = []
+        self._peak = RecentPeak()
+
+    def begin(self, memory: Memory | None = None) -> None:
+        """Start a batch; see `BumpAllocator.begin`."""
+        nbytes = self.used_bytes + self.missing_bytes
+        if nbytes:
+            is_too_small = self.missing_bytes and nbytes + SLACK_BYTES <= self._limit_bytes
+            if is_too_small and self.memory in self._buffers:
+                self._buffers.remove(self.memory)
+            if self._peak.add(nbytes):
+                self._buffers = [one for one in self._buffers if not self._peak.is_exceeded_by(one.nbytes)]
+        super().begin(memory)
 
     def allocate(self, nbytes: int) -> Bytes:
         """A writable region of ``nbytes`` bytes; a small one has memory of its own."""
@@ -214,6 +235,7 @@ class BufferPool(BumpAllocator):
     def clear(self) -> None:
         """Forget all buffers; views that the caller holds stay valid."""
         self._buffers.clear()
+        self.scratch = None
         self.begin()
 
     def _take(self, nbytes: int) -> Memory:
@@ -224,9 +246,12 @@ class BufferPool(BumpAllocator):
                     return buffer
                 self._buffers.remove(buffer)
                 break
+        left_bytes = self._limit_bytes - sum(buffer.nbytes for buffer in self._buffers)
+        has_room = len(self._buffers) < self._max_buffers
+        if has_room:  # for the leaves after this one, too
+            nbytes = max(nbytes, min(self._peak.nbytes + SLACK_BYTES, left_bytes // PAGE_BYTES * PAGE_BYTES))
         new = private_memory(nbytes)
-        pool_bytes = sum(buffer.nbytes for buffer in self._buffers)
-        if len(self._buffers) < self._max_buffers and pool_bytes + new.nbytes <= self._limit_bytes:
+        if has_room and new.nbytes <= left_bytes:
             self._buffers.append(new)
         return new
 

@@ -150,9 +150,14 @@ def is_lock_file_held(name: str) -> bool:
         os.close(fd)
 
 
+def is_lock_file_held_here(name: str) -> bool:
+    """Whether a thread of this process holds a lock file."""
+    return any(_is_at(fd, name) for fd in _lock_fds.copy())
+
+
 def _is_at(fd: int, name: str) -> bool:
     """Whether a descriptor is that of the file at a path now."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(name))
-    except FileNotFoundError:
+    except OSError:  # there is none, or another thread has just closed the descriptor
         return False

@@ -140,7 +140,7 @@ def test_while_one_builds_others_are_told_who(content: str, tmp_path: Path) -> N
         assert lock.read_text() == str(pid)
         assert inventory.is_being_built(str(path))
         with pytest.raises(CacheBusyError, match=f"process {pid}"):
-            build_lmdb(Images(10), path)
+            build_lmdb(Images(10), path, wait=False)
     assert not inventory.is_being_built(str(path))
     assert os.listdir(tmp_path) == ["cache.partial"]
     with pytest.raises(FileNotFoundError, match="unfinished build"):
@@ -524,10 +524,10 @@ def test_a_damaged_plan_is_an_error(builder: Builder) -> None:
     builder.stopped()
     good = next(data for path, data in builder.content().items() if path.endswith("plan.json"))
     for data in (
-        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 2, "plan": 5}'),
+        *(b"", b"[]", b"{}", b"[" * 100_000, b'{"version": 3, "plan": 5}'),
         good.replace(b'"num_samples": 20', b'"num_samples": -20'),
         good.replace(b'"codec"', b'"coder"'),
-        good.replace(b'"version": 2', b'"version": 9'),
+        good.replace(b'"version": 3', b'"version": 9'),
     ):
         builder.plan(data)
         before = builder.content()

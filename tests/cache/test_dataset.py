@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 import pickle
-import types
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,12 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 import fastload
-from fastload.cache import open_cache
 from fastload.cache.dataset import CachedDataset, CacheInfo
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.sample_cache import SampleCache
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram.shared import SharedMemoryCache
-from fastload.errors import CacheBusyError, CacheMismatchError, UnsupportedSampleError
+from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.memory import segment
 from fastload.system import locks
 from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, MixedImages
@@ -290,27 +288,6 @@ def test_a_dataset_from_a_file(pre_transform: Any, tmp_path: Any, monkeypatch: A
     assert CachedDataset.from_cache("lmdb:cache").classes == ["cat", "dog"]
     (tmp_path / "cache").rename("lmdb:cache")
     assert len(CachedDataset.from_cache("lmdb:cache")) == 4
-
-
-@pytest.mark.parametrize(
-    "variables", [{"LOCAL_WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}]
-)
-def test_ranks_wait_for_a_builder_with_few_words(variables: Any, monkeypatch: Any, caplog: Any) -> None:
-    """One line when the wait begins, and one every 10 s; also if the ranks are on different hosts."""
-    waits_s: list[float] = []
-
-    def build(*_: Any, **__: Any) -> Any:
-        if sum(waits_s) < 25:
-            raise CacheBusyError("x is being built by process 1: wait until it has finished")
-        return SharedMemoryCache(4, [Images(4).sample(0)], max_memory=1 << 20)
-
-    monkeypatch.setattr(open_cache, "time", types.SimpleNamespace(sleep=waits_s.append))
-    monkeypatch.setattr(open_cache, "build_lmdb", build)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with caplog.at_level(logging.INFO, "fastload"):
-        CachedDataset(Images(4), cache="lmdb:x")
-    assert caplog.text.count("waiting: x is being built by process 1") == 3
 
 
 def test_one_line_says_what_was_decided(caplog: Any) -> None:

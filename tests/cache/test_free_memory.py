@@ -18,6 +18,7 @@ import pytest
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.ram import arena
 from fastload.cache.ram.private import PrivateCache
+from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.images.encoded import EncodedImage
 from fastload.memory import segment
 from fastload.system import budget
@@ -132,6 +133,17 @@ def test_a_limit_that_the_user_set_is_followed_nearly_to_the_end(machine: Machin
 
     assert sets[0].cache_info().nbytes > 46 * MB
     assert 0.02 * machine.nbytes < machine.free_bytes() < 0.08 * machine.nbytes
+
+
+@pytest.mark.parametrize(("max_memory", "share"), [("auto", 0.2), ("1GB", 0.05)])
+def test_a_cache_object_leaves_as_much_free(max_memory: Any, share: float, machine: Machine) -> None:
+    """Without a dataset that made it."""
+    cache = SharedMemoryCache(300, [uniform(0)], max_memory=max_memory)
+    for index in range(300):
+        cache.put(index, uniform(index))
+
+    assert share * machine.nbytes <= machine.free_bytes() < (share + 0.03) * machine.nbytes
+    cache.close()
 
 
 def test_memory_that_others_take_stops_a_cache_until_they_free_it(machine: Machine, caplog: Any) -> None:

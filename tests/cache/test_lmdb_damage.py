@@ -132,7 +132,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 TEXTS = [
-    *(b"[" * 200_000 + b"]" * 200_000, b"[1]", b"null", b"{zz", b'"\xff\xfe"', b"{}", b'{"version": 2}'),
+    *(b"[" * 200_000 + b"]" * 200_000, b"[1]", b"null", b"{zz", b'"\xff\xfe"', b"{}", b'{"version": 3}'),
     b"1" * 9999,
 ]
 CHANGES: dict[str, list[Callable[[Any], Any]]] = {

@@ -227,7 +227,7 @@ WHY_NOT: dict[str, tuple[Callable[[Path], Any], str]] = {
     # It may be random, or return no image.
     "another loader": (lambda root: torchvisions(root, len), "len instead of torchvision's default_loader"),
     "another backend": (torchvisions, "backend is 'accimage'"),
-    "a broken file": (torchvisions, "the cache cannot be created: UnidentifiedImageError"),
+    "broken files": (torchvisions, "the cache cannot be created: UnidentifiedImageError"),
 }
 
 
@@ -238,8 +238,10 @@ def test_why_a_dataset_is_not_cached(
     """In one line, once; the loader has the dataset itself, and raises what reading it raises."""
     if name == "another backend":
         monkeypatch.setattr(plant(monkeypatch), "get_image_backend", lambda: "accimage")
-    if name == "a broken file":
-        (root / "cat" / "0").write_bytes(b"no image")
+    if name == "broken files":
+        for path in root.rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"no image")
     make, said = WHY_NOT[name]
     dataset = make(root)
     fastload.patch_torch(cache="ram")
@@ -248,6 +250,6 @@ def test_why_a_dataset_is_not_cached(
     assert all(loader.dataset is dataset for loader in loaders)
     (line,) = [record.getMessage() for record in caplog.records if "--cache ram" in record.getMessage()]
     assert re.search(said, line)
-    if name == "a broken file":
+    if name == "broken files":
         with pytest.raises(OSError, match="cannot identify"):
             list(loaders[0])

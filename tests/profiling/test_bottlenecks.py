@@ -149,7 +149,7 @@ def test_advised_code_runs_as_printed(
     assert changes <= texts.keys()
     for text in map(texts.get, changes):
         for command in re.findall(r"run fastload (.*?), and", text):
-            words = command.replace("MODULE:NAME", "tests.cli_zoo:factory").split()
+            words = command.replace("MODULE:NAME", "tests.cli_zoo:Photos").split()
             assert CliRunner().invoke(main.app, words).exit_code == 0
         codes = re.findall(r"(?:CachedDataset[.\w]*|DataLoader)\((?:[^()]|\([^()]*\))*\)", text)
         assert codes, text

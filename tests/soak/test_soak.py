@@ -130,6 +130,7 @@ def test_a_case_that_hangs_ends_with_all_stacks() -> None:
 
 _LEAKS = """
 import os, subprocess, threading
+from fastload.memory.lease import shared_memory
 from tests.kit import leaks
 from tests.soak import run
 from tests.soak.case import Case
@@ -140,7 +141,7 @@ leaks = {
     "threads": lambda *_: threading.Thread(target=gate.wait, daemon=True).start(),
     "descriptors": lambda *_: os.dup(0),
     "child processes": lambda *_: children.append(subprocess.Popen(["sleep", "100"])),
-    "shared memory": lambda subject, _: kept.append(next(iter(subject.loader(num_workers=1)))),
+    "shared memory": lambda *_: kept.append(shared_memory(1 << 20)),
 }
 told = {}
 soak = run.Soak(60)

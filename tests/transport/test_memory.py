@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,9 @@ from fastload.memory.lease import (
     shared_memory,
 )
 from tests.kit import datasets
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def test_a_part_without_an_arena_lies_outside_and_the_rest_of_the_batch_inside() -> None:
@@ -219,6 +223,114 @@ def test_buffers_keep_no_more_than_their_limit(spare_bytes: int, expected: int) 
     del held
 
 
+def parts_of_batch(buffers: BufferPool, sizes: Sequence[int]) -> list[Any]:
+    buffers.begin()
+    parts = [buffers.allocate(nbytes) for nbytes in sizes]
+    buffers.end()
+    return parts
+
+
+def num_cold(buffers: BufferPool, parts: list[Any]) -> int:
+    """How many parts of a batch lie outside of all buffers."""
+    spans = [(memory.address, memory.address + memory.nbytes) for memory in buffers._buffers]
+    return sum(not any(start <= part.ctypes.data < end for start, end in spans) for part in parts)
+
+
+@pytest.mark.usefixtures("lends_small")
+@pytest.mark.parametrize("num_held", [0, 1, 3])
+@pytest.mark.parametrize(
+    "batches",
+    [
+        *([(100, 300_000)], [(300_000, 100)], [(300_000, 300_000)], [(50, 80_000, 300_000, 300_000)]),
+        *([(100, 100_000), (100, 300_000)], [(100, 300_000), (300_000, 100)]),
+    ],
+)
+def test_all_leaves_lie_in_buffers_in_every_order(batches: list[tuple[int, ...]], num_held: int) -> None:
+    """After the first batches, whatever the caller holds, and if batches are not all alike."""
+    buffers = BufferPool(1 << 30)
+    held: list[Any] = []
+    counts = []
+    for number in range(40):
+        held.append(parts_of_batch(buffers, batches[number % len(batches)]))
+        counts.append(num_cold(buffers, held[-1]))
+        del held[: len(held) - num_held]
+
+    assert counts[10:] == [0] * 30
+    assert len(buffers._buffers) <= num_held + 1
+
+
+def test_a_batch_beyond_the_limit_keeps_the_buffer_of_its_first_leaf() -> None:
+    """A larger buffer would not be kept, so the one that is too small stays warm."""
+    buffers = BufferPool(3 * SLACK_BYTES)
+    first = {parts_of_batch(buffers, (SLACK_BYTES, 3 * SLACK_BYTES))[0].ctypes.data for _ in range(5)}
+
+    assert len(first) == 1
+
+
+@pytest.mark.parametrize("sizes", [(100, 1), (1, 100)])
+def test_buffers_of_a_huge_batch_are_given_up_once_batches_are_small_again(sizes: tuple[int, int]) -> None:
+    """After 64 batches, in every order of leaves; a batch that is kept takes what it needs."""
+    megabyte = 1 << 20
+    buffers = BufferPool(1 << 30)
+    for _ in range(2):
+        parts_of_batch(buffers, (megabyte, 100))
+    parts_of_batch(buffers, (sizes[0] * megabyte, sizes[1] * megabyte))
+    kept = [parts_of_batch(buffers, (megabyte, 100)) for _ in range(8)]
+    with_huge_bytes = sum(memory.nbytes for memory in buffers._buffers)
+    kept_bytes = len(kept[-1][0].base)
+    del kept
+    for _ in range(64):
+        parts_of_batch(buffers, (megabyte, 100))
+
+    assert with_huge_bytes > 100 * megabyte
+    assert kept_bytes < 2 * megabyte
+    assert sum(memory.nbytes for memory in buffers._buffers) < MAX_BUFFERS * 2 * megabyte
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": 2, "worker_type": "thread", "persistent_workers": True},
+        {"num_workers": 0, "batch_transform": lambda batch: batch},
+    ],
+    ids=["no workers", "threads", "batch_transform"],
+)
+@pytest.mark.parametrize("form", ["label first", "mask last", "nested"])
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_no_leaf_of_the_second_epoch_is_cold(
+    form: str, is_cached: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without workers and with threads; a batch transform gets its input in warm memory, too."""
+    dataset: Any = datasets.Made(functools.partial(_leaves, form), 80)
+    if is_cached:
+        dataset = CachedDataset(dataset, max_memory=50 << 20)
+        dataset.fill(num_workers=0, progress=False)
+    missing: list[int] = []
+    reserve = BumpAllocator.reserve
+
+    def counted(self: BumpAllocator, nbytes: int) -> int | None:
+        offset = reserve(self, nbytes)
+        missing.extend([nbytes] if offset is None else [])
+        return offset
+
+    monkeypatch.setattr(BumpAllocator, "reserve", counted)
+    with contextlib.closing(DataLoader(dataset, 8, **options)) as loader:
+        for _ in range(2):
+            missing.clear()
+            for number, batch in enumerate(loader):
+                assert batch[form == "label first"].flatten()[0] == 8 * number
+
+    assert missing == []
+
+
+def _leaves(form: str, index: int) -> Any:
+    image = np.full((64, 64, 3), index, np.uint8)
+    if form == "label first":
+        return np.full(40, index), image
+    return (image, image.copy()) if form == "mask last" else (image, {"more": [image.copy(), image[:, :7]]})
+
+
 def _slot_bytes(pid: int | str) -> int:
     """Slot memory that a process has mapped."""
     total_bytes = 0
@@ -263,6 +375,26 @@ def test_batches_that_grow_take_the_ring_beyond_its_limit_for_a_moment_only() ->
 
     assert num_slots > 4
     assert max(mapped) <= 2_000_000 + 512 * 1024  # the batch in hand may be of a slot that was given up
+
+
+def _with_huge(index: int) -> Any:
+    return np.full(8 << 20 if index in (20, 21, 40, 41) else 256 << 10, index, np.uint8)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_slots_of_huge_batches_are_given_up_by_the_parent_and_by_the_workers(num_workers: int) -> None:
+    """After a hundred small batches, no more is mapped than before the huge ones."""
+    with contextlib.closing(DataLoader(datasets.Made(_with_huge, 180), 1, num_workers=num_workers)) as loader:
+        iterator = iter(loader)
+        pids = ["self", *(worker.pid for worker in iterator._workers)]
+        mapped = {}
+        for number, batch in enumerate(iterator):
+            assert batch.flatten()[-1] == number
+            if number in (18, 60, 170):
+                mapped[number] = sum(map(_slot_bytes, pids))
+
+    assert mapped[60] > mapped[18] + (16 << 20)
+    assert mapped[170] < 1.2 * mapped[18]
 
 
 def _outgrowing_or_count(index: int) -> Any:

@@ -19,18 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.cache.build import processes
-from fastload.cache.build.plan import as_stored, check_source, make_plan
+from fastload.cache.build.plan import (
+    DEFAULT_QUALITY,
+    as_stored,
+    check_source,
+    find_lossy_leaf,
+    leaf_name,
+    make_plan,
+)
 from fastload.cache.build.random_check import read_unnoticed, readable, spread_indices
 from fastload.cache.build.staging import REPORT, StagingDirectory, only_builder
 from fastload.cache.build.tasks import TASKS_A_WORKER, Failure, RecordTasks, Value, cut
 from fastload.cache.build.writer import ShardWriter
-from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
+from fastload.cache.format.codecs import CODEC_CHECK, LOSSY, QUALITY_CHECK, is_lossy
 from fastload.cache.format.progress import BuildProgress
-from fastload.cache.format.record import encode
+from fastload.cache.format.record import decode, encode
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
-from fastload.system.checks import check_arguments, integer, one_of, optional
+from fastload.system.checks import TEXT, check_arguments, integer, one_of, optional
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -45,8 +52,10 @@ _CHECKS = {
     "shards": optional(integer(1)),
     "codec": optional(CODEC_CHECK),
     "quality": optional(QUALITY_CHECK),
+    "lossy_leaf": optional(TEXT),
     "on_error": one_of("raise", "skip"),
 }
+_EXAMPLES = 3  # samples in which photographs are told from masks
 _MAX_COMPARED = 1000  # samples whose shapes are compared
 
 
@@ -61,7 +70,7 @@ def build_lmdb(dataset: Any, path: str | os.PathLike[str], **options: Any) -> LM
     Raises:
         CacheMismatchError: The cache, or the unfinished build, at `path` was made from other samples, or with
             other settings.
-        CacheBusyError: Another process is building it.
+        CacheBusyError: Another process is building it, and `wait` is False; or another thread is.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The files could not be written, or this process cannot open as many files as the shards
             need.
@@ -88,14 +97,19 @@ class Build:
         progress: Show a bar if standard error is a terminal; progress is logged otherwise.
         probed: Samples that were already read, by index; they are not read again.
         codec: How `(H, W, 3)`, `(H, W, 1)` and `(H, W)` uint8 arrays are encoded: `"raw"`; `"png"`, lossless;
-            `"jpeg"` or `"webp"`, which change the pixels of arrays with three channels (one channel can be a
-            mask, and is encoded as png); `"source"` stores the files of undecoded images unchanged. None
-            accepts a cache or an unfinished build of any codec, and builds a raw cache.
+            `"jpeg"` or `"webp"`, which change the pixels of one array with three channels, the image (all
+            other arrays can be masks, and are encoded as png); `"source"` stores the files of undecoded
+            images unchanged. None accepts a cache or an unfinished build of any codec, and builds a raw
+            cache.
         quality: Quality of jpeg and webp, 1 to 100; webp of quality 100 is lossless. None accepts a cache or
             an unfinished build of any quality, and builds with 95.
+        lossy_leaf: The image that jpeg and webp change: a name such as `"image"` or `"inputs.rgb"`, a number
+            as a str such as `"0"`, or a path such as `$["image"]`. None accepts that of a cache or an
+            unfinished build, or else finds the one `(H, W, 3)` array with the look of a photograph.
         on_error: `"raise"` ends the build at the first sample that cannot be read; `"skip"` leaves such a
             sample out and writes a line about it to PATH.errors.jsonl.
         max_errors: The maximum number of left-out samples (an int), or their share (a float).
+        wait: Wait while another process builds the cache, and then open it.
         fingerprint: Of the samples; identifies a cache without reading a sample.
         kept: Where finished shards are kept, for messages; None for PATH.partial.
     """
@@ -108,8 +122,10 @@ class Build:
     probed: dict[int, Any] = field(default_factory=dict)
     codec: str | None = None
     quality: int | None = None
+    lossy_leaf: str | None = None
     on_error: str = "raise"
     max_errors: int | float = 0.01
+    wait: bool = True
     fingerprint: Fingerprint | None = None
     kept: str | None = None
     left_out: list[FailedSample] = field(default_factory=list, init=False)  # of all shards so far
@@ -131,7 +147,7 @@ class Build:
         """
         if os.path.lexists(self.path):
             return self.opened()
-        with only_builder(self.path):
+        with only_builder(self.path, wait=self.wait):
             if os.path.lexists(self.path):  # another process has just built it
                 return self.opened()
             files = StagingDirectory(self.path)
@@ -165,7 +181,9 @@ class Build:
                 probed = {0: read_unnoticed(dataset, 0)}
         shards = None if self.shards is None else max(1, min(self.shards, num_samples))
         quality = None if cache.description.quality is None else self.quality
-        settings = {"codec": self.codec, "quality": quality, "num_shards": shards}
+        leaf, lossy_leaf = cache.description.lossy_leaf, self.lossy_leaf
+        lossy_leaf = leaf if leaf is not None and lossy_leaf == leaf_name(leaf) else lossy_leaf
+        settings = {"codec": self.codec, "quality": quality, "lossy_leaf": lossy_leaf, "num_shards": shards}
         settings = {name: value for name, value in settings.items() if value is not None}
         check_source(cache, num_samples, probed, fingerprint=fingerprint, settings=settings)
         return cache
@@ -180,6 +198,7 @@ class Build:
         if earlier is not None:
             codec, quality = self.codec or earlier.codec, quality or earlier.quality
             num_shards = num_shards or earlier.num_shards
+        quality = (quality or DEFAULT_QUALITY) if codec in LOSSY else None
         self.dataset, self.fingerprint = as_stored(self.dataset, self.fingerprint, codec)
         if 0 not in self.probed and len(self.dataset):
             try:
@@ -189,7 +208,27 @@ class Build:
                     Failure.of(0, error).reraise()
                 with contextlib.suppress(Exception):
                     self.probed |= [next(readable(self.dataset, self.dataset.__getitem__))]
-        return make_plan(self.dataset, self.probed, self.fingerprint, codec, quality, num_shards)
+        if (
+            self.lossy_leaf is None
+            and earlier is not None
+            and (earlier.codec, earlier.quality) == (codec, quality)
+        ):
+            lossy_leaf = earlier.lossy_leaf
+        else:
+            if self.lossy_leaf is None and is_lossy(codec, quality):
+                self._read_examples()
+            lossy_leaf = find_lossy_leaf(self.probed.values(), codec, quality, self.lossy_leaf)
+        return make_plan(self.dataset, self.probed, self.fingerprint, codec, quality, lossy_leaf, num_shards)
+
+    def _read_examples(self) -> None:
+        """Probe a few samples: the first one of a dataset can be an image that looks like a mask."""
+
+        def read(index: int) -> Any:
+            return decode(encode(self.dataset[index]))  # a copy: a dataset can reuse its buffer
+
+        with contextlib.suppress(Exception):  # raised where the sample is stored
+            copies = {index: decode(encode(sample)) for index, sample in self.probed.items()}
+            self.probed = copies | dict(itertools.islice(readable(self.dataset, read), _EXAMPLES))
 
     def write(
         self,
@@ -223,7 +262,7 @@ class Build:
         num_processes = processes.choose_workers(self.num_workers, num_left)
         example_bytes = len(encode(self.probed[min(self.probed)])) if self.probed else _GUESSED_BYTES
         ranges = cut(spans, example_bytes, num_processes)
-        tasks = RecordTasks(self.dataset, ranges, self.probed, plan.codec, plan.quality, self._is_skipping)
+        tasks = RecordTasks(self.dataset, ranges, self.probed, plan, self._is_skipping)
         # Workers start before a file is opened, because they must not inherit LMDB environments.
         answers = processes.run(tasks, len(ranges), num_processes, ahead=TASKS_A_WORKER)
         try:

@@ -6,8 +6,10 @@ build follows its plan, after comparing it with the plan that this process would
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import shlex
 import time
 import zlib
@@ -19,7 +21,14 @@ import PIL.Image  # the submodule, so encoding workers, which are forked from he
 
 from fastload.cache.build.sources import decoded_source, encoded_source
 from fastload.cache.build.writer import lmdb_package
-from fastload.cache.format.codecs import BEST_QUALITY, LOSSY, SOURCE
+from fastload.cache.format.codecs import (
+    BEST_QUALITY,
+    LOSSY,
+    SOURCE,
+    codec_of_leaf,
+    is_like_a_photograph,
+    is_lossy,
+)
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
 from fastload.cache.format.undecoded import holds_images
@@ -31,7 +40,7 @@ from fastload.nested.spec import flatten
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from fastload.cache.format.fingerprint import Fingerprint
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -39,7 +48,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 1 << 30  # of a shard, roughly, unless the user sets the number of shards
 # An open shard takes two descriptors, one of them for its mapping. Many systems allow a process 1024.
 MAX_SHARDS = 128
-_QUALITY = 95  # of jpeg and webp, by default
+DEFAULT_QUALITY = 95  # of jpeg and webp, by default
 
 
 def source_of_build(dataset: Any, codec: str | None) -> tuple[Any, Fingerprint | None]:
@@ -62,6 +71,7 @@ def make_plan(
     fingerprint: Fingerprint | None,
     codec: str,
     quality: int | None,
+    lossy_leaf: str | None,
     num_shards: int | None,
 ) -> Plan:
     """A plan of a new build.
@@ -71,7 +81,8 @@ def make_plan(
         probed: Samples that were read, by index; without sample 0 if it cannot be read.
         fingerprint: Of the samples.
         codec: As of a build.
-        quality: Of a lossy codec; None for the default.
+        quality: As of a build; None if the codec has none.
+        lossy_leaf: See `find_lossy_leaf`.
         num_shards: None for files of about 1 GiB.
 
     Raises:
@@ -79,7 +90,6 @@ def make_plan(
     """
     lmdb = lmdb_package()
     num_samples = len(dataset)
-    quality = (quality or _QUALITY) if codec in LOSSY else None
     index = min(probed, default=0)
     example = probed.get(index)
     if codec == SOURCE and probed and not holds_images(example):
@@ -90,9 +100,8 @@ def make_plan(
         )
     spec, crc32 = _identity(probed[0]) if 0 in probed else (None, None)
     if num_shards is None and probed:
-        parts, _ = record_parts(
-            *flatten(example), "raw" if codec == SOURCE else codec, quality or BEST_QUALITY
-        )
+        image_codec = "raw" if codec == SOURCE else codec
+        parts, _ = record_parts(*flatten(example), image_codec, quality or BEST_QUALITY, lossy_leaf)
         num_shards = min(MAX_SHARDS, math.ceil(sum(map(len, parts)) * num_samples / SHARD_BYTES))
     classes = getattr(dataset, "classes", None)
     is_listed = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
@@ -104,6 +113,7 @@ def make_plan(
         crc32=crc32,
         codec=codec,
         quality=quality,
+        lossy_leaf=lossy_leaf,
         parts=None if fingerprint is None else dict(fingerprint.parts),
         classes=classes if is_listed else None,
         libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
@@ -123,6 +133,60 @@ def _identity(sample: Any) -> tuple[str, int]:
 
 def _without_path(leaf: Any) -> Any:
     return EncodedImage.of(leaf.content(), None) if type(leaf) is EncodedImage else leaf
+
+
+# --- the leaf of a lossy codec ----------------------------------------------------------------------------
+
+
+def find_lossy_leaf(
+    samples: Collection[Any], codec: str, quality: int | None, name: str | None
+) -> str | None:
+    """The path of the image that a lossy codec changes; None if the codec is lossless, or there is no image.
+
+    Args:
+        samples: A few samples.
+        codec: As of a build.
+        quality: Of the codec.
+        name: The user's name or path of the leaf; None to find the one that looks like a photograph.
+
+    Raises:
+        ValueError: No leaf or several leaves fit; the error lists the leaves.
+    """
+    if not is_lossy(codec, quality):
+        if name is None:
+            return None
+        exact = codec if quality is None else f"{codec} of quality {quality}"
+        raise ValueError(f"lossy_leaf={name!r} is for {' and '.join(LOSSY)}, but {exact} changes no pixels")
+    images: dict[str, list[Any]] = {}
+    for sample in samples:
+        spec, values = flatten(sample)
+        for path, leaf, value in zip(spec.paths(), spec.leaves, values, strict=True):
+            if codec_of_leaf(codec, leaf) == codec:
+                images.setdefault(path, []).append(value)
+    if name is None:
+        paths = [path for path, arrays in images.items() if any(map(is_like_a_photograph, arrays))]
+        problem = "several leaves have" if paths else "no leaf has"
+        problem = f"{problem} the look of a photograph"
+    else:
+        paths = [path for path in images if name in (path, leaf_name(path))]
+        problem = f"lossy_leaf={name!r} names no image of three channels"
+    if len(paths) == 1:
+        return paths[0]
+    if not samples or (name is None and not images):
+        return None
+    listed = ", ".join(f"{leaf_name(path)} of shape {arrays[0].shape}" for path, arrays in images.items())
+    example = leaf_name(next(iter(images), "NAME"))
+    raise ValueError(
+        f'codec "{codec}" changes pixels, so it is for one leaf of a sample, a photograph, and all others, '
+        f"such as masks, stay exact: {problem}. The images are: {listed or 'none'}. Name the photograph with "
+        f"lossy_leaf={example!r} (--lossy-leaf {example} on the command line), or choose codec png"
+    )
+
+
+def leaf_name(path: str) -> str:
+    """The path of a leaf without brackets: `image` for `$["image"]`, `0.rgb` for `$[0]["rgb"]`."""
+    keys = re.findall(r'\[("(?:[^"\\]|\\.)*"|\d+)\]', path)
+    return ".".join(str(json.loads(key)) for key in keys) or path
 
 
 # --- comparison ------------------------------------------------------------------------------------------

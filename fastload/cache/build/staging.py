@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
+import logging
 import os
 import re
 import shlex
 import stat
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,8 +41,10 @@ from fastload.cache.lmdb.description import (
 from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_file, shard_name
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
-from fastload.system.locks import is_lock_file_held, lock_file
+from fastload.system.humanize import readable_size
+from fastload.system.locks import is_lock_file_held, is_lock_file_held_here, lock_file
 from fastload.system.logs import log
+from fastload.system.ranks import are_several_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -56,6 +61,9 @@ NAMES = re.compile(
     rf"{_LASTING}|\.({_LASTING})\.[0-9a-f]{{16}}|{re.escape(MANIFEST_NAME)}|{_SHARD}\.lmdb\.part"
 )
 _SHARD_NAME = re.compile(rf"{_SHARD}\.lmdb")
+_POLL_S = 0.2
+_LOG_POLLS = 50
+_sleep = time.sleep
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -304,35 +312,46 @@ def lock_name(path: str) -> str:
 
 
 @contextlib.contextmanager
-def only_builder(path: str, title: str | None = None) -> Iterator[None]:
-    """Hold the lock on a destination; never waits.
+def only_builder(path: str, title: str | None = None, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock on a destination.
 
     On a file system without locks nothing is locked, and a log line says so: rule 4 keeps the files safe.
 
     Args:
         path: The path of the cache.
         title: Its name in messages; None for its path.
+        wait: Wait for a builder in another process. A thread of this process is never waited for, because it
+            can be this one.
 
     Raises:
         CacheBusyError: Another builder holds it.
         CacheError: The lock file cannot be made.
     """
     name = lock_name(path)
-    with contextlib.ExitStack() as stack:
-        with writing(path):
-            try:
-                has_lock = stack.enter_context(lock_file(name))
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name)
-                log.info("%s: not locked, because this file system does not have locks", path)
-                has_lock = True
-        if not has_lock:
-            title, holder = title or path, _holder(name)
-            raise CacheBusyError(f"{title} is being built by {holder}: wait until it has finished")
-        yield
+    for attempt in itertools.count():
+        with contextlib.ExitStack() as stack:
+            with writing(path):
+                try:
+                    has_lock = stack.enter_context(lock_file(name))
+                except OSError as error:
+                    if error.errno not in _NO_LOCKS:
+                        raise
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(name)
+                    log.info("%s: not locked, because this file system does not have locks", path)
+                    has_lock = True
+            if has_lock:
+                yield
+                return
+        is_own = is_lock_file_held_here(name)
+        busy = f"{title or path} is being built by {'another thread' if is_own else _holder(name)}"
+        if is_own or not wait:
+            raise CacheBusyError(f"{busy}: wait until it has finished")
+        if attempt % _LOG_POLLS == 0:
+            level = logging.INFO if attempt or are_several_ranks() else logging.WARNING
+            written = readable_size(_num_bytes(path + PARTIAL_SUFFIX))
+            log.log(level, "this process waits until it has finished: %s, %s so far", busy, written)
+        _sleep(_POLL_S)
 
 
 def is_being_built(path: str) -> bool:
@@ -342,7 +361,16 @@ def is_being_built(path: str) -> bool:
 
 def _holder(name: str) -> str:
     try:
-        pid = int(Path(name).read_text())
+        return f"process {int(Path(name).read_text())}"
     except (OSError, ValueError):  # it has just ended, or has not written its id yet
         return "another process"
-    return "another thread" if pid == os.getpid() else f"process {pid}"
+
+
+def _num_bytes(directory: str) -> int:
+    """The size of the files in a directory that a builder changes meanwhile; 0 if there is none."""
+    nbytes = 0
+    with contextlib.suppress(OSError):
+        for file in os.scandir(directory):
+            with contextlib.suppress(OSError):
+                nbytes += file.stat().st_size
+    return nbytes

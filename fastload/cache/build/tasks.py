@@ -24,6 +24,8 @@ from fastload.system.remote_error import text_of
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fastload.cache.lmdb.description import Plan
+
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
 _MAX_TASK_SAMPLES = 64
@@ -73,16 +75,14 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
         dataset: Map-style.
         ranges: Ranges of indices.
         probed: Samples that were already read, by index.
-        codec: How images are encoded, one of `codecs.CACHE_CODECS`.
-        quality: Of a lossy codec.
+        plan: How images are encoded.
         skips: Leave out samples that cannot be read.
     """
 
     dataset: Any
     ranges: Sequence[range]
     probed: Mapping[int, Any]
-    codec: str
-    quality: int | None
+    plan: Plan
     skips: bool
 
     def __post_init__(self) -> None:
@@ -90,12 +90,13 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
 
     def __getitem__(self, number: int) -> list[Value | FailedSample | Failure]:
         values: list[Value | FailedSample | Failure] = []
-        codec = "raw" if self.codec == SOURCE else self.codec
+        plan = self.plan
+        codec = "raw" if plan.codec == SOURCE else plan.codec
         read_tasks_ahead(self.dataset, self.ranges, number, skipped=self.probed)
         for index in self.ranges[number]:
             try:
                 sample = self.probed[index] if index in self.probed else self._read(index)
-                if self.codec == SOURCE:
+                if plan.codec == SOURCE:
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if not self.skips:
@@ -104,7 +105,9 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
                 values.append(FailedSample.of(index, error, None if worker is None else worker.id))
                 continue
             try:
-                parts, _ = record_parts(*flatten(sample), codec, self.quality or BEST_QUALITY)
+                parts, _ = record_parts(
+                    *flatten(sample), codec, plan.quality or BEST_QUALITY, plan.lossy_leaf
+                )
             except UnsupportedSampleError as error:  # the cause is the dataset, not a damaged file
                 return [*values, Failure.of(index, error)]
             data = b"".join((PADDING, *parts))

@@ -76,7 +76,7 @@ def build_at_url(dataset: Any, url: str, *, path: str | None = None, **options: 
     Raises:
         CacheMismatchError: The URL or the path has a cache, or a build, of other samples or settings.
         CacheCorruptError: The plan or the manifest at the URL is damaged.
-        CacheBusyError: Another process of this host builds for this URL.
+        CacheBusyError: Another process of this host builds for this URL, and `wait` is False.
         UnsupportedSampleError: A value in a sample cannot be cached.
         CacheError: The local disk or the store cannot be written; all finished shards are kept.
         TooManyFailuresError: More samples than `max_errors` allows could not be read; all finished shards are
@@ -91,7 +91,7 @@ def build_at_url(dataset: Any, url: str, *, path: str | None = None, **options: 
         with contextlib.ExitStack() as stack:
             with writing(scratch):
                 make_private_directory(os.path.dirname(scratch))
-            stack.enter_context(only_builder(scratch, files.url))
+            stack.enter_context(only_builder(scratch, files.url, wait=build.wait))
             finished = _read(files, MANIFEST_NAME)
             existing = finished or _read(files, REMOTE_PLAN_NAME)
             if path is not None:

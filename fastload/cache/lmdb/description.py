@@ -25,7 +25,7 @@ from fastload.system.checks import (
     optional,
 )
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MAX_TEXT_BYTES = 64 << 20  # enough for the names of millions of classes
 
 _MAX_SAMPLES = 1 << 48
@@ -36,6 +36,7 @@ _COMPARED = {
     "num_shards": "number of shards",
     "codec": "codec",
     "quality": "quality",
+    "lossy_leaf": "lossy leaf",
     "spec": "structure of sample 0",
     "crc32": "content of sample 0",
 }
@@ -52,7 +53,8 @@ class Plan:
         spec: Structure of sample 0, as JSON; None if the cache is empty or sample 0 could not be read.
         crc32: Checksum of the record of sample 0, before a codec changes it.
         codec: How images are encoded, one of `codecs.CACHE_CODECS`.
-        quality: Quality of a lossy codec, else None.
+        quality: Quality of jpeg or webp, else None.
+        lossy_leaf: The path of the leaf whose pixels a lossy codec changes; None if all leaves are exact.
         parts: Parts of the samples' fingerprint; None if the dataset had no fingerprint.
         classes: Names of the dataset's classes, if it has any.
         libraries: Versions of the libraries that wrote the cache, by name.
@@ -66,6 +68,7 @@ class Plan:
     crc32: int | None
     codec: str
     quality: int | None
+    lossy_leaf: str | None
     parts: dict[str, str] | None
     classes: list[str] | None
     libraries: dict[str, str]
@@ -169,6 +172,7 @@ _PLAN_FIELDS = {
     "crc32": optional(integer(0, _32_BITS)),
     "codec": CODEC_CHECK,
     "quality": optional(QUALITY_CHECK),
+    "lossy_leaf": optional(TEXT),
     "parts": optional(dict_of(TEXT)),
     "classes": optional(list_of(TEXT)),
     "libraries": dict_of(TEXT),

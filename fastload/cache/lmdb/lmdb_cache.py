@@ -297,7 +297,9 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
     """
     first = outline(records[0])
     make = tensor_functions()
-    if first.codec != "raw" or not all(make.collates(leaf) for leaf in first.spec.leaves):
+    if first.codecs.count("raw") < len(first.codecs) or not all(
+        make.collates(leaf) for leaf in first.spec.leaves
+    ):
         return None
     if any(len(leaf.shape) >= _MAX_DIMENSIONS for leaf in first.spec.leaves):
         return None
@@ -309,7 +311,7 @@ def stack_records(records: Sequence[memoryview], allocate: Allocate) -> Any | No
             spans.append(first.spans)
             continue
         other = outline(record)
-        if other.spec != first.spec or other.codec != "raw":
+        if other.spec != first.spec or other.codecs != first.codecs:
             return None
         spans.append(other.spans)
     ints = [number for number, leaf in enumerate(first.spec.leaves) if leaf.kind == "int"]

@@ -53,7 +53,7 @@ ENTRY_BYTES = 8
 
 _HEADER = struct.Struct("<8sIIQ")  # magic, version; crc32 and length of the description
 _MAGIC = b"FLcache\0"
-_VERSION = 7
+_VERSION = 8
 _CURSOR = struct.Struct("<qqqq")
 # A user's limit is followed until only this share of the memory that was free is left.
 _MIN_RESERVE_SHARE = 0.05

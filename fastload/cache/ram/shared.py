@@ -67,7 +67,8 @@ class SharedMemoryCache(BaseCache):
         examples: A few samples that are typical of the dataset, or none; they are not stored.
         max_memory: The limit, as in `parse_memory`.
         fingerprint: Of the samples, if other processes should find the cache.
-        reserved_bytes: Memory of the machine that the cache leaves free while it grows.
+        reserved_bytes: Memory of the machine that the cache leaves free while it grows; None for a fifth of
+            what is free now with `"auto"`, and a twentieth with a limit of the user's.
 
     Attributes:
         layout: `"uniform"` (columns, and ragged records for samples that do not match) or `"ragged"`.
@@ -94,11 +95,11 @@ class SharedMemoryCache(BaseCache):
         *,
         max_memory: str | float = "auto",
         fingerprint: Fingerprint | None = None,
-        reserved_bytes: int = 0,
+        reserved_bytes: int | None = None,
     ) -> None:
         max_bytes = parse_memory(max_memory)
         self._hold(*make_segment(num_samples, max_bytes, examples, Origin.new(fingerprint)))
-        self._arena.leave_free(reserved_bytes)
+        self._arena.leave_free(reserve_bytes(max_memory) if reserved_bytes is None else reserved_bytes)
 
     @classmethod
     def attach(cls, segment: Segment) -> SharedMemoryCache:

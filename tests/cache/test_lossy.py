@@ -1,0 +1,229 @@
+"""Lossy codecs are for photographs: masks, label maps and ids that share a sample with one stay exact."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import pytest
+import skimage.data as photographs
+
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.build.on_executor import build_on
+from fastload.cache.dataset import CachedDataset
+from fastload.cache.format.codecs import is_like_a_photograph
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.errors import CacheMismatchError
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.test_on_executor import OneByOne
+from tests.cache.zoo import Images, Made
+from tests.test_cli import run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+pytestmark = pytest.mark.usefixtures("needs_lmdb")
+
+COLORS = np.array([[128, 64, 128], [244, 35, 232], [70, 70, 70], [0, 0, 142]], np.uint8)  # one of each class
+LOSSY = [("jpeg", 95), ("webp", 95), ("webp", 99)]
+
+
+def photo(index: int) -> np.ndarray[Any, Any]:
+    return np.ascontiguousarray(np.roll(photographs.astronaut()[:300, :280], 9 * index, axis=0))
+
+
+def mask(index: int) -> np.ndarray[Any, Any]:
+    """Classes in their colors, `(300, 280, 3)`."""
+    classes = np.kron(np.random.default_rng(index).integers(0, 4, (15, 14)), np.ones((20, 20), int))
+    return COLORS[classes]
+
+
+class Pair(NamedTuple):
+    mask: Any
+    image: Any
+
+
+FORMS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "dict": (lambda image, mask: {"image": image, "mask": mask, "ids": mask[:, :, 0]}, "image"),
+    "mask first": (lambda image, mask: {"mask": mask, "image": image, "label": 3}, "image"),
+    "tuple": (lambda image, mask: (image, mask), "0"),
+    "list": (lambda image, mask: [mask, 3, image], "2"),
+    "namedtuple": (lambda image, mask: Pair(mask, image), "1"),
+    "nested": (lambda image, mask: {"target": [mask, mask[:, :, 1]], "inputs": {"rgb": image}}, "inputs.rgb"),
+    "a dot": (lambda image, mask: {"a.b": image, "mask": mask}, "a.b"),
+}
+
+
+def of(form: str, image: Callable[[int], Any] = photo, number: int = 4) -> Made:
+    make = FORMS[form][0]
+    return Made(lambda index: make(image(index), mask(index)), number)
+
+
+class Stopping(Made):
+    """Samples with a mask first; Ctrl-C comes at one of them."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(of("mask first").make, 4)
+        self.stop = stop
+
+    def sample(self, index: int) -> Any:
+        if index == self.stop:
+            raise KeyboardInterrupt
+        return super().sample(index)
+
+
+def arrays(sample: Any) -> list[Any]:
+    """The arrays of three channels in a sample, image first."""
+    if isinstance(sample, dict) and "target" in sample:
+        return [sample["inputs"]["rgb"], sample["target"][0]]
+    values = [*sample.values()] if isinstance(sample, dict) else [*sample]
+    found = [value for value in values if isinstance(value, np.ndarray) and value.ndim == 3]
+    return sorted(found, key=lambda array: len(np.unique(array)), reverse=True)
+
+
+def check_exact_but_for_the_image(cache: LMDBCache, source: Any, *, is_flat: bool = False) -> None:
+    for index in range(len(source)):
+        (image, exact), (was, expected) = arrays(cache.get(index)), arrays(source[index])
+        np.testing.assert_array_equal(exact, expected)
+        if not is_flat:
+            assert 0 < np.abs(image.astype(int) - was).mean() < 5
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_one_photograph_is_found(form: str, codec: Any, tmp_path: Path) -> None:
+    """In any order of leaves, in any nest; the mask beside it keeps every pixel, decoded or not."""
+    build_lmdb(source := of(form), tmp_path / "a", codec=codec[0], quality=codec[1], num_workers=0).close()
+    cache = LMDBCache(tmp_path / "a")
+    check_exact_but_for_the_image(cache, source)
+    ds = CachedDataset.from_cache(tmp_path / "a", ram=True)
+    np.testing.assert_array_equal(arrays(ds[1])[1], mask(1))
+    assert cache.nbytes < 4 * 300 * 280 * 3
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_images_without_the_look_of_a_photograph_are_named(form: str, tmp_path: Path) -> None:
+    """By the name of the leaf or by its path; without it the error lists the leaves, and nothing is left."""
+    source = of(form, lambda index: np.full((300, 280, 3), 40 * index, np.uint8))
+    name = FORMS[form][1]
+    with pytest.raises(ValueError, match="lossy_leaf=") as caught:
+        build_lmdb(source, tmp_path / "a", codec="jpeg", num_workers=0)
+    assert name in str(caught.value)
+    assert "(300, 280, 3)" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    build_lmdb(source, tmp_path / "a", codec="jpeg", lossy_leaf=name, num_workers=0).close()
+    check_exact_but_for_the_image(LMDBCache(tmp_path / "a"), source, is_flat=True)
+    path = LMDBCache(tmp_path / "a").description.lossy_leaf
+    assert build_lmdb(source, tmp_path / "a", codec="jpeg", lossy_leaf=path).num_cached == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda index: {"left": photo(index), "right": photo(index + 1)}, "left.*right"),
+        (lambda index: (mask(index), index), "0 of shape"),
+        (mask, "lossy_leaf='\\$'"),
+    ],
+    ids=["two photographs", "only a mask", "a bare mask"],
+)
+def test_what_is_not_clear_is_an_error(make: Any, said: str, tmp_path: Path) -> None:
+    """Two images, and the mask of a dataset without images."""
+    with pytest.raises(ValueError, match=said):
+        build_lmdb(Made(make, 3), tmp_path / "a", codec="webp", num_workers=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"codec": "jpeg", "lossy_leaf": "images"}, "'images' names no image"),
+        ({"codec": "jpeg", "lossy_leaf": "ids"}, "names no image"),
+        ({"codec": "png", "lossy_leaf": "image"}, "png"),
+        ({"lossy_leaf": "image"}, "raw"),
+        ({"codec": "webp", "quality": 100, "lossy_leaf": "image"}, "quality 100"),
+    ],
+)
+def test_a_leaf_that_cannot_be_lossy_is_an_error(options: Any, said: str, tmp_path: Path) -> None:
+    """A name that no leaf has, a leaf of another kind, a codec that changes no pixel."""
+    with pytest.raises(ValueError, match=said):
+        build_lmdb(of("dict"), tmp_path / "a", num_workers=0, **options)
+
+
+@pytest.mark.parametrize("codec", [("png", None), ("webp", 100), ("raw", None)], ids=str)
+def test_exact_codecs_need_no_leaf(codec: Any, tmp_path: Path) -> None:
+    """And apply to all images."""
+    source = Made(lambda index: {"left": photo(index), "right": mask(index)}, 3)
+    cache = build_lmdb(source, tmp_path / "a", codec=codec[0], quality=codec[1], num_workers=0)
+    for name in ("left", "right"):
+        np.testing.assert_array_equal(cache.get(2)[name], source[2][name])
+
+
+def test_samples_without_the_leaf_are_exact(tmp_path: Path) -> None:
+    """Samples can differ in structure."""
+    source = Made(lambda index: {"image": photo(index)} if index % 2 == 0 else {"other": mask(index)}, 4)
+    cache = build_lmdb(source, tmp_path / "a", codec="jpeg", num_workers=0)
+    np.testing.assert_array_equal(cache.get(1)["other"], mask(1))
+
+
+def test_other_ways_to_build_agree(tmp_path: Path) -> None:
+    """Workers, tasks on an executor, a build that another one continues; another leaf is another cache."""
+    source = of("mask first")
+    kwargs: dict[str, Any] = {"codec": "jpeg", "num_workers": 2, "shards": 2}
+    build_lmdb(source, tmp_path / "a", **kwargs).close()
+    check_exact_but_for_the_image(LMDBCache(tmp_path / "a"), source)
+    with OneByOne() as executor:
+        build_on(
+            executor, partial(of, "mask first"), tmp_path / "b", num_cpus=1, shards=2, codec="jpeg"
+        ).close()
+    check_exact_but_for_the_image(LMDBCache(tmp_path / "b"), source)
+    with pytest.raises(KeyboardInterrupt):
+        build_lmdb(Stopping(1), tmp_path / "c", codec="jpeg", num_workers=0, shards=4)
+    build_lmdb(Stopping(-1), tmp_path / "c", num_workers=0).close()
+    check_exact_but_for_the_image(LMDBCache(tmp_path / "c"), source)
+    with pytest.raises(CacheMismatchError, match="lossy leaf"):
+        build_lmdb(source, tmp_path / "a", codec="jpeg", lossy_leaf="mask")
+
+
+def test_a_damaged_or_dark_first_sample_does_not_decide(tmp_path: Path) -> None:
+    """A few samples are looked at."""
+    dark = np.zeros((300, 280, 3), np.uint8)
+    source = of("dict", lambda index: dark if index == 0 else photo(index))
+    check = build_lmdb(source, tmp_path / "a", codec="jpeg", num_workers=0)
+    np.testing.assert_array_equal(check.get(1)["mask"], mask(1))
+    cache = build_lmdb(
+        BrokenImages(bad=[0]), tmp_path / "b", codec="jpeg", num_workers=0, on_error="skip", max_errors=1
+    )
+    assert np.abs(cache.get(1)[0].astype(int) - Images().sample(1)[0]).max() > 0
+
+
+def test_the_command_line_names_the_leaf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--lossy-leaf, and a line that says what to write without it."""
+    (tmp_path / "lossy_data.py").write_text(
+        "import tests.cache.test_lossy as t, numpy as np\n"
+        "train = t.of('dict', lambda index: np.full((96, 96, 3), 40 * index, np.uint8))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    command = ("build", "lossy_data:train", tmp_path / "a", "--codec", "jpeg", "--workers", "0", "--quiet")
+    unclear = run(*command)
+    assert (unclear.exit_code, "--lossy-leaf image" in unclear.stderr) == (1, True)
+    assert run(*command, "--lossy-leaf", "image").exit_code == 0
+    assert LMDBCache(tmp_path / "a").description.lossy_leaf == '$["image"]'
+    assert run("build", "lossy_data:train", tmp_path / "b", "--lossy-leaf", "image").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("array", "expected"),
+    [
+        *((picture(), True) for picture in (photographs.astronaut, photographs.coffee, photographs.cat)),
+        (np.repeat(photographs.camera()[:, :, None], 3, axis=2), True),
+        (photo(0)[:32, :32], True),
+        (mask(0), False),
+        (COLORS[np.random.default_rng(0).integers(0, 4, (64, 64))], False),
+        (np.full((64, 64, 3), 9, np.uint8), False),
+        (np.zeros((1, 1, 3), np.uint8), False),
+    ],
+)
+def test_what_looks_like_a_photograph(array: np.ndarray[Any, Any], *, expected: bool) -> None:
+    """Many colors, or many shades from pixel to pixel; color-coded masks have few."""
+    assert is_like_a_photograph(np.ascontiguousarray(array)) is expected
