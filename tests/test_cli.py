@@ -137,7 +137,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     *((f"cache {command} file", 2 if command == "ls" else 1, ": .*file") for command in CACHE_PATHS),
     ("cache build ZOO ''", 2, "is empty: pass a path$"),
     ("cache build ZOO \udcff.lmdb", 2, "is not valid UTF-8: use a different name$"),
-    *((f"cache {command} caches", 1, "'fastload cache ls .*caches' lists") for command in ("info", "verify")),
+    *((f"cache {command} caches", 1, "`fastload cache ls .*caches` lists") for command in ("info", "verify")),
     ("cache info left", 1, "unfinished build"),
     ("cache verify caches/damaged", 1, "^CacheCorruptError: "),
     *((f"cache rm --yes {path}", 1, f": .*{path}") for path in ("empty", "mixed", "movie", "link")),

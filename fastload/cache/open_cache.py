@@ -15,7 +15,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import json
 import os
+import sys
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
+_private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
 
 
@@ -232,8 +236,11 @@ def _open_one(samples: _Samples, cache: Any) -> tuple[SampleCache, _Samples]:
         samples.holds_images = cache.description.codec == SOURCE
         return cache, samples
     if isinstance(cache, str) or not isinstance(cache, SampleCache):
-        is_location = isinstance(cache, str) and (is_url(cache) or os.path.exists(os.path.expanduser(cache)))
-        hint = f'pass cache="lmdb:{cache}" for the cache at this path' if is_location else _USAGE
+        is_location = isinstance(cache, str) and (
+            is_url(cache) or cache.endswith(".lmdb") or os.path.exists(os.path.expanduser(cache))
+        )
+        literal = json.dumps(f"lmdb:{cache}", ensure_ascii=False)  # the same text in Python
+        hint = f"pass cache={literal} for the cache at this path" if is_location else _USAGE
         raise ValueError(f"cache={cache!r} is not a cache: {hint}")
     samples.examine()
     if cache.num_samples != len(samples):
@@ -368,7 +375,27 @@ def _shared_cache(
     cache.reason = f"private to this process and its workers, because {why}"
     if count_ranks_of_host() > 1:
         say_once(f"cache: {cache.reason}. Each rank of this host decodes every sample and keeps its own copy")
+    if shared_as is None:
+        _warn_of_repetition(samples, why)
     return cache
+
+
+def _warn_of_repetition(samples: _Samples, why: str) -> None:
+    """Warn once if a cell of a notebook is run again, so that its samples are decoded again.
+
+    The cell defines the class of its dataset anew, or makes another dataset of the same class and length.
+    """
+    cls = type(samples.request.dataset)
+    name = cls.__module__, cls.__qualname__, len(samples)
+    earlier = _private_classes.get(name)
+    _private_classes[name] = weakref.ref(cls)
+    is_run_again = earlier is not None and (earlier() is not cls or hasattr(sys, "ps1"))
+    if is_run_again and "<locals>" not in cls.__qualname__:
+        say_once(
+            f"cache: a CachedDataset of {len(samples):,} samples of {cls.__qualname__} was made before in "
+            f"this process, and this one decodes all of them again, because {why}. With the same cache_key=, "
+            "a new CachedDataset takes the samples of the old one, while that lives"
+        )
 
 
 def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:

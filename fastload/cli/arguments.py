@@ -7,12 +7,12 @@ import functools
 import importlib.util
 import json
 import os
-import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fastload.cli.terminal import CommandError, ExitCode
+from fastload.system.humanize import fastload_command
 from fastload.system.os_errors import write_errors_as
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def path_or_url(name: str, *, instead: str = "", is_new: bool = False) -> Callab
     def parse(text: str) -> str:
         if is_url(text):
             if instead:
-                hint = instead.format(url=shlex.quote(text))
+                hint = instead.format(command=fastload_command("cache", "info", text))
                 raise CommandError(f"{name} should be a path on this machine, but is {text}: {hint}")
             check_url(text)
             return text

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import sys
 import time
 import warnings
@@ -23,7 +22,7 @@ from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_er
 from fastload.cli.source_argument import RemoteSource, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
-from fastload.system.humanize import readable_size, table
+from fastload.system.humanize import fastload_command, readable_size, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,7 +165,7 @@ def build(
     if ray is not None and (url is not None or workers is not None):
         raise CommandError(
             "--ray builds in a directory that all machines see, one task per CPU: pass a DEST there, omit "
-            "--workers, and upload the cache with 'fastload cache build SOURCE DEST --out URL'"
+            "--workers, and upload the cache with `fastload cache build SOURCE DEST --out URL`"
         )
     if force:
         if path is None:
@@ -278,7 +277,7 @@ def verify(path: CachePath) -> Answer:
     shown = ", ".join(map(str, damaged[:10])) + (", ..." if len(damaged) > 10 else "")
     lines = [
         f"{cache.path}: {len(damaged):,} of {cache.num_cached:,} records are damaged, of samples {shown}",
-        f"remove it with 'fastload cache rm {shlex.quote(cache.path)}', and {anew}",
+        f"remove it with {fastload_command('cache', 'rm', cache.path)}, and {anew}",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])
 
@@ -288,7 +287,7 @@ def ls(
     directory: Annotated[
         str | None,
         typer.Argument(
-            parser=path_or_url("DIRECTORY", instead="'fastload cache info {url}' shows the cache there"),
+            parser=path_or_url("DIRECTORY", instead="{command} shows the cache there"),
             metavar="[DIRECTORY]",
             help="List the caches on disk here, and none in memory; subfolders are not searched.",
         ),
@@ -337,8 +336,8 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
     lines = table(rows) if rows else ["none of your processes shares a cache in memory"]
     if local:
         lines.append(
-            f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: 'fastload cache ls "
-            f"{directory}' lists them, 'fastload cache prune' removes them"
+            f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: "
+            f"{fastload_command('cache', 'ls', directory)} lists them, `fastload cache prune` removes them"
         )
     copied = {"directory": directory, "number": len(local), "nbytes": nbytes}
     return lines, {"memory": live, "copies": copied}
@@ -447,7 +446,7 @@ def _cache_at(path: str) -> LMDBCache:
         raise
     except CacheMismatchError as error:
         if os.path.isdir(path):
-            error.add_note(f"'fastload cache ls {shlex.quote(path)}' lists the caches in a directory")
+            error.add_note(f"{fastload_command('cache', 'ls', path)} lists the caches in a directory")
         raise
 
 

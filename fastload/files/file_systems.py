@@ -21,6 +21,7 @@ READS_AT_ONCE = 64
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_PREFIX = "file://"
+_COPYING = ("simplecache", "filecache", "blockcache")  # protocols of fsspec that keep copies
 # Fields in which fsspec's file systems report the version of a file, best first.
 _VERSION_FIELDS = (
     *("ETag", "etag", "e_tag", "blob_id", "md5Hash", "content_md5", "generation"),
@@ -56,8 +57,21 @@ def _protocol(url: str) -> str:
 
 
 def local_path(path: str) -> str:
-    """The path without `file://`."""
-    return path.removeprefix(_LOCAL_PREFIX)
+    """The path without `file://`; a path that begins with `~` is in the user's home."""
+    return path.removeprefix(_LOCAL_PREFIX) if path.startswith(_LOCAL_PREFIX) else os.path.expanduser(path)
+
+
+def join_url(url: str, name: str) -> str:
+    """The URL of a file below a folder's, which fsspec opens: `zip://train::a.zip` holds `zip://train/x::a.zip`.
+
+    Of protocols that keep copies, such as `simplecache::s3://bucket`, the next one has the path.
+    """
+    first, separator, rest = url.partition("::")
+    if first in _COPYING and separator:
+        return f"{first}::{join_url(rest, name)}"
+    protocol, _, folder = first.partition("://")
+    folder = folder.rstrip("/")
+    return f"{protocol}://{folder}{folder and '/'}{name}{separator}{rest}"
 
 
 class Limits(NamedTuple):

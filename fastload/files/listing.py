@@ -86,36 +86,48 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
     if not os.path.lexists(root):
         raise FileNotFoundError(f"there is no folder {os.path.abspath(root)}")
     with os.scandir(root) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir())
+        classes = sorted(entry.name for entry in entries if _is_folder(entry))
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])
 
 
 def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
     paths = []
-    for folder, files in sorted(_walk(os.path.join(root, name))):
-        below_root = os.path.relpath(folder, root)
-        paths += [
-            os.fsencode(os.path.join(below_root, file))
-            for file in sorted(files)
-            if file.lower().endswith(extensions)
-        ]
+    for folder, files in sorted(_walk(root, name)):
+        prefix = os.fsencode(folder + os.sep)
+        paths += [prefix + os.fsencode(file) for file in sorted(files) if file.lower().endswith(extensions)]
     return paths
 
 
-def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Every folder below ``top`` with its files; follows links, except those that lead back to a parent."""
-    for folder, subfolders, files in os.walk(top, onerror=_raise, followlinks=True):
-        here = os.path.realpath(folder) + os.sep
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if not here.startswith(os.path.join(os.path.realpath(os.path.join(folder, name)), ""))
-        ]
-        yield folder, files
+def _walk(root: str, name: str) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below a class's folder, as a path below ``root``, and its files.
+
+    Follows links, except those that lead back to a folder on the way to them. The types of entries come with
+    their names, so folders and files need no further call of the system, and links one each.
+    """
+    folders: list[tuple[str, tuple[str, ...]]] = [(name, ())]  # and the real folders of the links on the way
+    while folders:
+        below, crossed = folders.pop()
+        files = []
+        # A folder that cannot be listed raises: it must not look empty.
+        with os.scandir(os.path.join(root, below)) as entries:
+            for entry in entries:
+                if not _is_folder(entry):
+                    files.append(entry.name)
+                elif not entry.is_symlink():
+                    folders.append((below + os.sep + entry.name, crossed))
+                else:
+                    way = (*crossed, os.path.join(os.path.realpath(os.path.join(root, below)), ""))
+                    target = os.path.join(os.path.realpath(entry.path), "")
+                    if not any(folder.startswith(target) for folder in way):
+                        folders.append((below + os.sep + entry.name, way))
+        yield below, files
 
 
-def _raise(error: OSError) -> None:
-    raise error  # a folder that cannot be listed must not look empty
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
 
 
 def arrange(classes: Iterable[str], files: Iterable[RemoteFile], extensions: tuple[str, ...]) -> Listing:

@@ -54,7 +54,8 @@ class RemoteFolder:
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any | None = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        stripped = url.rstrip("/")
+        self.url = f"{stripped}//" if stripped.endswith(":") else stripped  # `memory://` is a folder, too
         self._options = dict(storage_options or {})
         self._maker: tuple[Any, Any, Any] | None = None  # of the user's file system: class, arguments
         if filesystem is not None:
@@ -71,7 +72,7 @@ class RemoteFolder:
 
     def path(self, name: str) -> str:
         """The URL of a file, for people."""
-        return f"{self.url}/{name}"
+        return file_systems.join_url(self.url, name)
 
     def list_files(self) -> tuple[list[str], list[RemoteFile]]:
         """The folders directly below this folder, and all files at any depth below them.
@@ -91,7 +92,7 @@ class RemoteFolder:
 
             return retry(attempt, _failing("list", self.url, "folder"), self.limits)
 
-        prefix = connection.root + "/"
+        prefix = connection.root and connection.root + "/"  # the root of an archive has no name
         names = [
             _below(entry["name"], prefix)
             for entry in ask("ls", connection.root)
@@ -231,7 +232,7 @@ class RemoteFolder:
         def attempt(_: int) -> None:
             if not getattr(fs, "async_impl", False):  # clients of object stores would create the bucket
                 fs.makedirs(root, exist_ok=True)
-            write(fs, f"{root}/{name}")
+            write(fs, f"{root}/{name}" if root else name)
 
         retry(attempt, _failing("write", self.path(name)), self.limits)
 
@@ -283,7 +284,7 @@ class _Connection:
 
     def cat(self, name: str, **options: Any) -> Any:
         """The content of a file, with the options of `request`."""
-        path = f"{self.root}/{name}"
+        path = f"{self.root}/{name}" if self.root else name
         if not self._is_connected:
             with self._connecting:
                 if not self._is_connected:
@@ -319,6 +320,8 @@ if hasattr(os, "register_at_fork"):
 
 def _below(path: str, prefix: str) -> str:
     """A path below the folder; empty for the folder itself and for anything outside of it."""
+    if not prefix:
+        path = path.lstrip("/")  # as file systems in memory have it
     name = path.rstrip("/").removeprefix(prefix) if path.startswith(prefix) else ""
     if prefix.startswith("http"):  # a link, which can say "./"
         name = "/".join(part for part in name.split("/") if unquote(part) != ".")

@@ -19,7 +19,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeVar, overload
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -112,7 +112,7 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             raise TypeError(f"extensions must be a collection such as ('.jpg',), got {extensions!r}")
         if listing not in ("use", "save", "ignore"):
             raise ValueError(f'listing should be "use", "save" or "ignore", but got {listing!r}')
-        self.root = os.fspath(root)
+        self.root = os.path.expanduser(os.fspath(root))
         self.transform = transform
         self.size = check_size(size)
         self.extensions = tuple(extension.lower() for extension in extensions)
@@ -127,7 +127,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             self._root = local_path(self.root)
             files = list_folder(self._root, self.extensions)
         else:
-            self._root = self._remote.url
             files = _list_remote(self._remote, self.extensions, listing)
         self.classes = files.classes
         if not self.classes:
@@ -147,6 +146,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self._paths = b"".join(paths)  # relative to root
         self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
         self._class_starts = np.cumsum([0, *map(len, files.names)], dtype=np.int64)
+        self._labels: npt.NDArray[np.int64] | None = None  # of samples that were assigned, in any order
+        self._targets: Any = None  # those that were assigned
         self._nbytes = files.nbytes
         self._digest = files.digest
 
@@ -227,16 +228,55 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return EncodedImage.of(self._content(number), path), label
 
     @property
-    def samples(self) -> Sequence[tuple[str, int]]:
-        """Every (path, label), as a view that makes each pair on demand."""
+    def samples(self) -> SequenceView[tuple[str, int]]:
+        """Every (path, label), as a view that makes each pair on demand.
+
+        Can be set, before a CachedDataset is made of this folder: to a selection, or to other files and
+        labels. A remote folder has only its own files.
+
+        Raises:
+            TypeError: if a sample is not a pair of a path and an int.
+            ValueError: if a file is not in this remote folder, or a label is negative.
+        """
         return SequenceView(self._sample, len(self))
+
+    @samples.setter
+    def samples(self, samples: Iterable[tuple[str | os.PathLike[str], SupportsIndex]]) -> None:
+        pairs = [(os.fspath(path), operator.index(label)) for path, label in samples]
+        if any(label < 0 for _, label in pairs):
+            raise ValueError("a label is the number of a class, but samples has a negative one")
+        if self._remote is None:
+            prefix = os.path.join(self._root, "")
+            below = ((path, path.removeprefix(prefix)) for path, _ in pairs)
+            paths = [os.fsencode(os.path.abspath(path) if name == path else name) for path, name in below]
+        else:
+            numbers = {path: number for number, (path, _) in enumerate(self.samples)}
+            unknown = next((path for path, _ in pairs if path not in numbers), None)
+            if unknown is not None:
+                raise ValueError(f"{unknown} is not in the list of files of {self.root}")
+            chosen = [numbers[path] for path, _ in pairs]
+            paths = [self._relative_path(number) for number in chosen]
+            self._nbytes = None if self._nbytes is None else self._nbytes[chosen]
+            self._close_reader()
+        self._paths = b"".join(paths)
+        self._path_ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+        self._labels = np.array([label for _, label in pairs], np.int64)
 
     imgs = samples  # torchvision's second name
 
     @property
     def targets(self) -> Sequence[int]:
-        """Every label, as a view; ``np.asarray(folder.targets)`` is fast."""
-        return TargetsView(self._label, self._class_starts)
+        """Every label, as a view; ``np.asarray(folder.targets)`` is fast.
+
+        Can be set, as torchvision's, which changes no sample: the labels are those of `samples`.
+        """
+        return (
+            TargetsView(self._label, len(self), self._all_labels) if self._targets is None else self._targets
+        )
+
+    @targets.setter
+    def targets(self, targets: Sequence[int]) -> None:
+        self._targets = targets
 
     def fingerprint(self) -> dict[str, str] | None:
         """The identity of the samples, in named parts that change with any file, ``size`` and the classes.
@@ -256,6 +296,11 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         if files is None:
             return None
         classes = hashlib.blake2b(ascii(self.classes).encode("ascii"), digest_size=DIGEST_BYTES)
+        if self._labels is not None:
+            classes.update(self._labels.tobytes())
+            if self._remote is not None:  # some of the files in its list
+                chosen = hashlib.blake2b(self._paths + self._path_ends.tobytes(), digest_size=DIGEST_BYTES)
+                files = f"{files} {chosen.hexdigest()}"
         return {
             "files": f"{len(self)} files, digest {files}",
             "classes": f"{len(self.classes)} classes, digest {classes.hexdigest()}",
@@ -294,6 +339,12 @@ class ImageFolder(Dataset[tuple[Any, int]]):
             reader = self._ahead.setdefault(os.getpid(), new)
         return reader
 
+    def _close_reader(self) -> None:
+        """The files have other numbers from now on."""
+        reader = self._ahead.pop(os.getpid(), None)
+        if reader is not None:
+            reader.close()
+
     def _content(self, number: int) -> bytes:
         """The content of a remote file."""
         return self._reader().take(number)
@@ -306,12 +357,19 @@ class ImageFolder(Dataset[tuple[Any, int]]):
     def _sample(self, index: int) -> tuple[str, int]:
         number = _resolve(index, len(self))
         name = os.fsdecode(self._relative_path(number))
-        return os.path.join(self._root, name), self._label(number)
+        remote = self._remote
+        return os.path.join(self._root, name) if remote is None else remote.path(name), self._label(number)
 
     def _label(self, index: int) -> int:
         number = _resolve(index, len(self))
+        if self._labels is not None:
+            return int(self._labels[number])
         # side="right": a class without images starts at the same place as the next class.
         return int(np.searchsorted(self._class_starts, number, side="right")) - 1
+
+    def _all_labels(self) -> npt.NDArray[np.int64]:
+        counts = np.diff(self._class_starts)
+        return np.repeat(np.arange(len(counts)), counts) if self._labels is None else self._labels.copy()
 
     def _relative_path(self, number: int) -> bytes:
         return _path_at(self._paths, self._path_ends, number)
@@ -348,6 +406,12 @@ class SequenceView(Sequence[T]):
 
     __hash__ = None  # type: ignore[assignment]  # like a list
 
+    def __add__(self, other: Iterable[T]) -> list[T]:
+        return [*self, *other]
+
+    def __radd__(self, other: Iterable[T]) -> list[T]:
+        return [*other, *self]
+
     def __repr__(self) -> str:
         shown = ", ".join(repr(self._get(number)) for number in range(min(3, self._length)))
         return f"[{shown}{', ...' if self._length > 3 else ''}] ({self._length} in all)"
@@ -356,13 +420,14 @@ class SequenceView(Sequence[T]):
 class TargetsView(SequenceView[int]):
     """All labels; numpy converts them to an array without a Python step per sample."""
 
-    def __init__(self, get: Callable[[int], int], class_starts: npt.NDArray[np.int64]) -> None:
-        super().__init__(get, int(class_starts[-1]))
-        self._class_starts = class_starts
+    def __init__(
+        self, get: Callable[[int], int], length: int, labels: Callable[[], npt.NDArray[np.int64]]
+    ) -> None:
+        super().__init__(get, length)
+        self._labels = labels
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        counts = np.diff(self._class_starts)
-        return np.repeat(np.arange(len(counts)), counts).astype(dtype or np.int64, copy=False)
+        return self._labels().astype(dtype or np.int64, copy=False)
 
 
 def _resolve(index: int, length: int) -> int:

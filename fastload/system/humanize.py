@@ -1,4 +1,6 @@
-"""Format byte counts, times and tables for people: in logs, in reports and on the command line."""
+"""Format byte counts, times, tables and commands for people: in logs, in reports and on the command line."""
+
+import shlex
 
 
 def readable_size(nbytes: float) -> str:
@@ -28,3 +30,8 @@ def table(rows: list[list[str]]) -> list[str]:
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def fastload_command(*words: str) -> str:
+    """A command to copy from a message, in backquotes; its words are quoted for a shell."""
+    return f"`{shlex.join(('fastload', *words))}`"

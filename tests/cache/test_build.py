@@ -11,6 +11,7 @@ import os
 import random
 import re
 import resource
+import shlex
 import signal
 import sys
 import tempfile
@@ -107,6 +108,25 @@ def test_the_loaders_word_for_a_bad_sample_is_answered_with_that_of_builds(path:
         build_lmdb(Images(4), path, on_error="replace")
 
 
+def test_a_command_in_a_message_can_be_copied(tmp_path: Path) -> None:
+    """Its path is quoted for a shell, whatever is in it, and the code beside it runs."""
+    path = tmp_path / "my photos' $cache.lmdb"
+    build_lmdb(Images(4), path, num_workers=0).close()
+    with pytest.raises(CacheMismatchError) as caught:
+        build_lmdb(Images(5), path)
+    (command,) = re.findall("`(.*?)`", str(caught.value))
+    assert shlex.split(command) == ["fastload", "cache", "rm", str(path)]
+    path = tmp_path / 'my "photos"'
+    build_lmdb(Images(4), path, num_workers=0).close()
+    with pytest.raises(ValueError, match="for the cache at this path") as error:
+        CachedDataset(Images(4), cache=str(path))
+    advice = re.search("pass cache=(.*) for the cache", str(error.value))
+    assert advice is not None
+    assert eval(advice[1]) == f"lmdb:{path}"
+    with pytest.raises(ValueError, match=r'pass cache="lmdb:new\.lmdb" for'):  # it need not exist yet
+        CachedDataset(Images(4), cache="new.lmdb")
+
+
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
     """A cache of something else raises: what differs, which of the two to change, and code that runs."""
     for shape in (Images(20, shape=(3, 3, 3)), BareImages(20)):
@@ -119,7 +139,7 @@ def test_cache_of_another_dataset_is_refused(path: Path) -> None:
 
     assert code is not None
     assert len(eval(code[1], {"CachedDataset": CachedDataset})) == 20
-    assert f"If the dataset is right, remove this cache with 'fastload cache rm {path}'" in text
+    assert f"If the dataset is right, remove this cache with `fastload cache rm {path}`" in text
     jpegs = path.with_name("jpegs")
     build_lmdb(Images(6), jpegs, codec="jpeg", quality=90, num_workers=0).close()
     with pytest.raises(CacheMismatchError, match="quality is 50 here and 90 there"):

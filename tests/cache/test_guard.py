@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import pickle
 import random
+import sys
 from typing import Any
 
 import albumentations as A
@@ -286,3 +287,71 @@ def test_a_folder_is_asked_for_its_fingerprint_once(photos: Any, tmp_path: Any, 
 def test_a_cache_says_by_what_jobs_find_it_or_what_lacks(dataset: Any, options: Any, said: str) -> None:
     """The key, not the parts; else the user learns what needs a fingerprint()."""
     assert said in CachedDataset(dataset, **options).cache.explain()
+
+
+CELL = """
+class Photos:
+    def __init__(self):
+        self.images = range(8)
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        reads.append(index)
+        return np.full((4, 4), index), index
+dataset = CachedDataset(Photos(), **options)
+labels = [label for _, label in dataset]
+"""
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_key": "photos of a notebook"}])
+def test_a_cell_that_is_run_again_decodes_again_only_with_a_warning(options: Any, caplog: Any) -> None:
+    """One warning for a class of the user's without a key; with one, the old samples are found."""
+    reads: list[int] = []
+    cell = {"__name__": f"notebook {len(options)}", "CachedDataset": CachedDataset, "np": np}
+    cell |= {"reads": reads, "options": options}
+    numbers = []
+    with caplog.at_level(logging.WARNING, "fastload"):
+        for _ in range(3):
+            exec(CELL, cell)  # a user's notebook does
+            assert cell["labels"] == list(range(8))
+            numbers.append(len(reads))
+    texts = [text for text in caplog.messages if "decodes all of them again" in text]
+    assert len(texts) == (not options)
+    assert not texts or (
+        "8 samples of Photos" in texts[0] and "neither a fingerprint() nor a cache_key" in texts[0]
+    )
+    assert (numbers[2] - numbers[1] <= 2) is bool(options)
+
+
+def test_two_datasets_of_a_script_are_no_repetition(monkeypatch: Any, caplog: Any) -> None:
+    """Only where a person types: a training and a validation set can have the same class and length."""
+    with caplog.at_level(logging.WARNING, "fastload"):
+        for _ in range(2):
+            CachedDataset(Images(21))
+        assert "decodes all" not in caplog.text
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        CachedDataset(Images(21))
+    assert "21 samples of Images was made before" in caplog.text
+
+
+class Opaque:
+    """What no cache can hold."""
+
+
+@pytest.mark.parametrize("draw", [lambda: random.randrange(2), lambda: int(torch.randint(2, ()))])
+def test_a_random_sample_that_cannot_be_cached_is_random_first(draw: Any) -> None:
+    """To make it something that can be cached would only lead to the next error."""
+    with pytest.raises(NondeterministicDatasetError, match="drawn from"):
+        CachedDataset(Made(lambda index: (Opaque(), draw())))
+    with pytest.raises(UnsupportedSampleError, match=r"\$\[0\]"):
+        CachedDataset(Made(lambda index: (Opaque(), index)))
+
+
+def test_advice_for_torchvisions_pipelines_names_all_steps() -> None:
+    """What the dataset returns without its transform, and what the transform then gets."""
+    flip: Any = type("RandomHorizontalFlip", (), {"__module__": "torchvision.transforms.v2._geometry"})
+    dataset: Any = Made(lambda index: (BUFFER, random.randrange(2)))
+    dataset.transform = flip()
+    for source in (dataset, Subset(dataset, [1, 2])):
+        with pytest.raises(NondeterministicDatasetError, match=r"pre_transform=.*begins with ToImage\(\)"):
+            CachedDataset(source)

@@ -320,7 +320,7 @@ def test_a_cached_dataset_takes_the_url_of_a_finished_cache_of_its_samples() -> 
     """Else the error has the URL and the command; nothing is built or uploaded that nobody asked for."""
     for _ in range(2):
         before = names()
-        with pytest.raises(FileNotFoundError, match=rf"with 'fastload cache build SOURCE {URL}'"):
+        with pytest.raises(FileNotFoundError, match=rf"with `fastload cache build SOURCE {URL}`"):
             fastload.CachedDataset(Images(20), cache=f"lmdb:{URL}")
         assert names() == before
         with contextlib.suppress(KeyboardInterrupt):
@@ -550,7 +550,7 @@ def test_a_check_of_a_damaged_copy_names_its_url() -> None:
     shard.write_bytes(shard.read_bytes().replace(Images(20).sample(0)[0].tobytes()[:9], bytes(9)))
     result = run("verify", str(shard.parent))
     assert (result.exit_code, "build" in result.stdout) == (1, False)
-    assert f"'fastload cache rm {shard.parent}', and open {URL} again" in result.stdout
+    assert f"`fastload cache rm {shard.parent}`, and open {URL} again" in result.stdout
 
 
 def test_prune_removes_the_copies_that_nobody_uses(three: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

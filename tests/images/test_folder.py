@@ -6,7 +6,8 @@ import itertools
 import os
 import pickle
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import albumentations as A
 import numpy as np
@@ -18,10 +19,8 @@ from PIL import Image
 
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.errors import ImageReadError
+from fastload.files.file_systems import local_path
 from fastload.images.folder import ImageFolder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 PIXELS = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
 
@@ -89,6 +88,51 @@ def test_links_are_followed(tmp_path: Path) -> None:
     (root / "b").symlink_to(store / "y")
     (store / "y" / "loop").symlink_to(store / "y")
     assert below(root, ImageFolder(root)) == ["a/0.png", "a/file.png", "a/sub/1.png", "b/2.png"]
+
+
+def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
+    """Two folders that link to each other, a link to a class's parent, and a link to itself."""
+    store = make(tmp_path / "store", "x/1.png", "y/2.png")
+    (store / "x" / "to_y").symlink_to(store / "y")
+    (store / "y" / "to_x").symlink_to(store / "x")
+    root = make(tmp_path / "root", "a/0.png")
+    (root / "a" / "x").symlink_to(store / "x")
+    (root / "a" / "up").symlink_to(root)
+    (root / "a" / "self").symlink_to(root / "a" / "self")
+    (root / "self").symlink_to(root / "self")
+    assert below(root, ImageFolder(root)) == ["a/0.png", "a/x/1.png", "a/x/to_y/2.png"]
+
+
+def test_folders_are_listed_without_a_call_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The types of entries come with their names; only links are resolved."""
+    make(tmp_path, *(f"{label}/{number}/x.png" for label in "ab" for number in range(20)))
+    (tmp_path / "a" / "link").symlink_to(tmp_path / "b" / "3")
+    calls: list[Any] = []
+    lstat, stat = os.lstat, os.stat
+
+    def counting(call: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            calls.append(args)
+            return call(*args, **options)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", counting(lstat))
+        patch.setattr(os, "stat", counting(stat))
+        folder = ImageFolder(tmp_path)
+    assert len(folder) == 41
+    assert len(calls) < 40  # of the root, and of the parents of one link
+
+
+def test_a_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torchvision; also in the paths of caches."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    make(tmp_path / "photos", "a/1.png")
+    folder = ImageFolder("~/photos")
+    assert folder.samples == [(str(tmp_path / "photos" / "a" / "1.png"), 0)]
+    assert folder.root == str(tmp_path / "photos")
+    assert local_path("file://~/x") == "~/x"
 
 
 def test_odd_names_are_kept(tmp_path: Path) -> None:
@@ -188,6 +232,63 @@ def test_views_behave_like_lists(tmp_path: Path) -> None:
     assert np.asarray(targets).tolist() == torch.tensor(targets).tolist() == [0, 0, 1, 2]
     assert np.asarray(targets).dtype == np.int64
     assert np.asarray(targets, dtype=np.float32).dtype == np.float32
+
+
+def test_samples_can_be_set(tmp_path: Path) -> None:
+    """A selection, in any order and with other labels, files from elsewhere, and sums, as a list."""
+    root = make(tmp_path / "root", "a/1.png", "a/2.png", "b/3.png")
+    other = make(tmp_path / "other", "c/4.png")
+    folder, size = ImageFolder(root), ImageFolder(root, size=(4, 3))
+    before, elsewhere = list(folder.samples), ImageFolder(other).samples
+    names = [folder.fingerprint()]
+    folder.samples = before[::-2]
+    assert folder.samples == [before[2], before[0]]
+    assert (folder.targets, len(folder)) == ([1, 0], 2)
+    assert [label for _, label in folder] == [1, 0]  # type: ignore[attr-defined]
+    names.append(folder.fingerprint())
+    folder.samples += elsewhere
+    folder.imgs = folder.samples
+    assert folder.samples == [before[2], before[0], (str(other / "c" / "4.png"), 0)]
+    assert np.array_equal(folder[2][0], PIXELS)
+    names.append(folder.fingerprint())
+    folder.samples = [(path, 1) for path, _ in folder.samples]
+    names.append(folder.fingerprint())
+    assert np.asarray(folder.targets).tolist() == [1, 1, 1]
+    assert folder.encoded(0)[1] == 1
+    assert elsewhere + before == [*elsewhere, *before]
+    assert before + elsewhere == [*before, *elsewhere]
+    assert len({str(name) for name in names}) == 4
+    copy = pickle.loads(pickle.dumps(folder))
+    assert (copy.samples, copy.fingerprint()) == (folder.samples, names[-1])
+    size.samples = [(Path(before[0][0]), np.int64(1))]
+    assert (size[0][0].shape, size[0][1]) == ((4, 3, 3), 1)
+    size.samples = []
+    assert (len(size), list(size.samples), list(size.targets)) == (0, [], [])
+
+
+def test_targets_can_be_set(tmp_path: Path) -> None:
+    """In either order with samples; alone they change no sample, as torchvision's."""
+    folder = ImageFolder(make(tmp_path, "a/1.png", "b/2.png", "b/3.png"))
+    folder.targets = [7]
+    folder.samples = list(folder.samples)[:1]
+    assert (folder.targets, folder[0][1]) == ([7], 0)
+    folder.targets = []
+    assert folder.targets == []
+
+
+@pytest.mark.parametrize(
+    ("samples", "error"),
+    [
+        *(([pair], TypeError) for pair in (("x.png", "cat"), ("x.png", 0.5), (3, 0))),
+        *(([pair], ValueError) for pair in (("x.png", -1), ("x.png",))),
+    ],
+)
+def test_other_samples_are_refused(samples: Any, error: type[Exception], tmp_path: Path) -> None:
+    """The folder stays as it was."""
+    folder = ImageFolder(make(tmp_path, "a/1.png"))
+    with pytest.raises(error):
+        folder.samples = samples
+    assert len(folder) == 1
 
 
 def test_a_pickle_is_small_and_the_same_dataset(tmp_path: Path) -> None:

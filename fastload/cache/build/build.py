@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shlex
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,7 @@ from fastload.cache.lmdb.files import PARTIAL_SUFFIX, check_openable, shard_name
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.checks import TEXT, check_arguments, integer, one_of, optional
+from fastload.system.humanize import fastload_command
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -357,7 +357,7 @@ class Build:
             self.max_errors,
             plan.num_samples,
             f"All shards are kept at {files.path}, with their reports: build again with a larger max_errors, "
-            f"or remove the shards with 'fastload cache rm {shlex.quote(path)}', repair the files, and build "
+            f"or remove the shards with {fastload_command('cache', 'rm', path)}, repair the files, and build "
             "again",
         )
         files.publish(left_out)

@@ -61,7 +61,7 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
         FileNotFoundError: There is no such directory.
         PermissionError: It cannot be read.
     """
-    directory = os.path.abspath(directory)
+    directory = os.path.abspath(os.path.expanduser(directory))
     if _is_finished(directory):
         return [_look(directory)]
     try:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shlex
 import time
 import zlib
 from dataclasses import replace
@@ -37,6 +36,7 @@ from fastload.errors import CacheMismatchError, UnsupportedSampleError
 from fastload.images.encoded import EncodedImage
 from fastload.nested import tree
 from fastload.nested.spec import flatten
+from fastload.system.humanize import fastload_command
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -223,8 +223,8 @@ def check_source(
             wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:
-        command = f"fastload cache rm {shlex.quote(cache.path)}"
-        anew = f"remove this cache with '{command}', or use a different path"
+        command = fastload_command("cache", "rm", cache.path)
+        anew = f"remove this cache with {command}, or use a different path"
         raise CacheMismatchError(
             f"{cache.path} was made from other samples, from an earlier state of them, or with other "
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "

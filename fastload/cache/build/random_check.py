@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from fastload.batch.source import inside_subsets
 from fastload.cache.build.sources import MappedDataset
 from fastload.cache.format.record import decode, encode
 from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
@@ -79,8 +80,7 @@ def probe(
             if index in once and indices is None and not changes[index]:
                 continue
             fresh, again = watch.access(twin, index)
-            # A generator that the dataset seeds for each sample ends in the same state.
-            names = [name for name in again if name in changes[index] and again[name] != changes[index][name]]
+            names = _drawn(changes[index], again)
             path = first_difference(sample, fresh)
             if path is not None:
                 _reject(dataset, index, f"returns a different sample on every access: {path} differs", names)
@@ -89,7 +89,7 @@ def probe(
     # What draws on the first access alone can be what is made or imported for all others.
     if len(drawn) > 1 or (drawn and (len(samples) == 1 or next(iter(samples)) not in drawn)):
         index = max(drawn)
-        _reject(dataset, index, "returns a random sample: it draws random numbers", drawn[index])
+        _reject(dataset, index, "returns a random sample", drawn[index])
     return samples
 
 
@@ -108,6 +108,11 @@ def _read_once(
         try:
             return decode(encode(fresh))  # as bytes: a dataset can reuse its buffer on the next access
         except UnsupportedSampleError as error:
+            if changes[index]:  # else a dataset that is random, too, would raise that as the next error
+                _, again = watch.access(twin, index)
+                names = _drawn(changes[index], again)
+                if names:
+                    _reject(dataset, index, "returns a random sample", names)
             add_note(error, f"in sample {index} of the dataset")
             raise
 
@@ -144,12 +149,25 @@ def readable(dataset: Any, read: Callable[[int], Any]) -> Iterator[tuple[int, An
         raise errors[0]
 
 
+def _drawn(changes: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """What both accesses to a sample drew from; what it seeds each time ends in the same state."""
+    return [name for name in again if name in changes and again[name] != changes[name]]
+
+
 def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> NoReturn:
     of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
     source = f" (drawn from {', '.join(generators)})" if generators else ""
+    inner, _ = inside_subsets(of_user)
+    advice = ""
+    if type(getattr(inner, "transform", None)).__module__.startswith("torchvision."):
+        advice = (
+            ". If the dataset returns PIL images without its transform, make arrays of them in "
+            "pre_transform=. A pipeline of torchvision.transforms.v2 then begins with ToImage()"
+        )
     raise NondeterministicDatasetError(
         f"{type(of_user).__name__}[{index}] {problem}{source}. A cache would freeze one draw. Move the "
         "random part out of the dataset, to CachedDataset(dataset, transform), which runs it on every access"
+        f"{advice}"
     )
 
 

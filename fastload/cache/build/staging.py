@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import stat
 import time
 from dataclasses import asdict
@@ -41,7 +40,7 @@ from fastload.cache.lmdb.description import (
 from fastload.cache.lmdb.files import MANIFEST_NAME, PARTIAL_SUFFIX, open_file, shard_name
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError
 from fastload.system.disk import sync_directory, write_new
-from fastload.system.humanize import readable_size
+from fastload.system.humanize import fastload_command, readable_size
 from fastload.system.locks import is_lock_file_held, is_lock_file_held_here, lock_file
 from fastload.system.logs import log
 from fastload.system.ranks import are_several_ranks
@@ -83,7 +82,7 @@ class StagingDirectory:
     def __init__(self, destination: str) -> None:
         self.path = destination + PARTIAL_SUFFIX
         self._destination = destination
-        self._remove = f"'fastload cache rm {shlex.quote(destination)}'"
+        self._remove = fastload_command("cache", "rm", destination)
 
     # --- the plan -----------------------------------------------------------------------------------------
 

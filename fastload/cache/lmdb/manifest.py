@@ -28,6 +28,7 @@ from fastload.cache.lmdb.files import MANIFEST_NAME, shard_name
 from fastload.errors import CacheCorruptError, CacheError, CacheMismatchError, RemoteFolderError
 from fastload.files.remote import RemoteFolder
 from fastload.system.checks import TEXT, Check, check_fields, integer
+from fastload.system.humanize import fastload_command
 from fastload.system.notes import short_repr
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def read_manifest(files: RemoteFolder, name: str = MANIFEST_NAME) -> Manifest:
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no finished cache at {files.url}, because it has no {MANIFEST_NAME}: build it, or "
-            f"finish its build, with 'fastload cache build SOURCE {files.url}'"
+            f"finish its build, with {fastload_command('cache', 'build', 'SOURCE', files.url)}"
         ) from None
     except RemoteFolderError as error:
         raise CacheError(str(error)) from error
