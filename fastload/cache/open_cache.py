@@ -430,7 +430,7 @@ def _checked_lmdb(
         samples = samples.encoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
-    elif samples.request.key is not None and not has_own_fingerprint(samples.request.dataset) and len(samples):
+    elif len(samples) and samples.request.key is not None and not has_own_fingerprint(samples.source):
         with contextlib.suppress(Exception):  # the source may have gone since the build
             samples.examples[0] = read_unnoticed(samples.source, 0)
     check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)

@@ -12,7 +12,9 @@ for name in ("FASTLOAD_RUNTIME_DIR", "HOME"):  # the defaults, below /tmp
     os.environ.pop(name)
 place = shutil.copytree("photos", f"/tmp/situation-{os.getpid()}/photos")
 mine = fastload.CachedDataset(fastload.ImageFolder(place), cache="ram")
-assert len(list(fastload.DataLoader(mine, batch_size=10, num_workers=1))) == 4  # imports what the child cannot
+assert (
+    len(list(fastload.DataLoader(mine, batch_size=10, num_workers=1))) == 4
+)  # imports what the child cannot
 child = os.fork()
 if child == 0:
     os.setgid(65534)

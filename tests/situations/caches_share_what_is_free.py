@@ -30,6 +30,6 @@ with warnings.catch_warnings(record=True) as told:
             assert train[index][-1] == index % 50
             assert val[index][-1] == 100 + index % 50
 held = [one.cache_info().num_cached for one in (train, val)]
-assert 0 < min(held), held
+assert min(held) > 0, held
 assert sum(held) < 170, held
 model = np.ones(8 << 20, np.uint8)  # fits beside them

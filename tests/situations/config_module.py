@@ -30,7 +30,9 @@ class Photos:
 def epoch(num_workers, seeding):
     generator = torch.Generator().manual_seed(1)
     options = {"num_workers": num_workers, "seeding": seeding, "generator": generator}
-    return torch.cat(list(fastload.DataLoader(Photos(fastload.ImageFolder("photos")), batch_size=10, **options)))
+    return torch.cat(
+        list(fastload.DataLoader(Photos(fastload.ImageFolder("photos")), batch_size=10, **options))
+    )
 
 
 assert torch.equal(epoch(0, "sample"), epoch(2, "sample"))

@@ -13,7 +13,11 @@ def only_the_image(sample):
 dataset = fastload.CachedDataset(fastload.ImageFolder("photos"), transform=only_the_image)
 loader = fastload.DataLoader(dataset, batch_size=8)
 expected = [images[:, 0, 0, 0].tolist() for images in loader]
-for same in (copy.copy(loader), copy.deepcopy(loader), fastload.DataLoader(copy.deepcopy(dataset), 8, num_workers=1)):
+for same in (
+    copy.copy(loader),
+    copy.deepcopy(loader),
+    fastload.DataLoader(copy.deepcopy(dataset), 8, num_workers=1),
+):
     assert [images[:, 0, 0, 0].tolist() for images in same] == expected
 dataset.transform = None
 again = pickle.loads(pickle.dumps(dataset))

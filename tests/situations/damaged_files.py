@@ -16,7 +16,9 @@ for cache in (None, "ram", "ram-encoded"):
         options = {"num_workers": num_workers, "on_error": "replace", "max_errors": 3}
         loader = fastload.DataLoader(dataset, batch_size=10, **options)
         images = [image for images, labels in loader for image in images[:, 0, 0, 0].tolist()]
-        assert images[1:20] + images[21:39] == [6 * number for number in range(40) if number not in (0, 20, 39)]
+        assert images[1:20] + images[21:39] == [
+            6 * number for number in range(40) if number not in (0, 20, 39)
+        ]
         assert [(failed.index, failed.path[-6:]) for failed in sorted(loader.failed_samples, key=lambda one: one.index)] == [
             (0, "00.png"), (20, "20.png"), (39, "39.png")]  # fmt: skip
 try:

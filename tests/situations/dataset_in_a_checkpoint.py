@@ -1,7 +1,7 @@
 """A checkpoint that holds a cached dataset, a SharedList and a loader opens in a process of another day.
 
-    $ python dataset_in_a_checkpoint.py save
-    $ python dataset_in_a_checkpoint.py load
+$ python dataset_in_a_checkpoint.py save
+$ python dataset_in_a_checkpoint.py load
 """
 
 import sys

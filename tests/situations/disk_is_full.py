@@ -1,6 +1,6 @@
 """A build that meets a full disk says so and what to do, leaves the folder usable, and is done when there is room.
 
-    $ python disk_is_full.py
+$ python disk_is_full.py
 """
 
 import resource

@@ -1,8 +1,8 @@
 """A dataset class that was edited does not get yesterday's samples from its file: other shapes and keys are refused.
 
-    $ python edited_dataset_class.py
-    $ sed -i 's/IMAGE = 1/IMAGE = 2/' edited_dataset_class.py; echo edited
-    $ python edited_dataset_class.py again
+$ python edited_dataset_class.py
+$ sed -i 's/IMAGE = 1/IMAGE = 2/' edited_dataset_class.py; echo edited
+$ python edited_dataset_class.py again
 """
 
 import sys

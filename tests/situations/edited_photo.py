@@ -1,10 +1,10 @@
 """A photo that was edited after the build is noticed, and the error names what differs.
 
-    $ python edited_photo.py build
-    $ touch -r photos/cat/00.png mark; cp photos/dog/39.png photos/cat/00.png; touch -r mark photos/cat/00.png
-    $ python edited_photo.py content
-    $ touch photos/dog/20.png
-    $ python edited_photo.py time
+$ python edited_photo.py build
+$ touch -r photos/cat/00.png mark; cp photos/dog/39.png photos/cat/00.png; touch -r mark photos/cat/00.png
+$ python edited_photo.py content
+$ touch photos/dog/20.png
+$ python edited_photo.py time
 """
 
 import sys

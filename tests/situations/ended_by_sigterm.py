@@ -1,6 +1,6 @@
 """SIGTERM in the middle of an epoch, as a scheduler sends it, ends the script and its workers.
 
-    $ python ended_by_sigterm.py & timeout 20 tail -n +1 -s 0.1 -F ready.txt 2> /dev/null | head -n 1 > /dev/null; kill $!; wait $!; test $? = 143
+$ python ended_by_sigterm.py & timeout 20 tail -n +1 -s 0.1 -F ready.txt 2> /dev/null | head -n 1 > /dev/null; kill $!; wait $!; test $? = 143
 """
 
 import fastload

@@ -1,6 +1,6 @@
 """os.fork() in the middle of an epoch: the child reads a whole epoch of its own, the parent goes on.
 
-    $ python fork_in_the_middle.py
+$ python fork_in_the_middle.py
 """
 
 import os

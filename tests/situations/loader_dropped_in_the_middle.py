@@ -22,5 +22,5 @@ del images
 gc.collect()
 assert len(os.listdir("/proc/self/fd")) <= before
 running = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
-assert not [one for one in psutil.wait_procs(running, timeout=10)[1]]
+assert not psutil.wait_procs(running, timeout=10)[1]
 assert kept[3, 0, 0].tolist() == [18, 18, 18]

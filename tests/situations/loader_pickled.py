@@ -12,7 +12,9 @@ def count(loader):
 
 if __name__ == "__main__":
     dataset = fastload.CachedDataset(fastload.ImageFolder("photos"))
-    loader = fastload.DataLoader(dataset, batch_size=10, num_workers=1, persistent_workers=True, seeding="sample")
+    loader = fastload.DataLoader(
+        dataset, batch_size=10, num_workers=1, persistent_workers=True, seeding="sample"
+    )
     iterator = iter(loader)
     next(iterator)
     same = pickle.loads(pickle.dumps(loader))

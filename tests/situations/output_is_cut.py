@@ -1,6 +1,6 @@
 """A script whose output goes to `head` ends like any program whose reader has left, and leaves no worker.
 
-    $ { python output_is_cut.py 2> told.txt; test $? = 1; } | head -n 1 > /dev/null; tail -n 1 told.txt | grep -q BrokenPipeError && rm told.txt
+$ { python output_is_cut.py 2> told.txt; test $? = 1; } | head -n 1 > /dev/null; tail -n 1 told.txt | grep -q BrokenPipeError && rm told.txt
 """
 
 import fastload

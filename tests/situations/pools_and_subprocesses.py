@@ -19,7 +19,9 @@ if __name__ == "__main__":
                 assert images[:, 0, 0, 0].tolist() == list(range(24 * step, 24 * step + 24, 6))
                 assert pool.map(square, range(step)) == [number * number for number in range(step)]
                 if step == 5:
-                    done = subprocess.run(["sh", "-c", "ls /proc/self/fd | wc -l"], capture_output=True, text=True)
+                    done = subprocess.run(
+                        ["sh", "-c", "ls /proc/self/fd | wc -l"], capture_output=True, text=True
+                    )
                     assert int(done.stdout) <= 5
         pool.join()
     loader.close()

@@ -6,7 +6,9 @@ import warnings
 
 import fastload
 
-os.environ.update(HOME="/proc", TMPDIR="/proc", FASTLOAD_RUNTIME_DIR="/proc/fastload")  # not even root writes there
+os.environ.update(
+    HOME="/proc", TMPDIR="/proc", FASTLOAD_RUNTIME_DIR="/proc/fastload"
+)  # not even root writes there
 tempfile.tempdir = "/proc"
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")

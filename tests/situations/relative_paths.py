@@ -1,6 +1,6 @@
 """A cache and workers that run go on after os.chdir(); files at relative paths are missed by name, as with torch.
 
-    $ mkdir elsewhere && cd elsewhere && python ../relative_paths.py
+$ mkdir elsewhere && cd elsewhere && python ../relative_paths.py
 """
 
 import os

@@ -1,7 +1,7 @@
 """A training that stopped in the middle of an epoch goes on in a new process with the batch that comes next.
 
-    $ python resume_tomorrow.py today
-    $ python resume_tomorrow.py tomorrow
+$ python resume_tomorrow.py today
+$ python resume_tomorrow.py tomorrow
 """
 
 import sys

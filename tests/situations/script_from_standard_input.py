@@ -1,6 +1,6 @@
 """A script that is piped into Python runs under fork, and under spawn is told why workers cannot start.
 
-    $ cat script_from_standard_input.py | python -
+$ cat script_from_standard_input.py | python -
 """
 
 import fastload

@@ -1,6 +1,6 @@
 """A container whose /dev/shm holds 64 KiB trains with workers and a cache: nothing lies there.
 
-    $ unshare --mount true 2> /dev/null || { echo "skip: no mount namespace"; exit; }; unshare --mount sh -c 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec python small_shared_memory.py'
+$ unshare --mount true 2> /dev/null || { echo "skip: no mount namespace"; exit; }; unshare --mount sh -c 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec python small_shared_memory.py'
 """
 
 import os

@@ -16,4 +16,6 @@ for part in parts:
         assert [value for images, labels in loader for value in images[:, 0, 0, 0].tolist()] == expected
 assert dataset.cache_info().num_cached == 40
 inner = fastload.CachedDataset(Subset(fastload.ImageFolder("photos"), range(30, 40)))
-assert [int(image[0, 0, 0]) for image, label in (inner[number] for number in range(10))] == list(range(180, 240, 6))
+assert [int(image[0, 0, 0]) for image, label in (inner[number] for number in range(10))] == list(
+    range(180, 240, 6)
+)

@@ -28,5 +28,7 @@ class Named(Captions):
 
 
 for options in ({}, {"num_workers": 2}):
-    ours, torchs = (list(kind(Named(), batch_size=4, **options)) for kind in (fastload.DataLoader, tud.DataLoader))
+    ours, torchs = (
+        list(kind(Named(), batch_size=4, **options)) for kind in (fastload.DataLoader, tud.DataLoader)
+    )
     assert str(ours) == str(torchs)

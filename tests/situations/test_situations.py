@@ -87,7 +87,10 @@ def _processes_in(folder: Path) -> list[int]:
 def test_a_script_does_what_it_says(script: Path, folder: Path, ready_interpreter: Interpreter) -> None:
     """Each command of the script ends with the exit code 0."""
     shutil.copy(script, folder)
-    environment = {"HOME": str(folder.parent / "home"), "FASTLOAD_RUNTIME_DIR": str(folder.parent / "runtime")}
+    environment = {
+        "HOME": str(folder.parent / "home"),
+        "FASTLOAD_RUNTIME_DIR": str(folder.parent / "runtime"),
+    }
     for command in re.findall(r"^ *\$ (.*)$", docstring(script), re.MULTILINE) or [f"python {script.name}"]:
         done: Any
         if re.fullmatch(r"python \w+\.py[\w ]*", command):

@@ -15,7 +15,12 @@ def read(name, options):
     ]
 
 
-kinds = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}, {"num_workers": 2, "worker_type": "thread"}]
+kinds = [
+    {},
+    {"num_workers": 2},
+    {"num_workers": 1, "persistent_workers": True},
+    {"num_workers": 2, "worker_type": "thread"},
+]
 threads = [threading.Thread(target=read, args=pair) for pair in enumerate(kinds)]
 for thread in threads:
     thread.start()

@@ -9,6 +9,9 @@ for epoch in range(2):
     for step, (images, labels) in enumerate(train):
         if step == 2:  # validate within the epoch
             assert sum(len(labels) for images, labels in val) == 40
-        assert images[:, 0, 0, 0].tolist() == [6 * number for number in range(10 * step, 10 * step + 10)] or step == 2
+        assert (
+            images[:, 0, 0, 0].tolist() == [6 * number for number in range(10 * step, 10 * step + 10)]
+            or step == 2
+        )
     assert step == 3
     assert sum(labels.sum().item() for images, labels in test) == 20

@@ -1,6 +1,6 @@
 """Two jobs that a shell script starts together ask for one file: one builds it, and both read it.
 
-    $ python two_jobs_one_file.py & first=$!; python two_jobs_one_file.py && wait $first
+$ python two_jobs_one_file.py & first=$!; python two_jobs_one_file.py && wait $first
 """
 
 import fastload

@@ -217,10 +217,11 @@ def check_source(
     """
     parts = None if fingerprint is None else fingerprint.parts_in_file
     wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
-    if cache.description.parts is None:
+    existing = cache.description.parts
+    if existing is None:
         parts = None
-    both_have_keys = parts is not None and KEY_PART in parts and KEY_PART in cache.description.parts
-    if (parts is None or both_have_keys) and 0 in cache and 0 in probed:
+    key = parts.get(KEY_PART) if parts and existing and KEY_PART in existing else None
+    if (parts is None or key is not None) and 0 in cache and 0 in probed:
         spec, crc32 = _identity(probed[0])
         wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
@@ -233,11 +234,11 @@ def check_source(
             f"dataset, or train without it from CachedDataset.from_cache({url or cache.path!r}). If the "
             f"dataset is right, {anew if url is None else 'build its cache at a different URL'}"
         )
-    if both_have_keys and wanted.crc32 != cache.description.crc32 is not None:
+    if key is not None and wanted.crc32 != cache.description.crc32 is not None:
         say_once(
             f"cache: sample 0 of the dataset is no longer that in {cache.path}, although both have the key "
-            f"{fingerprint.key!r}. The cache is used as it is. If you edited the dataset, change cache_key= and "
-            "the path; another release of a library that decodes can change pixels, too"
+            f"{key!r}. The cache is used as it is. If you edited the dataset, change cache_key= "
+            "and the path; another release of a library that decodes can change pixels, too"
         )
     matching = "number of samples and its sample 0 match" if parts is None else "fingerprint matches"
     cache.reason = f"opened, because its {matching} the dataset"

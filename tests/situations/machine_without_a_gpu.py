@@ -1,0 +1,19 @@
+"""Without a GPU, device="auto" gives batches on the CPU, device="cuda" says what is missing, and `fastload doctor` ends well.
+
+$ CUDA_VISIBLE_DEVICES="" python machine_without_a_gpu.py && python -m fastload doctor photos > told.txt
+"""
+
+import fastload
+
+photos = fastload.ImageFolder("photos")
+normalize = fastload.transforms.Normalize((0, 0, 0), (1, 1, 1))
+loader = fastload.DataLoader(photos, batch_size=10, device="auto", device_transform=normalize)
+for images, labels in loader:
+    assert images.shape == (10, 3, 48, 64)
+    assert images.device.type == "cpu"
+try:
+    iter(fastload.DataLoader(photos, batch_size=10, device="cuda"))
+except fastload.errors.DeviceUnavailableError as error:
+    assert 'device="auto"' in str(error), error
+else:
+    raise AssertionError("no error")

@@ -1,0 +1,34 @@
+"""An iterable dataset over several workers, a generator that ends early and one that raises behave as torch's do."""
+
+import torch.utils.data as tud
+
+import fastload
+
+
+class Stream(tud.IterableDataset):
+    def __init__(self, ends):
+        self.ends = ends
+
+    def __iter__(self):
+        info = tud.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        for number in range(worker, 20, workers):
+            if number == 13 and self.ends == "raises":
+                raise KeyError("thirteen")
+            if worker == 1 and number > 5 and self.ends == "early":
+                return
+            yield {"number": number}
+
+
+for ends in ("late", "early", "raises"):
+    for workers in (0, 1, 2):
+        results = []
+        for kind in (fastload.DataLoader, tud.DataLoader):
+            batches = []
+            try:
+                for batch in kind(Stream(ends), batch_size=3, num_workers=workers):
+                    batches += batch["number"].tolist()
+            except KeyError as error:
+                batches.append("thirteen" in str(error))
+            results.append(batches)
+        assert results[0] == results[1], (ends, workers, results)
