@@ -10,7 +10,7 @@ import fastload
 
 class Reordered:
     def __init__(self, form):
-        self.folder, self.form = fastload.ImageFolder("photos", size=(224, 224)), form
+        self.folder, self.form = fastload.ImageFolder("photos", size=(80, 80)), form
 
     def __len__(self):
         return len(self.folder)

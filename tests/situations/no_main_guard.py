@@ -1,6 +1,7 @@
 """A script without the main guard ends under spawn, with an error whose last line names the guard.
 
-$ python no_main_guard.py train 2> told.txt; test $? = 1 && tail -n 1 told.txt | grep -q "__name__ == '__main__'"
+$ python no_main_guard.py 2> told.txt; test $? = 1
+$ tail -n 1 told.txt | grep -q "__name__ == '__main__'"
 """
 
 import fastload

@@ -1,6 +1,7 @@
 """`fastload profile` of a script with torch's loader advises nothing that cannot be done, and blames nobody of ours.
 
-$ python -m fastload profile profile_of_a_plain_loader.py 2> told.txt && ! grep -E "fastload/|_add|Ray|cuda" told.txt && grep -q "waits for data" told.txt
+$ fastload profile profile_of_a_plain_loader.py 2> told.txt
+$ ! grep -E "fastload/|_add|Ray|cuda" told.txt && grep -q "waits for data" told.txt
 """
 
 import numpy as np

@@ -1,12 +1,11 @@
-"""A cache and workers that run go on after os.chdir(); files at relative paths are missed by name, as with torch.
-
-$ mkdir elsewhere && cd elsewhere && python ../relative_paths.py
-"""
+"""A cache and workers that run go on after os.chdir(); files at relative paths are missed by name, as with torch."""
 
 import os
 
 import fastload
 
+os.mkdir("elsewhere")
+os.chdir("elsewhere")  # where the script was started
 photos = fastload.ImageFolder("../photos")
 dataset = fastload.CachedDataset(photos, cache="lmdb:cache.lmdb")
 assert os.path.exists("cache.lmdb")

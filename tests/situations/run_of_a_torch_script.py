@@ -1,6 +1,6 @@
 """`fastload run` gives an unchanged torch script its arguments, its exit code, and fastload's loader and cache.
 
-$ python -m fastload run run_of_a_torch_script.py --lr 0.5; test $? = 3
+$ fastload run run_of_a_torch_script.py --lr 0.5; test $? = 3
 """
 
 import sys

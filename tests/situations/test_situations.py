@@ -5,8 +5,8 @@ commands that run it, in order; without any, it is `python SCRIPT`. Its folder h
 of twenty images; all pixels of image number k have the value 6 k. Scripts that end before their time print
 `skip:` and the reason.
 
-A plain `python SCRIPT` is a fork of an interpreter that has imported torch, which no script can tell from a new
-one; other commands go to a shell.
+Plain calls of `python` and `fastload` are forks of an interpreter that has imported torch, which no script can
+tell from a new one; other commands go to a shell.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -82,39 +82,69 @@ def _processes_in(folder: Path) -> list[int]:
     return found
 
 
+# `python SCRIPT WORDS`, `python -c "$(cat SCRIPT)"` or `fastload WORDS`, to an exit code other than 0 if it says so.
+IN_A_FORK = re.compile(
+    r"(?P<program>python|fastload) (?P<words>\w+(?:\.py)?(?: [\w./:=-]+)*|-c \"\$\(cat (?P<text>\w+\.py)\)\")"
+    r"(?: 2> (?P<told>\w+\.txt))?(?:; test \$\? = (?P<code>\d+))?"
+)
+COMMAND_LINE = 'import runpy\nrunpy.run_module("fastload", run_name="__main__", alter_sys=True)\n'
+
+
+def run_in_a_fork(
+    command: re.Match[str], folder: Path, environment: dict[str, str], interpreter: Interpreter
+) -> tuple[bool, str, str]:
+    """Whether a command ended as it says, and its output."""
+    words = command["words"].split()
+    if command["program"] == "fastload":
+        program = COMMAND_LINE
+    elif command["text"]:
+        program, words = (folder / command["text"]).read_text(), []
+    else:
+        program = AS_A_SCRIPT
+    done = interpreter.run(
+        IN_ITS_FOLDER + program, *words, cwd=folder, environment=environment, limit_s=LIMIT_S
+    )
+    told = done.stderr
+    if command["told"]:
+        (folder / command["told"]).write_text(told)
+        told = ""
+    return done.returncode == int(command["code"] or 0), done.stdout, told
+
+
+def run_in_a_shell(command: str, folder: Path, environment: dict[str, str]) -> tuple[bool, str, str]:
+    """Whether the exit code of a command is 0, and its output."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    more = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder,
+        env=os.environ | environment | more,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    return done.returncode == 0, done.stdout, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_does_what_it_says(script: Path, folder: Path, ready_interpreter: Interpreter) -> None:
-    """Each command of the script ends with the exit code 0."""
+    """Each command of the script ends with the exit code 0, or with that which it tests for."""
     shutil.copy(script, folder)
     environment = {
         "HOME": str(folder.parent / "home"),
         "FASTLOAD_RUNTIME_DIR": str(folder.parent / "runtime"),
     }
     for command in re.findall(r"^ *\$ (.*)$", docstring(script), re.MULTILINE) or [f"python {script.name}"]:
-        done: Any
-        if re.fullmatch(r"python \w+\.py[\w ]*", command):
-            words = command.split()[1:]
-            done = ready_interpreter.run(
-                IN_ITS_FOLDER + AS_A_SCRIPT, *words, cwd=folder, environment=environment, limit_s=LIMIT_S
-            )
+        if plain := IN_A_FORK.fullmatch(command):
+            is_right, out, err = run_in_a_fork(plain, folder, environment, ready_interpreter)
         else:
-            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            more = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            done = subprocess.run(
-                ["bash", "-o", "pipefail", "-c", command],
-                cwd=folder,
-                env=os.environ | environment | more,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-        told = f"$ {command}\n{done.stdout}{done.stderr}"
-        assert done.returncode == 0, told
-        assert "Traceback" not in done.stderr, told
-        if done.stdout.startswith("skip:"):
-            pytest.skip(done.stdout.removeprefix("skip:").strip())
+            is_right, out, err = run_in_a_shell(command, folder, environment)
+        assert is_right, f"$ {command}\n{out}{err}"
+        assert "Traceback" not in err, f"$ {command}\n{out}{err}"
+        if out.startswith("skip:"):
+            pytest.skip(out.removeprefix("skip:").strip())
 
 
 def test_the_readme_lists_each_script_with_its_claim() -> None:
