@@ -1,7 +1,8 @@
 """An evaluation that keeps all labels, and one image of each batch, holds little more than those."""
 
+import re
+
 import numpy as np
-import psutil
 import torch
 
 import fastload
@@ -16,7 +17,8 @@ class Images:
 
 
 def held_mb():
-    return psutil.Process().memory_info().rss / 1e6
+    """Memory that is shared with workers, and mapped here."""
+    return int(re.search(r"RssShmem:\s+(\d+)", open("/proc/self/status").read())[1]) / 1e3
 
 
 loader = fastload.DataLoader(Images(), batch_size=16, num_workers=1, persistent_workers=True)
