@@ -1,4 +1,4 @@
-"""An evaluation that keeps all labels, and one image of each batch, holds little more than those."""
+"""An evaluation that keeps all labels, and a mean of each image, holds little more than those."""
 
 import re
 
@@ -17,8 +17,8 @@ class Images:
 
 
 def held_mb():
-    """Memory that is shared with workers, and mapped here."""
-    return int(re.search(r"RssShmem:\s+(\d+)", open("/proc/self/status").read())[1]) / 1e3
+    status = open("/proc/self/status").read()  # all but files
+    return sum(int(amount) for amount in re.findall(r"Rss(?:Shmem|Anon):\s+(\d+)", status)) / 1e3
 
 
 loader = fastload.DataLoader(Images(), batch_size=16, num_workers=1, persistent_workers=True)
@@ -29,7 +29,7 @@ before = held_mb()
 targets, means = [], []
 for images, labels in loader:  # 96 MB of images in all
     targets.append(labels)
-    means.append(images.float().mean((1, 2, 3)))
+    means.append(images[:, ::56, ::56].float().mean((1, 2, 3)))
 del images
 assert held_mb() - before < 40, held_mb() - before
 assert torch.equal(torch.cat(targets), torch.arange(640))
