@@ -121,7 +121,7 @@ class TransformCaller:
             raise  # of the image, not of the function
         except Exception as error:
             library = self._library
-            advice = library.advice(sample)
+            advice = library.advice(self._function, sample)
             add_note(
                 error,
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
