@@ -117,8 +117,8 @@ def _report(pid: int) -> None:
         uncached = ""
         if state.cache is not None and not number:
             uncached = (
-                f", so --cache {state.cache} has cached nothing. A script that uses fastload's DataLoader wraps "
-                "its dataset itself: fastload.CachedDataset(dataset, transform)"
+                f", so --cache {state.cache} has cached nothing. A script that uses fastload's DataLoader "
+                "wraps its dataset itself: fastload.CachedDataset(dataset, transform)"
             )
         state.say(f"{loaders} replaced in process {pid}{uncached}")
     if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
