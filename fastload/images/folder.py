@@ -375,9 +375,6 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         return _path_at(self._paths, self._path_ends, number)
 
 
-ImageFolder.__module__ = "fastload"  # the name in pickles, which other releases have, too
-
-
 def _path_at(paths: bytes, path_ends: npt.NDArray[np.int64], number: int) -> bytes:
     start = path_ends[number - 1] if number else 0
     return paths[start : path_ends[number]]
