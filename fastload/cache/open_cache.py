@@ -5,8 +5,9 @@ Rules:
 1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
    structure of its samples? Its cache in RAM is private. A dataset with a fingerprint is examined by the
    process that makes its cache.
-2. A process that attaches to a cache filled by other processes reads sample 0 from the source and compares
-   it. Only this check can detect a key used twice or a fingerprint that covers too little.
+2. A process that attaches to a cache filled by other processes reads sample 0 and one in the middle from the
+   source, and compares them. Only this check can detect a key used twice, an edited `__getitem__`, or a
+   fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import sys
@@ -60,6 +62,7 @@ from fastload.system.ranks import count_ranks_of_host
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+_COMPARED = 2  # samples of a shared cache, in each process that opens it
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
@@ -428,16 +431,19 @@ def _warn_of_repetition(samples: _Samples, why: str) -> None:
 
 
 def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
-    """Compare the first sample in a cache that other processes fill with that of the source."""
+    """Compare two samples in a cache that other processes fill, the first and another, with the source."""
 
     def read(index: int) -> str | None:
         stored = cache.get(index)
+        if stored is None:
+            return None
         fresh = (
             samples.examples[index] if index in samples.examples else read_unnoticed(samples.source, index)
         )
         return first_difference(stored, fresh)
 
-    index, path = next(readable(samples.source, read), (0, None)) if 0 in cache else (0, None)
+    compared = itertools.islice(readable(samples.source, read), _COMPARED)
+    index, path = next((pair for pair in compared if pair[1] is not None), (0, None))
     if path is not None:
         reason = cache.reason
         cache.close()
