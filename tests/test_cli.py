@@ -199,6 +199,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --chart empty", 2, "--chart should be a file"),
     ("bench ZOO --relative", 2, "--relative is for --baseline"),
     ("bench ZOO --baseline nope", 2, "make one with --output"),
+    ("bench ZOO --baseline 'a b'", 2, "make one with --output 'a b'"),
     ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),

@@ -114,7 +114,13 @@ def _report(pid: int) -> None:
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
     if os.getpid() == pid and (number or (has_begun and not _is_child())):
         loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
-        state.say(f"{loaders} replaced in process {pid}")
+        uncached = ""
+        if state.cache is not None and not number:
+            uncached = (
+                f", so --cache {state.cache} has cached nothing. A script that uses fastload's DataLoader "
+                "wraps its dataset itself: fastload.CachedDataset(dataset, transform)"
+            )
+        state.say(f"{loaders} replaced in process {pid}{uncached}")
     if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "

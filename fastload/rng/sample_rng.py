@@ -283,8 +283,8 @@ def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(
             f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
-            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
-            'seeding="worker"'
+            "many at once: remove that method, wrap the dataset in one without it, such as "
+            'fastload.CachedDataset(dataset, cache=None), or use seeding="worker"'
         )
 
 

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
     Function = TypeVar("Function", bound=Callable[..., Any])
 
-_MODULE = "torchvision.transforms.v2"
+V1_MODULE, V2_MODULE = "torchvision.transforms.", "torchvision.transforms.v2."
+V2_INSTEAD = (
+    "use the classes of these names in torchvision.transforms.v2, which take whole samples: first ToImage(), "
+    "and ToDtype(torch.float32, scale=True) for ToTensor()"
+)
 _callers: set[types.CodeType] = set()
 
 
@@ -30,7 +34,7 @@ def calls_transforms(function: Function) -> Function:
 
 def reject_arrays() -> None:
     """Hook torchvision's class of v2 transforms, if it is imported; does nothing the second time."""
-    cls = getattr(sys.modules.get(_MODULE), "Transform", None)
+    cls = getattr(sys.modules.get(V2_MODULE[:-1]), "Transform", None)
     choose = getattr(cls, "_needs_transform_list", None)
     if choose is None or hasattr(choose, "_fastload_is_hooked"):
         return

@@ -41,7 +41,7 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
 from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
@@ -251,6 +251,21 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
         raise error
     assert said in str(caught.value)
     assert "Errno" not in str(caught.value)
+
+
+def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:
+    """The system says that there is no such directory, but nobody can create it."""
+    (tmp_path / "a.jpg").write_bytes(b"an image")
+    for directory, said in (("a.jpg", "a part of .* is a file"), ("a.jpg/b", "is a file"), ("b/c", "create")):
+        with pytest.raises(CacheError, match=said):
+            build_lmdb(Images(4), tmp_path / directory / "cache")
+
+
+def test_a_file_that_is_no_cache_is_told_with_a_cure(tmp_path: Path) -> None:
+    """It can be a damaged cache, or a file of the user's that should stay."""
+    (tmp_path / "cache").write_bytes(b"a file of the user's")
+    with pytest.raises(CacheCorruptError, match=r"Use a different path; or, if it is a cache, delete"):
+        CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'cache'}")
 
 
 @pytest.mark.parametrize(("num_workers", "shards"), [(0, 3), (2, 1)])
