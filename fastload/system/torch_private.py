@@ -218,7 +218,7 @@ def default_store() -> Any:
 
 
 def has_cuda_context(device_index: int) -> bool | None:
-    """Whether this process has a context on the device; in 2.6 to 2.14, in builds with CUDA. None: unknown."""
+    """Whether this process has a context on the device (in 2.6 to 2.14, with CUDA); None: unknown."""
     asks = _find(torch._C, "_cuda_hasPrimaryContext", None, "reports list the devices where tensors are")
     return None if asks is None else bool(asks(device_index))
 
