@@ -129,8 +129,6 @@ def _first(group: Any, rank: int, key: str, own: dict[str, Any]) -> dict[str, An
     run = "/".join([str(group.get_world_size()), *(os.environ.get(name, "") for name in _RUN)])
     try:
         store = default_store()
-        if store is None:
-            return own
         if _record.num_joined is None:
             # After a change of the nodes, torchrun can reuse names: a new process continues the count.
             _record.num_joined = int(store.add(f"fastload/joined/{run}/{rank}", 1))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 import types
 from typing import TYPE_CHECKING, Any
@@ -189,7 +190,10 @@ def _let_threads_be_workers() -> None:
 
         def worker_info() -> Any:
             info = _thread.info
-            return of_process() if info is None else info
+            # torch's collate moves batches to shared memory in a worker, which a thread has no use for.
+            if info is None or sys._getframe(2).f_globals is vars(torch_collate):
+                return of_process()
+            return info
 
         vars(torch_worker)["_fastload_worker_info"] = worker_info
         function.__code__ = _call_worker_info.__code__
