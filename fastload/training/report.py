@@ -214,7 +214,12 @@ def _mappings() -> Iterator[tuple[tuple[int, int], str, int]]:
 def _devices_with_context() -> list[int]:
     if not torch.cuda.is_initialized():
         return []
-    return [index for index in range(torch.cuda.device_count()) if has_cuda_context(index)]
+    contexts = {index: has_cuda_context(index) for index in range(torch.cuda.device_count())}
+    return [
+        index
+        for index, is_there in contexts.items()
+        if (torch.cuda.memory_reserved(index) > 0 if is_there is None else is_there)
+    ]
 
 
 def _why_no_devices() -> str:
