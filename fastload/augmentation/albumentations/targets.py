@@ -37,12 +37,13 @@ def check_moved(transform: Any, sample: Any) -> None:
     """Raise if a sample has positions in the image that a pipeline leaves where they are.
 
     Args:
-        transform: A pipeline or a single transform.
+        transform: A pipeline or a single transform, or an object that runs its `pipeline`.
         sample: A dict, or a tuple or list that starts with the image.
 
     Raises:
         TypeError: It has, and the transform moves pixels; says how to name them.
     """
+    transform = getattr(transform, "pipeline", transform)
     is_dict = isinstance(sample, dict)
     for key, value in sample.items() if is_dict else enumerate(sample):
         if type(value) in _PLAIN or key == 0:  # the image, and most labels
