@@ -20,7 +20,7 @@ from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
 from fastload.system.notes import add_note
-from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
+from fastload.system.torchvision_arrays import advice_on, calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,7 +121,7 @@ class TransformCaller:
             raise  # of the image, not of the function
         except Exception as error:
             library = self._library
-            advice = library.advice(sample)
+            advice = library.advice(sample) or advice_on(error, library.image_of(sample))
             add_note(
                 error,
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "

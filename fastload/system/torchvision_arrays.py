@@ -1,4 +1,4 @@
-"""torchvision's v2 transforms leave NumPy arrays as they are; here that is an error.
+"""torchvision's v2 transforms leave NumPy arrays as they are; here that is an error. The first ones raise one.
 
 A pipeline of flips and colors would otherwise train without augmentation, and nobody would notice.
 """
@@ -49,6 +49,21 @@ def reject_arrays() -> None:
 
     checked._fastload_is_hooked = True  # type: ignore[attr-defined]
     cls._needs_transform_list = checked  # type: ignore[union-attr]
+
+
+def advice_on(error: Exception, image: Any) -> str:
+    """How to call the transform that raised an error over an array; empty if it was none of torchvision's."""
+    trace = error.__traceback__
+    if trace is None or not isinstance(image, np.ndarray):
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if not trace.tb_frame.f_globals.get("__name__", "").startswith("torchvision.transforms."):
+        return ""
+    return (
+        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in a "
+        f"function of yours that returns the whole sample, or use those of {_MODULE}, with ToImage() first"
+    )
 
 
 def _has_sides(value: Any) -> bool:
