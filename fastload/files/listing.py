@@ -91,7 +91,9 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
         archive = _ARCHIVE.search(os.path.basename(root).lower())
         url = archive and f"{'zip' if archive[0] == '.zip' else 'tar'}://::{root}"
         advice = f": read an archive with fastload.ImageFolder({url!r})" if url else ""
-        raise NotADirectoryError(f"{root} is a file, not a folder with one folder of images per class{advice}")
+        raise NotADirectoryError(
+            f"{root} is a file, not a folder with one folder of images per class{advice}"
+        )
     with os.scandir(root) as entries:
         classes = sorted(entry.name for entry in entries if _is_folder(entry))
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])

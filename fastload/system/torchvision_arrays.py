@@ -1,4 +1,4 @@
-"""torchvision's v2 transforms leave NumPy arrays as they are; here that is an error. The first ones raise one.
+"""torchvision's transforms over NumPy arrays: v2 leaves them as they are, which is an error here.
 
 A pipeline of flips and colors would otherwise train without augmentation, and nobody would notice.
 """
@@ -61,8 +61,8 @@ def advice_on(error: Exception, image: Any) -> str:
     if not trace.tb_frame.f_globals.get("__name__", "").startswith("torchvision.transforms."):
         return ""
     return (
-        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in a "
-        f"function of yours that returns the whole sample, or use those of {_MODULE}, with ToImage() first"
+        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
+        f"a function of yours that returns the whole sample, or use those of {_MODULE}, with ToImage() first"
     )
 
 

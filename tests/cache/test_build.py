@@ -44,7 +44,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
-from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
+from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
@@ -125,6 +125,17 @@ def test_a_command_in_a_message_can_be_copied(tmp_path: Path) -> None:
     assert eval(advice[1]) == f"lmdb:{path}"
     with pytest.raises(ValueError, match=r'pass cache="lmdb:new\.lmdb" for'):  # it need not exist yet
         CachedDataset(Images(4), cache="new.lmdb")
+
+
+def test_a_different_length_is_said_once(tmp_path: Path) -> None:
+    """It is a part of the fingerprint, too."""
+    path = tmp_path / "cache.lmdb"
+    build_lmdb(KnownImages(4), path, num_workers=0).close()
+    with pytest.raises(CacheMismatchError) as caught:
+        build_lmdb(KnownImages(5), path)
+    text = str(caught.value)
+    assert "the number of samples is 5 here and 4 there" in text
+    assert "num_samples" not in text
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:

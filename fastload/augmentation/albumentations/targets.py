@@ -56,7 +56,7 @@ def check_moved(transform: Any, sample: Any) -> None:
             continue
         if is_dict and str(key).endswith("_metadata"):  # other samples, for a mosaic
             continue
-        for path, part in _positions(name, value, sides, f"element {key!r} of the sample"):
+        for path, part in _positions(name, value, sides, f"sample[{key!r}]"):
             if not _moves_pixels(transform):
                 return
             raise TypeError(

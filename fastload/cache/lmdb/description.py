@@ -91,7 +91,8 @@ def why_different(existing: Plan, plan: Plan) -> str | None:
     """
     names, differences = list(_COMPARED), []
     if existing.parts is not None and plan.parts is not None:
-        differences = Fingerprint(plan.parts).differences(Fingerprint(existing.parts))
+        here, there = ({**parts, "num_samples": ""} for parts in (plan.parts, existing.parts))  # said below
+        differences = Fingerprint(here).differences(Fingerprint(there))
         names = names[:-2]
     for name in names:
         here, there = getattr(plan, name), getattr(existing, name)
