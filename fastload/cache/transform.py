@@ -121,12 +121,14 @@ class TransformCaller:
             raise  # of the image, not of the function
         except Exception as error:
             library = self._library
-            advice = library.advice(sample) or advice_on(error, library.image_of(sample))
+            advice = library.advice(sample)
             add_note(
                 error,
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
                 f"{structure_of(sample)}{advice and f'; {advice}'}",
             )
+            if not advice and (conversion := advice_on(error, library.image_of(sample))):
+                add_note(error, f"fastload: {conversion}")
             raise
 
 

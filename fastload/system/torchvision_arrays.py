@@ -1,4 +1,4 @@
-"""torchvision's transforms over NumPy arrays: v2 leaves them as they are, which is an error here.
+"""torchvision's v2 transforms leave NumPy arrays as they are; here that is an error.
 
 A pipeline of flips and colors would otherwise train without augmentation, and nobody would notice.
 """
@@ -62,7 +62,7 @@ def advice_on(error: Exception, image: Any) -> str:
         return ""
     return (
         "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
-        f"a function of yours that returns the whole sample, or use those of {_MODULE}, with ToImage() first"
+        "a function that returns the sample, or use those of torchvision.transforms.v2, with ToImage() first"
     )
 
 
