@@ -68,8 +68,7 @@ def cached(dataset: Any) -> Any:
     if reason is not None:
         _say_once(f"--cache ram: {_named(type(dataset))} is not cached: {reason}")
         return dataset
-    state = images.cache.explain().splitlines()[0]
-    _say_once(f"--cache ram: {_named(type(dataset))} is cached as it is read; at the start, {state}")
+    _say_once(f"--cache ram: {_named(type(dataset))} is cached: {images.cache.explain().splitlines()[0]}")
     return images if is_own else dataset
 
 

@@ -134,8 +134,8 @@ def test_a_different_length_is_said_once(tmp_path: Path) -> None:
     with pytest.raises(CacheMismatchError) as caught:
         build_lmdb(KnownImages(5), path)
     text = str(caught.value)
-    assert "the number of samples is 5 here and 4 there" in text
-    assert "num_samples" not in text
+    assert 'num_samples is "5" here and "4" there' in text
+    assert "number of samples" not in text
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:

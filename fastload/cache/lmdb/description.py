@@ -89,10 +89,11 @@ def why_different(existing: Plan, plan: Plan) -> str | None:
         existing: The plan of the existing files.
         plan: The plan of this build.
     """
-    names, differences = list(_COMPARED), []
+    fingerprints = [plan.parts or {}, existing.parts or {}]  # their parts are not said twice
+    names = [name for name in _COMPARED if not all(name in parts for parts in fingerprints)]
+    differences: list[str] = []
     if existing.parts is not None and plan.parts is not None:
-        here, there = ({**parts, "num_samples": ""} for parts in (plan.parts, existing.parts))  # said below
-        differences = Fingerprint(here).differences(Fingerprint(there))
+        differences = Fingerprint(plan.parts).differences(Fingerprint(existing.parts))
         names = names[:-2]
     for name in names:
         here, there = getattr(plan, name), getattr(existing, name)
