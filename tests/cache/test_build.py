@@ -129,10 +129,10 @@ def test_a_command_in_a_message_can_be_copied(tmp_path: Path) -> None:
 
 def test_a_different_length_is_said_once(tmp_path: Path) -> None:
     """It is a part of the fingerprint, too."""
-    path = tmp_path / "cache.lmdb"
-    build_lmdb(KnownImages(4), path, num_workers=0).close()
+    cache = f"lmdb:{tmp_path / 'cache.lmdb'}"
+    CachedDataset(KnownImages(4), cache=cache)
     with pytest.raises(CacheMismatchError) as caught:
-        build_lmdb(KnownImages(5), path)
+        CachedDataset(KnownImages(5), cache=cache)
     text = str(caught.value)
     assert 'num_samples is "5" here and "4" there' in text
     assert "number of samples" not in text
@@ -531,7 +531,7 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
 
 
 DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
-    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(21, version="1"), {}, 'num_samples is "21" here and "20" there'),
     (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
     (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
     (BrokenImages(version="2"), {}, '"2" here and "1" there'),
