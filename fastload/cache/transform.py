@@ -19,6 +19,7 @@ from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
+from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
 from fastload.system.torchvision_arrays import V1_MODULE, calls_transforms, reject_arrays
 
@@ -127,6 +128,8 @@ class TransformCaller:
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
                 f"{structure_of(sample)}{advice and f'; {advice}'}",
             )
+            if not advice and (conversion := torchvision_arrays.advice_on(error, library.image_of(sample))):
+                add_note(error, f"fastload: {conversion}")
             raise
 
 

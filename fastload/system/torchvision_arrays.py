@@ -55,6 +55,21 @@ def reject_arrays() -> None:
     cls._needs_transform_list = checked  # type: ignore[union-attr]
 
 
+def advice_on(error: Exception, image: Any) -> str:
+    """How to call the transform that raised an error over an array; empty if it was none of torchvision's."""
+    trace = error.__traceback__
+    if trace is None or not isinstance(image, np.ndarray):
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if not trace.tb_frame.f_globals.get("__name__", "").startswith("torchvision.transforms."):
+        return ""
+    return (
+        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
+        "a function that returns the sample, or use those of torchvision.transforms.v2, with ToImage() first"
+    )
+
+
 def _has_sides(value: Any) -> bool:
     """Whether a value can be an image; labels and boxes of one sample have no two sides, or come after it."""
     return isinstance(value, (np.ndarray, torch.Tensor)) and value.ndim >= 2

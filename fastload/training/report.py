@@ -224,7 +224,7 @@ def _devices_with_context() -> list[int]:
 
 def _why_no_devices() -> str:
     if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} was built without it"
+        return f"torch {torch.__version__} was built without CUDA"
     return "no context yet in this process"
 
 

@@ -44,7 +44,7 @@ from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
-from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
+from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
@@ -125,6 +125,17 @@ def test_a_command_in_a_message_can_be_copied(tmp_path: Path) -> None:
     assert eval(advice[1]) == f"lmdb:{path}"
     with pytest.raises(ValueError, match=r'pass cache="lmdb:new\.lmdb" for'):  # it need not exist yet
         CachedDataset(Images(4), cache="new.lmdb")
+
+
+def test_a_different_length_is_said_once(tmp_path: Path) -> None:
+    """It is a part of the fingerprint, too."""
+    cache = f"lmdb:{tmp_path / 'cache.lmdb'}"
+    CachedDataset(KnownImages(4), cache=cache)
+    with pytest.raises(CacheMismatchError) as caught:
+        CachedDataset(KnownImages(5), cache=cache)
+    text = str(caught.value)
+    assert 'num_samples is "5" here and "4" there' in text
+    assert "number of samples" not in text
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
@@ -535,7 +546,7 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
 
 
 DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
-    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(21, version="1"), {}, 'num_samples is "21" here and "20" there'),
     (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
     (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
     (BrokenImages(version="2"), {}, '"2" here and "1" there'),

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import pickle
+import re
 import stat
 import time
 from types import SimpleNamespace
@@ -72,6 +73,8 @@ def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | N
     assert first.answer() == first.pid
     ds = CachedDataset(dataset, cache_key=key)
     assert ds.cache_info().num_cached == 30
+    by_parts = r" made it \d+ s ago from the same parts"
+    assert re.search(rf"process {first.pid}{by_parts}$", ds.cache.reason)
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
     assert sum(dataset.reads) == 2

@@ -346,3 +346,12 @@ def test_an_error_of_the_users_collate_fn_has_no_note_about_the_samples() -> Non
     loader = fastload.DataLoader(datasets.Made(get, 4), 4, collate_fn=fails_to_collate)
 
     assert _fails(loader, TypeError).__notes__ == ["fastload: batch 0, dataset index [0, 1, 2, 3]"]
+
+
+def test_the_indices_of_a_large_batch_are_abbreviated() -> None:
+    """A note has the first ones, the last one and how many there are."""
+    get, _ = NOT_COLLATED["shapes"]
+    loader = fastload.DataLoader(datasets.Made(get, 64), 64, collate_fn=fails_to_collate)
+
+    (note,) = _fails(loader, TypeError).__notes__
+    assert note == "fastload: batch 0, dataset index [0, 1, 2, ..., 63] (64 in all)"

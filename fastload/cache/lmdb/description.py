@@ -90,7 +90,9 @@ def why_different(existing: Plan, plan: Plan) -> str | None:
         existing: The plan of the existing files.
         plan: The plan of this build.
     """
-    names, differences = list(_COMPARED), []
+    fingerprints = [plan.parts or {}, existing.parts or {}]  # their parts are not said twice
+    names = [name for name in _COMPARED if not all(name in parts for parts in fingerprints)]
+    differences: list[str] = []
     if existing.parts is not None and plan.parts is not None:
         both_have_keys = KEY_PART in plan.parts and KEY_PART in existing.parts
         here, there = (

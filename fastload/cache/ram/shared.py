@@ -412,10 +412,10 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             cache.close()
             raise
         age_s = max(0.0, time.time() - cache.origin.created_s)
-        cache.reason = (
-            f"process {cache.origin.pid} made it {age_s:,.0f} s ago from the same parts, found through "
-            f"process {entry.pid}"
-        )
+        maker = cache.origin.pid
+        cache.reason = f"process {maker} made it {age_s:,.0f} s ago from the same parts"
+        if entry.pid != maker:
+            cache.reason += f"; process {entry.pid} holds it now"
         _register(cache, name)
         return cache
     return None
