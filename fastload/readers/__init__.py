@@ -1,0 +1,6 @@
+"""Readers: libraries that decode files, met at their entry points, so that no file is decoded twice.
+
+The user's code runs in full on every access. What a library made of a file is remembered under the identity
+of the file and the arguments of the decoder, while a dataset is read. Read in this order: `identity` (what
+identifies a file), `decode_cache` (what is remembered, and for whom), `patches` (how a library is met).
+"""

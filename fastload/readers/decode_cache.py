@@ -1,0 +1,190 @@
+"""DecodeCache: what decoders made of files, found again while a dataset is read.
+
+A dataset's code runs in full on every access; a reader asks the cache of its thread before it decodes. Rules:
+
+1. No memory of the store reaches user code: whatever a reader returns is a private copy, writable or
+   read-only as the library's own result.
+2. A value is stored only if its identity was equal before and after decoding.
+3. A key that cannot be built is no cache, never an error. Whatever is not understood is decoded.
+4. A share of the hits is decoded again and compared (`FASTLOAD_VERIFY`, 0.01 by default, 1 in the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fastload.errors import DecodeMismatchError
+from fastload.readers.identity import Identity, Unknown, digest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+VERIFY_VARIABLE = "FASTLOAD_VERIFY"
+_VERIFY_SHARE = 0.01
+FULL = "no memory left for it"
+UNUSUAL = "a result or arguments that the cache does not know"
+
+
+class Stored(NamedTuple):
+    """What was stored of a file.
+
+    Attributes:
+        array: The pixels, in the store's memory: read-only, and for readers alone.
+        note: Plain values that the reader stored beside them.
+    """
+
+    array: npt.NDArray[Any]
+    note: Any
+
+
+class DecodeStore(Protocol):
+    """Keeps arrays under keys of 16 bytes; processes and threads share it."""
+
+    def get(self, key: bytes) -> Stored | None:
+        """What is stored under a key, if anything."""
+        ...
+
+    def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
+        """Store an array and a note of plain values; False, as often as it likes, if it does not."""
+        ...
+
+
+class DecodeCache:
+    """The decoded files of a dataset that is being read.
+
+    Args:
+        store: Where they are.
+        verify_share: Which share of the hits is decoded again and compared; None: as FASTLOAD_VERIFY says.
+
+    Attributes:
+        hits: How often something was not decoded.
+        misses: How often something was decoded, by reason.
+        stored: How many values this object stored.
+        stored_bytes: Their pixels.
+    """
+
+    def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
+        self.store = store
+        self.hits = self.stored = self.stored_bytes = 0
+        self.misses: Counter[str] = Counter()
+        self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
+        self._unverified = 0.0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[DecodeCache]:
+        """Let readers in this thread use the cache."""
+        before, _thread.cache = current(), self
+        try:
+            yield self
+        finally:
+            _thread.cache = before
+
+    def find(self, key: bytes) -> Stored | None:
+        """What is stored under a key; counts a hit."""
+        stored = self.store.get(key)
+        self.hits += stored is not None
+        return stored
+
+    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
+        """Store what was decoded; the array is copied. Counts a miss."""
+        is_stored = self.store.put(key, array, note)
+        self.misses["new" if is_stored else FULL] += 1
+        if is_stored:
+            self.stored += 1
+            self.stored_bytes += array.nbytes
+        return is_stored
+
+    def missed(self, reason: Unknown | str) -> None:
+        """Count that something was decoded and not stored."""
+        self.misses[reason.value if isinstance(reason, Unknown) else reason] += 1
+
+    def is_verification_due(self) -> bool:
+        """Whether to decode this hit again and compare it; draws no random numbers."""
+        self._unverified += self._verify_share
+        if self._unverified < 1:
+            return False
+        self._unverified -= 1
+        return True
+
+    def array(
+        self,
+        kind: str,
+        identify: Callable[[], Identity | Unknown],
+        arguments: tuple[Any, ...],
+        decode: Callable[[], Any],
+        *,
+        where: Any,
+    ) -> Any:
+        """What ``decode`` returns, as an array of its own that the caller can write to.
+
+        Args:
+            kind: The function, and the versions of the libraries that its result depends on.
+            identify: Called before and after decoding.
+            arguments: All that decides the result beside the bytes.
+            decode: The library's own function. If it does not return a plain array, its result is not stored.
+            where: The path or other source, for errors.
+        """
+        identity = identify()
+        key = None if isinstance(identity, Unknown) else digest(kind, identity.parts, arguments)
+        if key is None:
+            self.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
+            return decode()
+        stored = self.find(key)
+        if stored is not None:
+            if self.is_verification_due():
+                self.verify(stored.array, decode(), where)
+            return stored.array.copy()
+        result = decode()
+        if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
+            self.missed(UNUSUAL)
+        elif identify() != identity:
+            self.missed(Unknown.TOO_NEW)
+        else:
+            self.keep(key, result)
+        return result
+
+    def verify(self, stored: npt.NDArray[Any], decoded: Any, where: Any) -> None:
+        """Compare what is stored with what was just decoded.
+
+        Raises:
+            DecodeMismatchError: They differ.
+        """
+        if not (
+            type(decoded) is np.ndarray
+            and decoded.dtype == stored.dtype
+            and decoded.shape == stored.shape
+            and np.array_equal(decoded.view(np.uint8), stored.view(np.uint8))
+        ):
+            raise DecodeMismatchError(where)
+
+
+_thread = threading.local()
+
+
+def current() -> DecodeCache | None:
+    """The cache that is active in this thread."""
+    return getattr(_thread, "cache", None)
+
+
+def verify_share_of_environment() -> float:
+    """The share in FASTLOAD_VERIFY.
+
+    Raises:
+        ValueError: It is not a number from 0 to 1.
+    """
+    text = os.environ.get(VERIFY_VARIABLE) or str(_VERIFY_SHARE)
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{VERIFY_VARIABLE}={text!r} is not a share: set it to a number from 0 to 1")
+    return share
