@@ -24,7 +24,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
@@ -34,6 +33,7 @@ from fastload.errors import UnsupportedSampleError
 from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
+from fastload.system.cache_counts import cache_counts
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 

@@ -30,7 +30,7 @@ from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
-from fastload.epochs.loader_state import recorder_of, state_of
+from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place, short_repr
@@ -95,7 +95,7 @@ class WorkerIterator(HostIterator):
             is_persistent=loader.persistent_workers,
             worker_type=loader.worker_type,
         )
-        self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
+        self._pool = pool_type(worker_spec(loader, int(self._base_seed), file_cache_of(loader)), settings)
         self._pin_thread: PinThread | None = None
         if self._pin_memory and not pool_type.uses_threads and loader.device is None:
             self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)

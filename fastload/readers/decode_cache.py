@@ -14,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from fastload.errors import DecodeMismatchError
 from fastload.readers.identity import Identity, Unknown, digest
+from fastload.system.cache_counts import cache_counts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
+NEW = "new"
 FULL = "no memory left for it"
 UNUSUAL = "a result or arguments that the cache does not know"
 
@@ -58,23 +59,18 @@ class DecodeStore(Protocol):
 
 
 class DecodeCache:
-    """The decoded files of a dataset that is being read.
+    """The decoded files of datasets that are being read; `cache_counts` counts the accesses.
 
     Args:
         store: Where they are.
         verify_share: Which share of the hits is decoded again and compared; None: as FASTLOAD_VERIFY says.
 
     Attributes:
-        hits: How often something was not decoded.
-        misses: How often something was decoded, by reason.
-        stored: How many values this object stored.
-        stored_bytes: Their pixels.
+        store: As given.
     """
 
     def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
         self.store = store
-        self.hits = self.stored = self.stored_bytes = 0
-        self.misses: Counter[str] = Counter()
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
 
@@ -90,21 +86,19 @@ class DecodeCache:
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
         stored = self.store.get(key)
-        self.hits += stored is not None
+        cache_counts.hits += stored is not None
         return stored
 
     def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
         """Store what was decoded; the array is copied. Counts a miss."""
         is_stored = self.store.put(key, array, note)
-        self.misses["new" if is_stored else FULL] += 1
-        if is_stored:
-            self.stored += 1
-            self.stored_bytes += array.nbytes
+        self.missed(NEW if is_stored else FULL)
         return is_stored
 
     def missed(self, reason: Unknown | str) -> None:
         """Count that something was decoded and not stored."""
-        self.misses[reason.value if isinstance(reason, Unknown) else reason] += 1
+        cache_counts.misses += 1
+        cache_counts.reasons[reason.value if isinstance(reason, Unknown) else reason] += 1
 
     def is_verification_due(self) -> bool:
         """Whether to decode this hit again and compare it; draws no random numbers."""

@@ -18,6 +18,7 @@ import importlib
 import os
 import sys
 import threading
+import weakref
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -110,7 +111,8 @@ class _Patches:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.by_reader: dict[str, list[Patch]] = {}
-        self.num_fetches = self.num_caches = 0
+        self.num_fetches = 0
+        self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
     def meet(self) -> None:
         """Meet the libraries that were imported since the last time."""
@@ -145,16 +147,16 @@ def installed() -> Iterator[None]:
                     patch.take_away()
 
 
-def retain() -> None:
-    """Count a cache; its owner calls `release` once."""
+def retain(cache: object) -> None:
+    """Let classes stay replaced until `release` is called for the last cache."""
     with _patches.lock:
-        _patches.num_caches += 1
+        _patches.caches.add(cache)
 
 
-def release() -> None:
-    """Count that a cache is closed; with the last one, classes are as they were."""
+def release(cache: object) -> None:
+    """A cache is closed; with the last one, classes are as they were."""
     with _patches.lock:
-        _patches.num_caches -= 1
-        if _patches.num_caches <= 0 and not _patches.num_fetches:
+        _patches.caches.discard(cache)
+        if not _patches.caches and not _patches.num_fetches:
             for patch in _patches.each(object):
                 patch.take_away()
