@@ -13,16 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from fastload.batch.source import inside_subsets
+from fastload.cache.build.random_check import readable_unnoticed
+from fastload.cache.format.sample_cache import BaseCache
+from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram.file_store import FileStore, open_store
+from fastload.images.folder import ImageFolder
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.system.budget import check_memory
+from fastload.system.cache_counts import cache_counts
 from fastload.system.humanize import readable_size
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
 
 CACHE_VARIABLE = "FASTLOAD_CACHE"
 _OFF = "off"
@@ -39,8 +51,8 @@ def check_cache(cache: Any) -> str | None:
     kind, colon, max_memory = cache.partition(":") if isinstance(cache, str) else ("", "", "")
     if kind != "ram" or bool(colon) != bool(max_memory):
         raise ValueError(
-            f'cache should be "ram", "ram:32G" or None, but got {cache!r}: a loader remembers files in memory. '
-            'For samples on disk, make the loader of fastload.CachedDataset(dataset, cache="lmdb:PATH")'
+            f'cache should be "ram", "ram:32G" or None, but got {cache!r}: a loader remembers files in '
+            'memory. For samples on disk, make the loader of fastload.CachedDataset(dataset, cache="lmdb:PATH")'
         )
     if max_memory:
         check_memory(max_memory, name="cache")
@@ -61,6 +73,40 @@ def requested_cache(cache: str | None) -> str | None:
     except ValueError as error:
         raise ValueError(f"{CACHE_VARIABLE}: {error}; or set it to {_OFF!r}") from None
     return cache or text
+
+
+def decodes_files(dataset: Any) -> bool:
+    """Whether one of three samples of a map-style dataset comes from a file that a reader decodes.
+
+    The samples are of a copy of the dataset, and all generators stay as they were. What cannot be read does
+    not count: its error is that of the access.
+    """
+    if isinstance(inside_subsets(dataset)[0], (ImageFolder, LMDBDataset)):
+        return False  # their own caches of samples are faster
+    listener, counts = DecodeCache(_Nothing(), verify_share=0), cache_counts
+    before = counts.hits, counts.misses, counts.reasons
+    try:
+        counts.misses, counts.reasons = 0, Counter()
+        with patches.installed(), listener.active():
+            for _ in readable_unnoticed(dataset):
+                if counts.misses:
+                    return True
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    finally:
+        counts.hits, counts.misses, counts.reasons = before
+    return False
+
+
+class _Nothing:
+    """A store that keeps nothing."""
+
+    def get(self, key: bytes) -> None:
+        """Nothing."""
+
+    def put(self, key: bytes, array: Any, note: Any) -> bool:
+        """False."""
+        return False
 
 
 class FileCache:
@@ -93,17 +139,78 @@ class FileCache:
         self._for_good.__enter__()
 
     def explain(self) -> str:
-        """What is remembered, in one line."""
+        """What happens, and what is remembered, in one line."""
         store = self.store
         memory = f"{readable_size(store.nbytes)}, at most {readable_size(store.max_bytes)}"
         return (
-            "the dataset's code runs on every access; the pixels of the files that it decodes are remembered: "
-            f"{store.num_files:,} files now ({memory})"
+            "the dataset's code runs on every access, and the pixels of files that it decodes are remembered: "
+            f"now {store.num_files:,} files ({memory})"
         )
 
     def close(self) -> None:
         """Let the classes of the libraries be as they were, if no other cache of this process needs them."""
         patches.release(self)
+
+
+class RememberedFiles(BaseCache):
+    """The cache of a `CachedDataset` by file.
+
+    Args:
+        num_samples: Of the dataset.
+        max_memory: As for `CachedDataset`.
+
+    Attributes:
+        unread: Indices that `fill` is to read.
+    """
+
+    num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
+    layout = "files"
+
+    def __init__(self, num_samples: int, max_memory: str | float) -> None:
+        check_memory(max_memory, name="max_memory")
+        self.num_samples = num_samples
+        self.unread = np.empty(0, np.intp)
+        self._files = FileCache(open_store(max_memory))
+        log.info("cache: %s", self.explain())
+
+    def read(self, function: Callable[[Any], Any], index: Any) -> Any:
+        """What the dataset's ``function(index)`` returns."""
+        with self._files.reading():
+            return function(index)
+
+    @property
+    def num_cached(self) -> int:
+        """How many files are remembered, of all datasets."""
+        return self._files.store.num_files
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the files, of all datasets."""
+        return self._files.store.nbytes
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Their limit."""
+        return self._files.store.max_bytes
+
+    def explain(self) -> str:
+        """What happens, and what is remembered."""
+        return self._files.explain()
+
+    def missing(self) -> npt.NDArray[np.intp]:
+        """What `fill` has not read, once."""
+        unread, self.unread = self.unread, np.empty(0, np.intp)
+        return unread
+
+    def __contains__(self, index: object) -> bool:
+        return False
+
+    def get(self, index: int) -> None:
+        """None: samples are not stored."""
+
+    def close(self) -> None:
+        """See `FileCache`."""
+        self._files.close()
 
 
 def open_file_cache(cache: str) -> FileCache:
