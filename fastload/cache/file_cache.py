@@ -5,14 +5,11 @@ The dataset's code runs in full on every access; see `fastload.readers`. Rules:
 1. It is active in the thread that reads a sample, and only while it reads. In worker processes the libraries
    stay met for good, elsewhere during a fetch.
 2. It pickles as a handle of the store, so all workers read and fill one store.
-3. FASTLOAD_CACHE decides for the loaders of a script that name no cache ("ram", "ram:32G"), or turns all
-   of them off ("off").
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,7 @@ from fastload.cache.ram.file_store import FileStore, open_store
 from fastload.images.folder import ImageFolder
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.request import check_cache
 from fastload.system.budget import check_memory
 from fastload.system.cache_counts import cache_counts
 from fastload.system.humanize import readable_size
@@ -35,44 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
-
-CACHE_VARIABLE = "FASTLOAD_CACHE"
-_OFF = "off"
-
-
-def check_cache(cache: Any) -> str | None:
-    """The limit that `cache=` of a loader names: "auto" or an amount of memory; None for no cache.
-
-    Raises:
-        ValueError: It is not None, "ram" or "ram:" and an amount of memory.
-    """
-    if cache is None:
-        return None
-    kind, colon, max_memory = cache.partition(":") if isinstance(cache, str) else ("", "", "")
-    if kind != "ram" or bool(colon) != bool(max_memory):
-        raise ValueError(
-            f'cache should be "ram", "ram:32G" or None, but got {cache!r}: a loader remembers files in '
-            'memory. For samples on disk, make the loader of fastload.CachedDataset(dataset, cache="lmdb:PATH")'
-        )
-    if max_memory:
-        check_memory(max_memory, name="cache")
-    return max_memory or "auto"
-
-
-def requested_cache(cache: str | None) -> str | None:
-    """What a loader does with this `cache=`: the argument, or what FASTLOAD_CACHE says.
-
-    Raises:
-        ValueError: FASTLOAD_CACHE is neither "off" nor a cache.
-    """
-    text = os.environ.get(CACHE_VARIABLE) or None
-    if text == _OFF:
-        return None
-    try:
-        check_cache(text)
-    except ValueError as error:
-        raise ValueError(f"{CACHE_VARIABLE}: {error}; or set it to {_OFF!r}") from None
-    return cache or text
 
 
 def decodes_files(dataset: Any) -> bool:
@@ -143,8 +103,8 @@ class FileCache:
         store = self.store
         memory = f"{readable_size(store.nbytes)}, at most {readable_size(store.max_bytes)}"
         return (
-            "the dataset's code runs on every access, and the pixels of files that it decodes are remembered: "
-            f"now {store.num_files:,} files ({memory})"
+            "the dataset's code runs on every access, and the pixels of files that it decodes are "
+            f"remembered: now {store.num_files:,} files ({memory})"
         )
 
     def close(self) -> None:

@@ -7,8 +7,9 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastload.cache.file_cache import open_file_cache, requested_cache
+from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Recorder
+from fastload.readers.request import requested_cache
 from fastload.system.logs import log
 
 if TYPE_CHECKING:

@@ -143,7 +143,10 @@ class Recorder:
         counts: The figures; read and changed under `lock`.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
         reports: Whether `log_stats` is on.
+        all_hits: Cache hits of all loaders of this process.
     """
+
+    all_hits = 0
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -163,6 +166,7 @@ class Recorder:
             counts = self.counts
             counts.busy_us += counters.busy_us
             counts.cache_hits += counters.cache_hits
+            Recorder.all_hits += counters.cache_hits
             counts.cache_misses += counters.cache_misses
             counts.miss_reasons.update(counters.miss_reasons)
             counts.num_copies += counters.num_copies

@@ -2,5 +2,6 @@
 
 The user's code runs in full on every access. What a library made of a file is remembered under the identity
 of the file and the arguments of the decoder, while a dataset is read. Read in this order: `identity` (what
-identifies a file), `decode_cache` (what is remembered, and for whom), `patches` (how a library is met).
+identifies a file), `decode_cache` (what is remembered, and for whom), `patches` (how a library is met), and
+`request` (what a user asks for).
 """

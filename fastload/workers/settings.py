@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 from fastload.batch.failures import check_max_errors
 from fastload.batch.source import reads_ahead
-from fastload.cache.file_cache import check_cache
 from fastload.device.devices import check_device
+from fastload.readers.request import check_cache
 from fastload.rng.sample_rng import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of
