@@ -128,9 +128,9 @@ class _Patches:
 
     def meet(self) -> None:
         """Meet the libraries that were imported since the last time."""
+        copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
         for library, reader in READERS.items():
             if library in sys.modules and reader not in self.by_reader:
-                copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
                 try:
                     self.by_reader[reader] = importlib.import_module(reader).patches()
                 except Exception as error:  # noqa: BLE001  # a release that the reader does not know
@@ -190,3 +190,5 @@ def release(cache: object) -> None:
         _patches.caches.discard(cache)
         if not _patches.caches and not _patches.num_fetches:
             _patches.take_away(object)
+            if copyreg.dispatch_table.get(BuiltinFunctionType) is _reduce_builtin:
+                del copyreg.dispatch_table[BuiltinFunctionType]

@@ -260,7 +260,7 @@ STREAMS: dict[str, Callable[[Path], Any]] = {
     "subclass": lambda path: _Offset(path),
     "subclass below": lambda path: io.BufferedReader(_Offset(path)),
     "directory": lambda path: _Descriptor(os.open(path.parent, os.O_RDONLY)),
-    "device": lambda path: Path("/dev/zero").open("rb"),
+    "device": lambda path: Path("/dev/zero").open("rb"),  # noqa: SIM115
 }
 
 
