@@ -169,7 +169,8 @@ def lazy_class(cls: Any) -> Any:
 def defer(image: Any, pending: Pending) -> None:
     """Let an opened image be loaded by ``pending`` when something needs its pixels."""
     vars(image)[_STATE] = _State(pending)
-    _set_class(image, lazy_class(type(image)))
+    cls: Any = type(image)
+    _set_class(image, lazy_class(cls))
 
 
 def become_plain(image: Any) -> None:

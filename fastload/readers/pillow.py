@@ -205,6 +205,7 @@ def _key(image: Any, identity: Identity) -> bytes | None:
         tuple(map(tuple, image.tile)),
         tuple(image.decoderconfig),
         bool(ImageFile.LOAD_TRUNCATED_IMAGES),
+        bool(image._exclusive_fp),  # Pillow closes such a file
         getattr(image, "tile_prefix", b""),
     )
 
