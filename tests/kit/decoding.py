@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import zlib
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ class DictStore:
 
     def get(self, key: bytes) -> Stored | None:
         """What is stored under a key, if anything."""
-        return self.values.get(key)
+        stored = self.values.get(key)
+        return stored and stored._replace(note=marshal.loads(marshal.dumps(stored.note)))
 
     def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
         """Store a copy, in the order of C, as the shared store does; False if it is full."""
