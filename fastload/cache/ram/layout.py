@@ -34,7 +34,7 @@ from fastload.cache.ram.arena import (
     create_segment,
     read_description,
 )
-from fastload.errors import SharedMemoryError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
@@ -206,6 +206,8 @@ class Layout:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
         fields = read_description(segment)
+        if "spec" not in fields:
+            raise CacheMismatchError("not a cache of samples")
         spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
         columns = [
             Column(leaf, numpy_dtype(dtype), tuple(shape), at)
