@@ -87,7 +87,7 @@ class SharedFileStore:
         self._prepare(max_memory, store_name())
         self._owner_pid = os.getpid()
         with registry.creating():
-            self._look(time.monotonic(), 0.0)
+            self._look(time.monotonic())
             # What the store holds is not free, but it is the store's.
             free_bytes = available_bytes() + self.nbytes
             self.max_bytes = max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
@@ -210,7 +210,7 @@ class SharedFileStore:
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
-    def _look(self, now_s: float, every_s: float = _LOOK_EVERY_S) -> None:
+    def _look(self, now_s: float, every_s: float = 0.0) -> None:
         """Let go of retired tables, and attach to new ones if the registry has changed."""
         if self._is_closed or now_s < self._looked_s + every_s or not self._lock().acquire(blocking=False):
             return
@@ -263,7 +263,7 @@ class SharedFileStore:
             with registry.creating(wait_s=0.0) as is_alone:
                 if not is_alone and self._changed_ns is not None:
                     return
-                self._look(now_s, 0.0)
+                self._look(now_s)
                 tables = self._tables
                 if tables and not tables[-1].wants_more:
                     self._grow_at_s = 0.0

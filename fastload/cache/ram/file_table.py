@@ -129,7 +129,7 @@ def decode(memory: memoryview | bytes, offset: int, key: bytes) -> Stored | None
         dtype, shape, order, note = marshal.loads(memory[start : start + length])
         array_at = offset + round_up(_HEAD.size + length, ALIGNMENT_BYTES)
         return Stored(np.ndarray(shape, dtype, memory, array_at, order=order), note)
-    except (ValueError, TypeError, EOFError):  # the memory was damaged
+    except Exception:  # noqa: BLE001  # damaged bytes can mean anything
         return None
 
 
@@ -151,8 +151,9 @@ class _Plan:
         self.num_entries = end
         self.space_at = round_up(TABLE_AT + end * ENTRY_BYTES, PAGE_BYTES)
         self.nbytes = self.space_at + round_up(max_bytes, PAGE_BYTES)
-        # The header, the words, and partly used pages.
-        self.limits = Cursor(max_bytes, files, max_bytes - 4 * PAGE_BYTES)
+        # The header, the words, partly used pages, and the first level.
+        taken_bytes = 4 * PAGE_BYTES + _FIRST_LEVEL * ENTRY_BYTES
+        self.limits = Cursor(max_bytes, files, max_bytes - taken_bytes)
 
 
 class FileTable:
