@@ -192,7 +192,8 @@ def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any
     assert all(store.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
     (table,) = store._tables
     assert len(table._plan.levels) > 4
-    assert all(store.get(key_of(number)).note == (number,) for number in numbers)
+    stored: Any = [store.get(key_of(number)) for number in numbers]
+    assert [each.note for each in stored] == [(number,) for number in numbers]
     assert all(store.get(key_of(-1 - number)) is None for number in numbers)
     assert store.num_files == 8000
     assert store.nbytes / 8000 - 640 < 300
@@ -280,7 +281,8 @@ def work_in_worker(store: Any, pipe: Any) -> None:
 def test_workers_fill_tables_that_their_owner_makes(method: str, monkeypatch: Any) -> None:
     """A worker makes none, which would end with it; it says that it lacks room, and finds the next table."""
     monkeypatch.setattr(file_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
-    store, context = SharedFileStore(2 * MB), multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
+    store = SharedFileStore(2 * MB)
     pipe, other = context.Pipe()
     worker = context.Process(target=work_in_worker, args=(store, other))
     worker.start()
@@ -306,7 +308,7 @@ def test_a_fork_that_goes_on_by_itself_can_be_found(start: Any) -> None:
     """From its first poll on, it holds the store for others, as its parent did."""
     store = shared()
     put(store, range(5))
-    job = start(lambda: (store, store.poll()))
+    job = start(lambda: (store, num_tables(store)))
     job.answer()
     store.close()
     gc.collect()
@@ -374,7 +376,7 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
     """A table that was idle goes as a whole; another job lets go of it, and arrays stay as they are."""
     job = start(opened, range(200))
     stored = job.answer()
-    mine = SharedFileStore(MB)
+    mine: Any = SharedFileStore(MB)
     held = [(number, mine.get(key_of(number)).array) for number in stored]
     assert put(mine, range(1000, 1010)) == []
     monkeypatch.setattr(file_store, "_IDLE_S", -1.0)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ from fastload.system.linux import link_of
 from fastload.system.logs import log, say_once
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
@@ -45,13 +46,14 @@ if TYPE_CHECKING:
     from fastload.readers.decode_cache import Stored
 
 _FORMAT = 1  # of tables and records
-_NAME_PREFIX = "files-"
+NAME_PREFIX = "files-"
 _NUM_TABLES = 8  # that share the limit
 _MIN_TABLE_BYTES = 64 << 20
 _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is left
 _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S, _GROW_MAX_WAIT_S = 1.0, 60.0  # after a vain attempt, and after many
+_HOLD_EVERY_S = 0.5
 _IDLE_S = 120.0  # a table that nobody used for so long makes room for others
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
 
@@ -63,7 +65,7 @@ def store_name() -> str:
     except OSError:
         return ""
     parts = _FORMAT, sys.implementation.cache_tag, mounts, root.st_dev, root.st_ino
-    return _NAME_PREFIX + hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+    return NAME_PREFIX + hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 class SharedFileStore:
@@ -420,11 +422,46 @@ def retire_store(name: str) -> int:
     return sum(table.arena.nbytes for table in tables)
 
 
+def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -> dict[str, Any]:
+    """Hold the store until SIGINT or SIGTERM, or until a time is over; in the main thread.
+
+    Args:
+        limit_s: The time.
+        log_start: Called once with the number of files, and their bytes, at the start.
+
+    Returns:
+        The same at the end, and the time, ready for JSON.
+
+    Raises:
+        SharedMemoryError: This system has no memory that processes share, or they could not find it.
+    """
+    signals = {signal.SIGINT, signal.SIGTERM}
+    store = open_store(_MIN_TABLE_BYTES)
+    if isinstance(store, PrivateFileStore) or registry.changed_ns() is None:
+        raise SharedMemoryError("processes share no memory here that others could find later")
+    started_s = now_s = time.monotonic()
+    # Blocked signals wait until they are asked for, so that none ends the process half-way.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        log_start(store.num_files, store.nbytes)
+        while limit_s is None or now_s < started_s + limit_s:
+            left_s = _HOLD_EVERY_S if limit_s is None else min(_HOLD_EVERY_S, started_s + limit_s - now_s)
+            if signal.sigtimedwait(signals, left_s) is not None:
+                break
+            store.poll(is_in_use=False)
+            now_s = time.monotonic()
+        held_s = round(time.monotonic() - started_s, 1)
+        return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}
+    finally:
+        store.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _live_tables() -> dict[str, dict[int, FileTable]]:
     """All tables that can be reached, by the name of their store and by inode."""
     stores: dict[str, dict[int, FileTable]] = {}
     for entry in registry.entries():
-        if entry.name.startswith(_NAME_PREFIX):
+        if entry.name.startswith(NAME_PREFIX):
             try:
                 table = FileTable(entry.attach())
             except (OSError, SharedMemoryError, CacheMismatchError):
