@@ -17,6 +17,7 @@ from fastload.cache.ram import arena, file_store, file_table, registry
 from fastload.cache.ram.file_store import PrivateFileStore, SharedFileStore, open_store
 from fastload.memory import segment
 from fastload.system import budget
+from fastload.system.locks import flock_fd
 from fastload.system.logs import say_once
 from tests.kit import faults
 
@@ -337,6 +338,50 @@ def test_threads_read_and_store_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         assert min(pool.map(work, range(4))) > 0
     assert put(store, range(60)) == right(store, range(60)) == list(range(60))
+
+
+def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> None:
+    """One that comes to the same place while another writes; of the same file, either record is right."""
+    one, two, write = shared(), shared(), arena.Arena.write
+    keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(3)]
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.undo()
+        assert two.put(keys[1], array_of(1), 1)
+        assert two.put(keys[0], array_of(0), 0)
+        write(*args)
+
+    monkeypatch.setattr(arena.Arena, "write", meanwhile)
+    assert one.put(keys[0], array_of(0), 0)
+    for store in (one, two):
+        found: Any = [store.get(key) for key in keys]
+        assert [stored and stored.note for stored in found] == [0, 1, None]
+        assert np.array_equal(found[0].array, array_of(0))
+        assert np.array_equal(found[1].array, array_of(1))
+
+
+def test_while_somebody_holds_the_lock_files_are_read_and_none_is_stored() -> None:
+    """Nobody waits long, as for a process that was stopped; when the lock is free, files are stored."""
+    store = shared()
+    put(store, range(5))
+    fd = store._tables[0].arena.segment.reopen()
+    assert flock_fd(fd)
+    assert put(store, range(10)) == right(store, range(10)) == list(range(5))
+    os.close(fd)
+    assert put(store, range(10)) == list(range(10))
+
+
+def test_while_somebody_holds_the_registry_a_store_opens_all_the_same(monkeypatch: Any) -> None:
+    """It finds what is there; a process that polls does not wait."""
+    monkeypatch.setattr(registry, "_CREATION_WAIT_S", 0.01)
+    put(first := shared(), range(5))
+    with registry.creating() as is_alone:
+        assert is_alone
+        assert right(shared(), range(5)) == list(range(5))
+        before = first._tables
+        assert len(put(first, range(100))) < 20
+        assert first._tables == before
+    assert len(put(first, range(100))) > 80
 
 
 def test_a_process_that_sees_other_files_has_another_store(start: Any) -> None:
