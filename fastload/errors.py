@@ -99,7 +99,7 @@ class DecodeMismatchError(CacheError, ValueError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.where,)
+        return type(self), (self.where,), vars(self)
 
 
 class CacheBusyError(CacheError, OSError):

@@ -14,6 +14,7 @@ with an empty cache in RAM. Rules:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 import os
@@ -170,23 +171,28 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         # Here: they import Pillow and LMDB.
-        from fastload.cache.file_cache import RememberedFiles, decodes_files
-        from fastload.cache.open_cache import CacheRequest, open_cache
+        from fastload.cache.file_cache import RememberedFiles
+        from fastload.cache.format.fingerprint import has_own_fingerprint
+        from fastload.cache.open_cache import CacheRequest, FilesSeenError, open_cache
 
-        is_plain = cache == "ram" and transform is None and pre_transform is None and cache_key is None
+        is_plain = cache == "ram" and pre_transform is None and cache_key is None
+        if by == "file" and not is_plain:
+            raise ValueError(
+                'by="file" remembers decoded files, in memory: omit cache=, cache_key= and pre_transform=, '
+                'or cache whole samples, with by="sample"'
+            )
         self._files: RememberedFiles | None = None
-        if by == "file" or (by is None and is_plain and decodes_files(dataset)):
-            if cache != "ram" or pre_transform is not None or cache_key is not None:
-                raise ValueError(
-                    'by="file" remembers decoded files, in memory: omit cache=, cache_key= and '
-                    'pre_transform=, or cache whole samples, with by="sample"'
-                )
-            self.cache: Any = RememberedFiles(self._num_samples, max_memory)
-            self._files, self._source = self.cache, dataset
-            self._holds_images, self._jpegs = False, None
-        else:
-            request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
+        request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
+        # Samples with a fingerprint are known to be always the same, and faster from a cache of samples.
+        if by is None and is_plain and transform is None and not has_own_fingerprint(dataset):
+            request = dataclasses.replace(request, can_be_by_file=True)
+        try:
+            if by == "file":
+                raise FilesSeenError
             self.cache, self._source, self._holds_images, self._jpegs = open_cache(cache, request)
+        except FilesSeenError:
+            self.cache = self._files = RememberedFiles(self._num_samples, max_memory)
+            self._source, self._holds_images, self._jpegs = dataset, False, None
         self._stores = cache is not None and self._files is None
         is_watched = self._stores and not isinstance(self._source, LMDBDataset)
         self._watch = DrawWatch(self._source) if is_watched else None

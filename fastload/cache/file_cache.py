@@ -15,12 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.batch.source import inside_subsets
-from fastload.cache.build.random_check import readable_unnoticed
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram.file_store import FileStore, open_store
-from fastload.images.folder import ImageFolder
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import check_cache
@@ -35,27 +31,17 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def decodes_files(dataset: Any) -> bool:
-    """Whether one of three samples of a map-style dataset comes from a file that a reader decodes.
-
-    The samples are of a copy of the dataset, and all generators stay as they were. What cannot be read does
-    not count: its error is that of the access.
-    """
-    if isinstance(inside_subsets(dataset)[0], (ImageFolder, LMDBDataset)):
-        return False  # their own caches of samples are faster
-    listener, counts = DecodeCache(_Nothing(), verify_share=0), cache_counts
+@contextlib.contextmanager
+def listening() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether this thread has decoded a file since; nothing is remembered."""
+    counts = cache_counts
     before = counts.hits, counts.misses, counts.reasons
+    counts.misses, counts.reasons = 0, Counter()
     try:
-        counts.misses, counts.reasons = 0, Counter()
-        with patches.installed(), listener.active():
-            for _ in readable_unnoticed(dataset):
-                if counts.misses:
-                    return True
-    except Exception:  # noqa: BLE001 - as above
-        return False
+        with patches.installed(), DecodeCache(_Nothing(), verify_share=0).active():
+            yield lambda: counts.misses > 0
     finally:
         counts.hits, counts.misses, counts.reasons = before
-    return False
 
 
 class _Nothing:

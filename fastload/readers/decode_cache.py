@@ -168,6 +168,17 @@ def current() -> DecodeCache | None:
     return getattr(_thread, "cache", None)
 
 
+@contextlib.contextmanager
+def inactive() -> Iterator[None]:
+    """Let nothing be remembered in this thread."""
+    before = current()
+    _thread.cache = None
+    try:
+        yield
+    finally:
+        _thread.cache = before
+
+
 def verify_share_of_environment() -> float:
     """The share in FASTLOAD_VERIFY.
 

@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 # By the library whose import makes a reader useful. A reader has a function `patches()`.
 READERS = {
     "PIL.ImageFile": "fastload.readers.pillow",
-    "cv2": "fastload.readers.opencv",
-    "numpy": "fastload.readers.npz",
-    "tifffile": "fastload.readers.tifffile",
-    "torchvision.io": "fastload.readers.torchvision_io",
 }
 
 

@@ -206,15 +206,6 @@ def read_unnoticed(dataset: Any, index: int) -> Any:
         return dataset[index]
 
 
-def readable_unnoticed(dataset: Any) -> Iterator[Any]:
-    """A few samples of a copy of the dataset; all generators, also the dataset's own, stay as they were."""
-    watch = DrawWatch(dataset)
-    with RngScope(watch.generators), seeded_by(watch):
-        twin = _twin(dataset)
-        for _, sample in itertools.islice(readable(twin, twin.__getitem__), _PROBED):
-            yield sample
-
-
 def reject_random(dataset: Any) -> None:
     """Reject a dataset that returns a different sample on every access; a cache would freeze one draw.
 
