@@ -30,10 +30,13 @@ from PIL import Image, ImageDraw, ImageFilter, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch.utils.data import Dataset, IterableDataset
 
+from tests.kit.torchvision import without_operators
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+without_operators()  # before a worker unpickles a transform
 NUM_FILES = 12
 MODES = {
     ".jpg": ("RGB", "L", "CMYK"),
