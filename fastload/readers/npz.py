@@ -15,7 +15,7 @@ from numpy.lib.npyio import NpzFile
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import identify_stream
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -19,7 +19,7 @@ import numpy as np
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import identify_content, identify_path
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

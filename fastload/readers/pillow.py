@@ -34,7 +34,7 @@ from fastload.readers.identity import (
     identify_stream,
 )
 from fastload.readers.lazy_image import CHANNELS, Pixels, become_plain, defer
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ from tifffile import TiffFile
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import Identity, Unknown, identify_stream
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,7 +15,7 @@ import torch
 
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import Identity, Unknown, identify_content
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -23,7 +23,7 @@ import tifffile
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
-from fastload.readers.patches import Patch
+from fastload.readers.patch import Patch
 from tests.kit.decoding import DictStore
 from tests.readers.reader_zoo import Images, read_first
 
