@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # By the library whose import makes a reader useful. A reader has a function `patches()`.
-READERS: dict[str, str] = {}
+READERS = {
+    "PIL.ImageFile": "fastload.readers.pillow",
+}
 
 
 @dataclass(eq=False)

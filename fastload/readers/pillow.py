@@ -1,0 +1,299 @@
+"""Pillow: opened images whose file was decoded before take their pixels from the cache.
+
+`PIL.Image.open` stays real, so types, sizes, `info`, EXIF data, drafts and errors are Pillow's. While a cache
+is active, an opened image is lazy (see `lazy_image`): when it is loaded, its pixels come from the cache, or
+from Pillow, and are then kept. Rules:
+
+1. The file is identified before Pillow reads its header, and again before pixels are taken, and after pixels
+   were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`.
+2. A hit leaves the object as loading did: the attributes that changed then are stored beside the pixels. If
+   one of them was not a plain value, nothing is stored.
+3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
+   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL
+from PIL import Image, ImageFile, features
+
+from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current
+from fastload.readers.identity import (
+    Identity,
+    Unknown,
+    digest,
+    identify_content,
+    identify_descriptor,
+    identify_stream,
+)
+from fastload.readers.lazy_image import CHANNELS, Pixels, become_plain, defer
+from fastload.readers.patches import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.readers.decode_cache import Stored
+
+_MODES = frozenset({*CHANNELS, "1", "P", "LA", "PA", "I", "F", "I;16"})
+_CLASSES = frozenset(
+    {
+        ("PIL.AvifImagePlugin", "AvifImageFile"),
+        ("PIL.BmpImagePlugin", "BmpImageFile"),
+        ("PIL.JpegImagePlugin", "JpegImageFile"),
+        ("PIL.MpoImagePlugin", "MpoImageFile"),
+        ("PIL.PngImagePlugin", "PngImageFile"),
+        ("PIL.TiffImagePlugin", "TiffImageFile"),
+        ("PIL.WebPImagePlugin", "WebPImageFile"),
+    }
+)
+# Its frames are stored one after another, and the first one is loaded by itself.
+_FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
+_ORIENTATION = 0x0112
+_PLAIN = (int, float, str, bytes, bool, type(None))
+# What loading changes in any case.
+_CHANGING = frozenset({"_im", "fp", "tile", "map", "info"})
+
+
+def patches() -> list[Patch]:
+    """The one method through which every opened file goes."""
+    if "_im" not in vars(Image.Image()):  # before Pillow 11
+        return []
+    return [Patch(ImageFile.ImageFile, "__init__", _remembering)]
+
+
+def _remembering(real: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
+        cache = current()
+        if cache is None:
+            real(self, fp, *args, **kwargs)
+            return
+        source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
+        real(self, fp, *args, **kwargs)
+        if (type(self).__module__, type(self).__name__) in _CLASSES and self._im is None:
+            defer(self, _Opened(cache, source))
+
+    return init
+
+
+class _File:
+    """A file object; it is opened once, and Pillow reads its descriptor."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._identity = identify_stream(file)
+
+    def identity(self) -> Identity | Unknown:
+        """That of the file, if it is the same as when it was opened."""
+        now = identify_stream(self._file)
+        return now if now == self._identity else Unknown.TOO_NEW
+
+    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
+        """Load the image, which can close the file; returns the identity of the file afterwards."""
+        try:
+            descriptor = os.dup(self._file.fileno())
+        except OSError:  # no descriptor is left
+            load()
+            return Unknown.UNREADABLE
+        try:
+            load()
+            return identify_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _Bytes:
+    """A BytesIO; the object of its content is another one after any change."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+        self._content = file.getvalue()
+        self._identity: Identity | Unknown | None = None
+
+    def identity(self) -> Identity | Unknown:
+        """That of the content, if it is the same as when it was opened."""
+        if self._file.closed or self._file.getvalue() is not self._content:
+            return Unknown.TOO_NEW
+        if self._identity is None:
+            self._identity = identify_content(self._content)
+        return self._identity
+
+    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
+        """Load the image; returns the identity of the content before, which cannot change for Pillow."""
+        identity = self.identity()
+        load()
+        return identity
+
+
+class _Opened:
+    """An opened file that is not loaded.
+
+    Args:
+        cache: The cache that was active.
+        source: What it reads.
+    """
+
+    def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
+        self._cache = cache
+        self._source = source
+
+    def load(self, image: Any) -> Pixels | None:
+        """See `Pending`."""
+        cache = self._cache
+        stored = key = None
+        identity: Identity | Unknown = Unknown.NOT_A_FILE
+        reason = None
+        is_served = current() is cache and vars(image)["_im"] is None and image.fp is not None
+        if is_served and (reason := _why_not(image)) is None:
+            identity = self._source.identity()
+            if isinstance(identity, Identity):
+                key = _key(image, identity)
+            if key is None:
+                cache.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
+            else:
+                stored = cache.find(key)
+        elif reason is not None:
+            cache.missed(reason)
+        if stored is not None and not cache.is_verification_due():
+            return _restore(image, stored)
+        become_plain(image)
+        if key is not None:
+            self._decode(image, key, identity, stored)
+        return None
+
+    def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
+        """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
+        before, info = _snapshot(vars(image)), _snapshot(image.info)
+        file, cache = image.fp, self._cache
+        if self._source.decode(image.load) != identity:
+            if stored is None:
+                cache.missed(Unknown.TOO_NEW)
+            return
+        if stored is not None:
+            cache.verify(stored.array, _pixels_of(image), image.filename or "an image in memory")
+            return
+        learned = _learned(image, before, info, file)
+        if learned is None:
+            cache.missed(UNUSUAL)
+        else:
+            cache.keep(key, _pixels_of(image), (image.mode, image.size, *learned))
+
+
+def _why_not(image: Any) -> str | None:
+    """Why an image cannot come from the cache; None if it can."""
+    name = type(image).__name__
+    if image.mode not in _MODES:
+        return UNUSUAL
+    if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
+        return "a frame of several"
+    if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
+        return UNUSUAL  # loading turns it, and changes its tags
+    return None
+
+
+def _key(image: Any, identity: Identity) -> bytes | None:
+    cls = type(image)
+    return digest(
+        _versions(),
+        identity.parts,
+        (cls.__module__, cls.__name__, image.mode, tuple(image.size)),
+        tuple(map(tuple, image.tile)),
+        tuple(image.decoderconfig),
+        bool(ImageFile.LOAD_TRUNCATED_IMAGES),
+        bool(image._exclusive_fp),  # Pillow closes such a file
+        getattr(image, "tile_prefix", b""),
+    )
+
+
+@functools.cache
+def _versions() -> tuple[str | None, ...]:
+    codecs = (features.version(name) for name in ("jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif"))
+    turbo = features.version("libjpeg_turbo")
+    return "Pillow", PIL.__version__, turbo, *codecs
+
+
+def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
+    """The attributes before loading, which changes some lists and dicts in place."""
+    return {
+        name: value.copy() if type(value) in (list, dict) else value for name, value in attributes.items()
+    }
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries that loading has changed."""
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in before
+        or (before[name] != value if type(value) in (list, dict) else before[name] is not value)
+    }
+
+
+def _learned(
+    image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
+) -> tuple[dict[str, Any], dict[Any, Any], bool] | None:
+    """What loading has changed: attributes, `info`, and whether the file is kept; None if it is unusual."""
+    attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
+    for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
+        attributes.pop(name, None)
+    is_usual = (
+        vars(image).get("map") is None
+        and (image.fp is None or image.fp is file)
+        and not image.tile
+        and not before.keys() - vars(image).keys()
+        and not info.keys() - image.info.keys()
+        and _is_plain(attributes)
+        and _is_plain(entries)
+    )
+    return (attributes, entries, image.fp is not None) if is_usual else None
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN
+
+
+def _pixels_of(image: Any) -> Any:
+    """The pixels as an array: `(H, W)` or `(H, W, C)` if they can be lazy, else as bytes, `(n,) uint8`."""
+    data = np.frombuffer(image.tobytes(), np.uint8)
+    channels = CHANNELS.get(image.mode)
+    if channels is None:
+        return data
+    width, height = image.size
+    return data.reshape((height, width) if channels == 1 else (height, width, channels))
+
+
+def _is_tiff(image: Any) -> bool:
+    return bool(image.format == "TIFF")
+
+
+def _restore(image: Any, stored: Stored) -> Pixels | None:
+    """Leave an image as loading did; its pixels are returned if they can be lazy, else it is plain."""
+    mode, size, attributes, entries, keeps_file = stored.note
+    pixels = None
+    if mode in CHANNELS and not _is_tiff(image):
+        pixels = Pixels.of_array(mode, stored.array)
+    else:
+        loaded = Image.new(mode, size, None)
+        loaded.frombytes(memoryview(stored.array).cast("B"))  # type: ignore[arg-type]  # any buffer
+        image.im = loaded.im  # which makes it plain
+    image.tile = []
+    if _is_tiff(image):
+        image.load_end()  # reads the EXIF data while the file is open
+    vars(image).update(attributes)
+    image.info.update(entries)
+    if not keeps_file:
+        if image._exclusive_fp and image._close_exclusive_fp_after_loading:
+            image.fp.close()
+        image.fp = None
+    if pixels is None:
+        Image.Image.load(image)  # its palette
+    return pixels
