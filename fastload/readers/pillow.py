@@ -1,8 +1,8 @@
 """Pillow: opened images whose file was decoded before take their pixels from the cache.
 
 `PIL.Image.open` stays real, so types, sizes, `info`, EXIF data, drafts and errors are Pillow's. While a cache
-is active, an opened image is lazy (see `lazy_image`): when it is loaded, its pixels come from the cache, or
-from Pillow, and are then kept. Rules:
+is active, an opened image takes its pixels from the cache when it is loaded (see `lazy_image`), or from
+Pillow, and then they are kept. Rules:
 
 1. The file is identified before Pillow reads its header, and again before pixels are taken, and after pixels
    were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`.
@@ -17,13 +17,16 @@ from __future__ import annotations
 import functools
 import io
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL
 from PIL import Image, ImageFile, features
+from PIL.PngImagePlugin import iTXt
 
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current
+from fastload.readers import lazy_image
+from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
 from fastload.readers.identity import (
     Identity,
     Unknown,
@@ -32,7 +35,7 @@ from fastload.readers.identity import (
     identify_descriptor,
     identify_stream,
 )
-from fastload.readers.lazy_image import CHANNELS, Pixels, become_plain, defer
+from fastload.readers.lazy_image import OPENED, PIXEL_BYTES, LazyCore, Pixels, core_of, is_possible
 from fastload.readers.patches import Patch
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
     from fastload.readers.decode_cache import Stored
 
-_MODES = frozenset({*CHANNELS, "1", "P", "LA", "PA", "I", "F", "I;16"})
+_MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
 _CLASSES = frozenset(
     {
         ("PIL.AvifImagePlugin", "AvifImageFile"),
@@ -56,29 +59,52 @@ _CLASSES = frozenset(
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
 _PLAIN = (int, float, str, bytes, bool, type(None))
-# What loading changes in any case.
-_CHANGING = frozenset({"_im", "fp", "tile", "map", "info"})
+_TEXT = "\0iTXt"
+_OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
+_PADDING = 255
+
+
+_patches: list[Patch] = []  # those of classes that decode by themselves are added when they are met
 
 
 def patches() -> list[Patch]:
-    """The one method through which every opened file goes."""
-    if "_im" not in vars(Image.Image()):  # before Pillow 11
+    """Those of opened files, and of all images."""
+    if not is_possible():
         return []
-    return [Patch(ImageFile.ImageFile, "__init__", _remembering)]
+    _patches[:] = [
+        Patch(ImageFile.ImageFile, "__init__", _remembering),
+        Patch(ImageFile.ImageFile, "load", _loading),
+        *lazy_image.patches(),
+    ]
+    return _patches
 
 
 def _remembering(real: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
-        cache = current()
-        if cache is None:
+        cache, cls = current(), type(self)
+        if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
             return
+        if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
+            _patches.append(Patch(cls, "load", _loading))
+            _patches[-1].put()
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
-        if (type(self).__module__, type(self).__name__) in _CLASSES and self._im is None:
-            defer(self, _Opened(cache, source))
+        if self._im is None:
+            vars(self)[OPENED] = _Opened(cache, source)
 
     return init
+
+
+def _loading(real: Callable[..., Any]) -> Callable[..., Any]:
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = vars(self).get(OPENED)
+        if opened is None or opened.is_loading:
+            return real(self, *args, **kwargs)
+        opened.load(self)
+        return self.load(*args, **kwargs)  # without a cache now
+
+    return load
 
 
 class _File:
@@ -141,47 +167,57 @@ class _Opened:
     def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
         self._cache = cache
         self._source = source
+        self._lock = threading.RLock()
+        self.is_loading = False
 
-    def load(self, image: Any) -> Pixels | None:
-        """See `Pending`."""
+    def load(self, image: Any) -> None:
+        """Load an image from the cache, or by Pillow; other threads wait until it is loaded."""
+        with self._lock:
+            if self.is_loading:  # in this thread, or it is done
+                return
+            self.is_loading = True
+            try:
+                self._load(image)
+            finally:
+                vars(image).pop(OPENED, None)
+
+    def _load(self, image: Any) -> None:
         cache = self._cache
-        stored = key = None
-        identity: Identity | Unknown = Unknown.NOT_A_FILE
-        reason = None
-        is_served = current() is cache and vars(image)["_im"] is None and image.fp is not None
-        if is_served and (reason := _why_not(image)) is None:
-            identity = self._source.identity()
-            if isinstance(identity, Identity):
-                key = _key(image, identity)
-            if key is None:
-                cache.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
-            else:
-                stored = cache.find(key)
-        elif reason is not None:
-            cache.missed(reason)
-        if stored is not None and not cache.is_verification_due():
-            return _restore(image, stored)
-        become_plain(image)
-        if key is not None:
+        if current() is not cache or image._im is not None or image.fp is None:
+            return
+        reason: Unknown | str | None = _why_not(image)
+        identity = self._source.identity()
+        key = None
+        if reason is None and isinstance(identity, Identity):
+            key = _key(image, identity)
+        if key is None:
+            cache.missed(reason or (identity if isinstance(identity, Unknown) else UNUSUAL))
+            return
+        stored = cache.find(key)
+        if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
-        return None
+        else:
+            _restore(image, stored)
 
     def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
-        if self._source.decode(image.load) != identity:
+        with inactive():
+            identity_after = self._source.decode(image.load)
+        if identity_after != identity:
             if stored is None:
                 cache.missed(Unknown.TOO_NEW)
             return
-        if stored is not None:
-            cache.verify(stored.array, _pixels_of(image), image.filename or "an image in memory")
-            return
         learned = _learned(image, before, info, file)
-        if learned is None:
-            cache.missed(UNUSUAL)
+        pixels = None if learned is None else _pixels_of(image)
+        if pixels is None:
+            if stored is None:
+                cache.missed(UNUSUAL)
+        elif stored is None:
+            cache.keep(key, pixels, learned)
         else:
-            cache.keep(key, _pixels_of(image), (image.mode, image.size, *learned))
+            cache.verify(stored.array, pixels, image.filename or "an image in memory")
 
 
 def _why_not(image: Any) -> str | None:
@@ -234,23 +270,51 @@ def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _learned(
-    image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
-) -> tuple[dict[str, Any], dict[Any, Any], bool] | None:
-    """What loading has changed: attributes, `info`, and whether the file is kept; None if it is unusual."""
+def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any) -> Any:
+    """What loading has done, as a note to `_restore`; None if it did something unusual."""
     attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
     for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
         attributes.pop(name, None)
+    attributes["_readonly"] = image._readonly
+    note = (
+        image.mode,
+        image.size,
+        _packed(attributes),
+        _packed(entries),
+        image.fp is not None,
+        file.closed,
+        None if file.closed else file.tell(),
+    )
     is_usual = (
         vars(image).get("map") is None
         and (image.fp is None or image.fp is file)
         and not image.tile
-        and not before.keys() - vars(image).keys()
-        and not info.keys() - image.info.keys()
-        and _is_plain(attributes)
-        and _is_plain(entries)
+        and before.keys() - {OPENED} <= vars(image).keys()
+        and info.keys() <= image.info.keys()
+        and _is_plain(note)
     )
-    return (attributes, entries, image.fp is not None) if is_usual else None
+    return note if is_usual else None
+
+
+def _packed(values: dict[Any, Any]) -> dict[Any, Any]:
+    """Values with the texts of PNG as tuples, which no other values begin like."""
+
+    def packed(value: Any) -> Any:
+        if type(value) is dict:
+            return _packed(value)
+        return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
+
+    return {name: packed(value) for name, value in values.items()}
+
+
+def _unpacked(values: dict[Any, Any]) -> dict[Any, Any]:
+    def unpacked(value: Any) -> Any:
+        if type(value) is dict:
+            return _unpacked(value)
+        is_text = type(value) is tuple and value[:1] == (_TEXT,)
+        return iTXt(*value[1:]) if is_text else value
+
+    return {name: unpacked(value) for name, value in values.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -262,38 +326,37 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pixels_of(image: Any) -> Any:
-    """The pixels as an array: `(H, W)` or `(H, W, C)` if they can be lazy, else as bytes, `(n,) uint8`."""
-    data = np.frombuffer(image.tobytes(), np.uint8)
-    channels = CHANNELS.get(image.mode)
-    if channels is None:
-        return data
-    width, height = image.size
-    return data.reshape((height, width) if channels == 1 else (height, width, channels))
+    """The pixels of a loaded image, `(n,) uint8`; None if its core holds more than they tell."""
+    if image.mode == "RGB" and image.format not in _OPAQUE:
+        # Its fourth byte shows in Arrow and in the raw mode RGBX.
+        if np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32).min() >> 24 != _PADDING:
+            return None
+    return np.frombuffer(image.tobytes(), np.uint8)
 
 
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
-def _restore(image: Any, stored: Stored) -> Pixels | None:
-    """Leave an image as loading did; its pixels are returned if they can be lazy, else it is plain."""
-    mode, size, attributes, entries, keeps_file = stored.note
-    pixels = None
-    if mode in CHANNELS and not _is_tiff(image):
-        pixels = Pixels.of_array(mode, stored.array)
+def _restore(image: Any, stored: Stored) -> None:
+    """Leave an image as loading did."""
+    mode, size, attributes, entries, keeps_file, is_closed, position = stored.note
+    file = image.fp
+    if mode in PIXEL_BYTES and image.palette is None:
+        width, _ = size
+        image.im = LazyCore(Pixels(mode, size, stored.array, 0, width * PIXEL_BYTES[mode]))
     else:
-        loaded = Image.new(mode, size, None)
-        loaded.frombytes(memoryview(stored.array).cast("B"))  # type: ignore[arg-type]  # any buffer
-        image.im = loaded.im  # which makes it plain
+        image.im = core_of(mode, size, stored.array)
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open
-    vars(image).update(attributes)
-    image.info.update(entries)
+    vars(image).update(_unpacked(attributes))
+    image.info.update(_unpacked(entries))
+    if is_closed:
+        file.close()
+    else:
+        file.seek(position)
     if not keeps_file:
-        if image._exclusive_fp and image._close_exclusive_fp_after_loading:
-            image.fp.close()
         image.fp = None
-    if pixels is None:
-        Image.Image.load(image)  # its palette
-    return pixels
+    if image.palette is not None:
+        Image.Image.load(image)
