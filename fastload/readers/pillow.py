@@ -248,9 +248,9 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 
 @functools.cache
 def _versions() -> tuple[str | None, ...]:
-    codecs = (features.version(name) for name in ("jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif"))
-    turbo = features.version("libjpeg_turbo")
-    return "Pillow", PIL.__version__, turbo, *codecs
+    names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
+    codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
+    return "Pillow", PIL.__version__, *(features.version(name) for name in sorted(codecs))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -275,7 +275,8 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
     attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
     for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
         attributes.pop(name, None)
-    attributes["_readonly"] = image._readonly
+    readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
+    attributes[readonly] = vars(image)[readonly]
     note = (
         image.mode,
         image.size,

@@ -95,7 +95,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "gif": ("P", {"format": "GIF"}),
     **({"webp": ("RGB", {"format": "WEBP"})} if features.check("webp") else {}),
     **({"webp alpha": ("RGBA", {"format": "WEBP", "lossless": True})} if features.check("webp") else {}),
-    **({"avif": ("RGB", {"format": "AVIF"})} if features.check("avif") else {}),
+    **({"avif": ("RGB", {"format": "AVIF"})} if "avif" in features.get_supported() else {}),
     "mpo": ("RGB", {"format": "MPO", "save_all": True, "append_images": [pixels("RGB").rotate(180)]}),
 }
 # What is decoded anew each time: turned while it is loaded, a format of frames.
@@ -295,6 +295,8 @@ def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path:
         lambda: Image.open(io.BytesIO(path.read_bytes())),
     ]
     for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
+        if title == "arrow" and name == "bmp mapped":
+            continue  # Pillow 11 and 12 crash
         with inactive():
             expected = outcome(operation, way())
         for number in range(3):
