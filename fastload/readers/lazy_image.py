@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-# Bytes of a pixel, in the modes whose bytes are the same in a store and in `tobytes`.
-PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
+    from fastload.readers.front import Origin
+
+# Bytes of a pixel, by Pillow's raw modes.
+PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBX": 4, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
 OPENED = "_fastload"  # the attribute of an opened image that can be loaded from a cache
 
 
@@ -40,7 +42,8 @@ class Pixels(NamedTuple):
     """A rectangle of stored pixels.
 
     Attributes:
-        mode: Pillow's, one of `PIXEL_BYTES`.
+        mode: Pillow's.
+        raw: What the bytes are, one of `PIXEL_BYTES`.
         size: Width and height.
         memory: `(n,) uint8`, the store's, read-only.
         offset: Of the first pixel in it.
@@ -48,46 +51,73 @@ class Pixels(NamedTuple):
     """
 
     mode: str
+    raw: str
     size: tuple[int, int]
     memory: npt.NDArray[np.uint8]
     offset: int
     stride: int
 
+    @classmethod
+    def of(cls, mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8]) -> Pixels:
+        """All pixels of an image."""
+        return cls(mode, raw, size, memory, 0, size[0] * PIXEL_BYTES[raw])
+
     def crop(self, left: int, upper: int, right: int, lower: int) -> Pixels:
         """A rectangle inside this one."""
-        offset = self.offset + upper * self.stride + left * PIXEL_BYTES[self.mode]
+        offset = self.offset + upper * self.stride + left * PIXEL_BYTES[self.raw]
         return self._replace(size=(right - left, lower - upper), offset=offset)
 
-    def tobytes(self) -> bytes:
-        """A copy, row by row without gaps."""
+    def tobytes(self) -> bytes | None:
+        """A copy, row by row without gaps; None if the bytes are others."""
         width, height = self.size
-        shape, strides = (height, width * PIXEL_BYTES[self.mode]), (self.stride, 1)
+        shape, strides = (height, width * PIXEL_BYTES[self.raw]), (self.stride, 1)
+        if self.raw != self.mode:
+            return None
         return np.ndarray(shape, np.uint8, self.memory, self.offset, strides).tobytes()
 
     def core(self) -> Any:
         """A core with a copy."""
         width, height = self.size
-        nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.mode]
-        return core_of(self.mode, self.size, self.memory[self.offset : self.offset + nbytes], self.stride)
+        nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.raw]
+        rows = self.memory[self.offset : self.offset + nbytes]
+        return core_of(self.mode, self.raw, self.size, rows, self.stride)
 
 
-def core_of(mode: str, size: tuple[int, int], memory: npt.NDArray[np.uint8], stride: int = 0) -> Any:
-    """A core with a copy of pixels as `tobytes` gives them, whose rows are ``stride`` bytes apart."""
+def raw_mode(mode: str) -> str:
+    """What bytes hold all of a core: in the mode RGB there is a fourth one, which Arrow shows."""
+    return "RGBX" if mode == "RGB" else mode
+
+
+def bytes_of(core: Any) -> bytes:
+    """All of a core."""
+    return Image.Image()._new(core).tobytes("raw", raw_mode(core.mode))
+
+
+def core_of(mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8], stride: int = 0) -> Any:
+    """A core with a copy of pixels whose rows are ``stride`` bytes apart."""
     image = Image.new(mode, size, None)
     rows: Any = memory  # any contiguous buffer
-    image.frombytes(rows, "raw", mode, stride, 1)
+    image.frombytes(rows, "raw", raw, stride, 1)
     return image.im
 
 
+def _is_size(size: Any) -> bool:
+    """Whether it is a pair of positive numbers, which every version of the C code takes as they are."""
+    return (
+        type(size) is tuple and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
+    )
+
+
 class LazyCore:
-    """Stands for the core of an image until something needs it; has those of its methods that need no core."""
+    """Stands for the core of an image until something needs it, with the methods that need no core."""
 
     readonly = 0
 
-    def __init__(self, pixels: Pixels) -> None:
+    def __init__(self, pixels: Pixels, origin: Origin | None = None) -> None:
         self.mode = pixels.mode
         self.size = pixels.size
         self.pixels: Pixels | None = pixels
+        self._origin = origin  # of the whole of an image
 
     @property
     def real(self) -> Any:
@@ -101,7 +131,7 @@ class LazyCore:
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
         pixels = self.pixels
-        return self.real.copy() if pixels is None else LazyCore(pixels)
+        return self.real.copy() if pixels is None else LazyCore(pixels, self._origin)
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy as this one if the rectangle is inside."""
@@ -109,6 +139,45 @@ class LazyCore:
         if pixels is None or not (0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]):
             return self.real.crop(box)
         return LazyCore(pixels.crop(left, upper, right, lower))
+
+    def resize(self, size: Any, resample: Any, box: Any) -> Any:
+        """A resized core; lazy if it is remembered."""
+        filter_ = resample.value if type(resample) is Image.Resampling else resample
+        # A draft is rounded up, so the box of a thumbnail may end in its last pixels.
+        is_whole = (
+            type(box) is tuple
+            and [*box[:2]] == [0, 0]
+            and all(0 <= length - edge < 1 for length, edge in zip(self.size, box[2:], strict=False))
+        )
+        is_front = is_whole and _is_size(size)
+        return self._remembered(size if is_front else None, "resize", size, filter_, box)
+
+    def reduce(self, factor: Any, box: Any) -> Any:
+        """A reduced core; lazy if it is remembered."""
+        is_front = type(box) is tuple and box == (0, 0, *self.size) and _is_size(factor)
+        lengths = zip(self.size, factor, strict=True) if is_front else ()
+        size = tuple(-(-length // times) for length, times in lengths)
+        return self._remembered(size or None, "reduce", factor, box)
+
+    def _remembered(self, size: tuple[int, ...] | None, name: str, *arguments: Any) -> Any:
+        """The core of this size that a method of the real core returns; None: do not remember it."""
+
+        def compute() -> Any:
+            return getattr(self.real, name)(*arguments)
+
+        pixels, origin = self.pixels, self._origin
+        if size is None or pixels is None or origin is None:
+            return compute()
+        key, stored = origin.find(self.mode, size, (name, *arguments))
+        if key is None:
+            return compute()
+        if stored is None:
+            core = compute()
+            if core.mode == self.mode and core.size == size:
+                origin.keep(key, bytes_of(core))
+            return core
+        origin.check(stored, lambda: bytes_of(compute()))
+        return LazyCore(Pixels.of(self.mode, raw_mode(self.mode), size, stored.array))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -133,7 +202,7 @@ class _View(Image.Image):
         return self._image.load() if lazy_core(self._image) is None else None
 
     @property
-    def im(self) -> Any:
+    def im(self) -> Any:  # type: ignore[misc, override]  # only read
         core: Any = self._im
         return core if type(core) is LazyCore else super().im
 
@@ -164,7 +233,11 @@ def is_possible() -> bool:
 def patches() -> list[Patch]:
     """The methods of all images that need no core."""
     _install_im()
-    wraps = {"copy": _on_view, "crop": _on_view, "convert": _convert, "tobytes": _tobytes}
+    wraps = {
+        **dict.fromkeys(("copy", "crop", "resize", "reduce"), _on_view),
+        "convert": _convert,
+        "tobytes": _tobytes,
+    }
     return [Patch(Image.Image, name, wrap) for name, wrap in wraps.items()]
 
 
@@ -188,8 +261,9 @@ def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
         if encoder_name == "raw" and not args and is_lazy(self):
             core = lazy_core(self)
             pixels = core and core.pixels
-            if pixels:
-                return pixels.tobytes()
+            content = pixels and pixels.tobytes()
+            if content is not None:
+                return content
         return real(self, encoder_name, *args)
 
     return tobytes

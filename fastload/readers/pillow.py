@@ -27,6 +27,7 @@ from PIL.PngImagePlugin import iTXt
 
 from fastload.readers import lazy_image
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.front import Origin
 from fastload.readers.identity import (
     Identity,
     Unknown,
@@ -197,7 +198,7 @@ class _Opened:
         if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
         else:
-            _restore(image, stored)
+            _restore(image, stored, Origin(cache, key))
 
     def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
@@ -210,12 +211,13 @@ class _Opened:
                 cache.missed(Unknown.TOO_NEW)
             return
         learned = _learned(image, before, info, file)
-        pixels = None if learned is None else _pixels_of(image)
-        if pixels is None:
+        if learned is None:
             if stored is None:
                 cache.missed(UNUSUAL)
-        elif stored is None:
-            cache.keep(key, pixels, learned)
+            return
+        raw, pixels = _pixels_of(image)
+        if stored is None:
+            cache.keep(key, pixels, (raw, *learned))
         else:
             cache.verify(stored.array, pixels, image.filename or "an image in memory")
 
@@ -235,6 +237,7 @@ def _why_not(image: Any) -> str | None:
 def _key(image: Any, identity: Identity) -> bytes | None:
     cls = type(image)
     return digest(
+        "Pillow",
         _versions(),
         identity.parts,
         (cls.__module__, cls.__name__, image.mode, tuple(image.size)),
@@ -247,10 +250,10 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 
 
 @functools.cache
-def _versions() -> tuple[str | None, ...]:
+def _versions() -> str:
     names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
     codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
-    return "Pillow", PIL.__version__, *(features.version(name) for name in sorted(codecs))
+    return repr((PIL.__version__, *((name, features.version(name)) for name in sorted(codecs))))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -326,28 +329,29 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _pixels_of(image: Any) -> Any:
-    """The pixels of a loaded image, `(n,) uint8`; None if its core holds more than they tell."""
-    if image.mode == "RGB" and image.format not in _OPAQUE:
+def _pixels_of(image: Any) -> tuple[str, Any]:
+    """The raw mode that holds all of a loaded image, and its pixels in it, `(n,) uint8`."""
+    raw = image.mode
+    if raw == "RGB" and image.format not in _OPAQUE:
         # Its fourth byte shows in Arrow and in the raw mode RGBX.
-        if np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32).min() >> 24 != _PADDING:
-            return None
-    return np.frombuffer(image.tobytes(), np.uint8)
+        content = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
+        if content.min() >> 24 != _PADDING:
+            return "RGBX", content.view(np.uint8)
+    return raw, np.frombuffer(image.tobytes(), np.uint8)
 
 
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
-def _restore(image: Any, stored: Stored) -> None:
+def _restore(image: Any, stored: Stored, origin: Origin) -> None:
     """Leave an image as loading did."""
-    mode, size, attributes, entries, keeps_file, is_closed, position = stored.note
+    raw, mode, size, attributes, entries, keeps_file, is_closed, position = stored.note
     file = image.fp
-    if mode in PIXEL_BYTES and image.palette is None:
-        width, _ = size
-        image.im = LazyCore(Pixels(mode, size, stored.array, 0, width * PIXEL_BYTES[mode]))
+    if raw in PIXEL_BYTES and image.palette is None:
+        image.im = LazyCore(Pixels.of(mode, raw, size, stored.array), origin)
     else:
-        image.im = core_of(mode, size, stored.array)
+        image.im = core_of(mode, raw, size, stored.array)
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open

@@ -336,6 +336,21 @@ def test_what_is_not_needed_is_not_copied(name: str, active: DictStore, tmp_path
     assert [lazy_core(part) is not None for part in parts] == [True, False, True]
 
 
+@pytest.mark.parametrize("name", sorted(FILES.keys() - NEVER))
+def test_the_type_is_pillows(name: str, active: DictStore, tmp_path: Path) -> None:
+    """Exactly: datasets ask `type(image) is Image.Image`, and look types up in tables."""
+    path = tmp_path / "image"
+    path.write_bytes(content(name))
+    with inactive():
+        expected = type(Image.open(path))
+    for _ in range(3):
+        image = Image.open(path)
+        assert type(image) is expected
+        assert [type(image.convert(image.mode)), type(image.copy())] == [Image.Image] * 2
+        assert [type(image.crop((0, 0, 2, 2))), type(image.resize((3, 3)))] == [Image.Image] * 2
+        assert type(image) is expected
+
+
 def test_the_store_never_reaches_the_user(active: DictStore, tmp_path: Path) -> None:
     """Whatever is written through arrays, tensors, pixel access and pointers, the store stays as it was."""
     path = tmp_path / "image.png"
