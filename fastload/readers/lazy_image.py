@@ -201,8 +201,8 @@ class _View(Image.Image):
     def load(self) -> Any:
         return self._image.load() if lazy_core(self._image) is None else None
 
-    @property
-    def im(self) -> Any:  # type: ignore[misc, override]  # only read
+    @property  # type: ignore[misc]
+    def im(self) -> Any:
         core: Any = self._im
         return core if type(core) is LazyCore else super().im
 

@@ -286,7 +286,6 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         _packed(attributes),
         _packed(entries),
         image.fp is not None,
-        file.closed,
         None if file.closed else file.tell(),
     )
     is_usual = (
@@ -300,25 +299,17 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
     return note if is_usual else None
 
 
-def _packed(values: dict[Any, Any]) -> dict[Any, Any]:
-    """Values with the texts of PNG as tuples, which no other values begin like."""
-
-    def packed(value: Any) -> Any:
-        if type(value) is dict:
-            return _packed(value)
-        return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
-
-    return {name: packed(value) for name, value in values.items()}
+def _packed(value: Any) -> Any:
+    """A value, with the international texts of PNG as tuples, which nothing else begins like."""
+    if type(value) is dict:
+        return {name: _packed(part) for name, part in value.items()}
+    return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
 
 
-def _unpacked(values: dict[Any, Any]) -> dict[Any, Any]:
-    def unpacked(value: Any) -> Any:
-        if type(value) is dict:
-            return _unpacked(value)
-        is_text = type(value) is tuple and value[:1] == (_TEXT,)
-        return iTXt(*value[1:]) if is_text else value
-
-    return {name: unpacked(value) for name, value in values.items()}
+def _unpacked(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _unpacked(part) for name, part in value.items()}
+    return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -346,7 +337,7 @@ def _is_tiff(image: Any) -> bool:
 
 def _restore(image: Any, stored: Stored, origin: Origin) -> None:
     """Leave an image as loading did."""
-    raw, mode, size, attributes, entries, keeps_file, is_closed, position = stored.note
+    raw, mode, size, attributes, entries, keeps_file, position = stored.note
     file = image.fp
     if raw in PIXEL_BYTES and image.palette is None:
         image.im = LazyCore(Pixels.of(mode, raw, size, stored.array), origin)
@@ -357,7 +348,7 @@ def _restore(image: Any, stored: Stored, origin: Origin) -> None:
         image.load_end()  # reads the EXIF data while the file is open
     vars(image).update(_unpacked(attributes))
     image.info.update(_unpacked(entries))
-    if is_closed:
+    if position is None:
         file.close()
     else:
         file.seek(position)
