@@ -120,8 +120,11 @@ class _File:
         now = identify_stream(self._file)
         return now if now == self._identity else Unknown.TOO_NEW
 
-    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
-        """Load the image, which can close the file; returns the identity of the file afterwards."""
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
+        """Load the image, which may close the file; returns the identity of the file afterwards."""
+        if not is_closed:  # the caller's file: to close a duplicate would end its locks (see fcntl(2))
+            load()
+            return identify_stream(self._file)
         try:
             descriptor = os.dup(self._file.fileno())
         except OSError:  # no descriptor is left
@@ -150,7 +153,7 @@ class _Bytes:
             self._identity = identify_content(self._content)
         return self._identity
 
-    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
         """Load the image; returns the identity of the content before, which cannot change for Pillow."""
         identity = self.identity()
         load()
@@ -205,7 +208,7 @@ class _Opened:
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
         with inactive():
-            identity_after = self._source.decode(image.load)
+            identity_after = self._source.decode(image.load, is_closed=image._exclusive_fp)
         if identity_after != identity:
             if stored is None:
                 cache.missed(Unknown.TOO_NEW)
