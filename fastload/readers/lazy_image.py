@@ -219,10 +219,10 @@ def lazy_core(image: Any) -> LazyCore | None:
 
 def is_lazy(image: Any) -> bool:
     """Whether Pillow's methods can run on a view; those of other classes could do something else."""
-    attributes = vars(image)
-    return (OPENED in attributes or type(attributes.get("_im")) is LazyCore) and (
-        type(image).__module__.startswith("PIL.")
-    )
+    attributes = image.__dict__
+    if type(attributes.get("_im")) is not LazyCore and OPENED not in attributes:
+        return False
+    return type(image).__module__.startswith("PIL.")
 
 
 def is_possible() -> bool:
@@ -243,6 +243,9 @@ def patches() -> list[Patch]:
 
 def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        attributes = self.__dict__
+        if type(attributes.get("_im")) is not LazyCore and OPENED not in attributes:  # most images: at once
+            return real(self, *args, **kwargs)
         return real(_View.of(self) if is_lazy(self) else self, *args, **kwargs)
 
     return method

@@ -240,7 +240,6 @@ def _why_not(image: Any) -> str | None:
 def _key(image: Any, identity: Identity) -> bytes | None:
     cls = type(image)
     return digest(
-        "Pillow",
         _versions(),
         identity.parts,
         (cls.__module__, cls.__name__, image.mode, tuple(image.size)),
@@ -253,10 +252,10 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 
 
 @functools.cache
-def _versions() -> str:
+def _versions() -> bytes | None:
     names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
     codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
-    return repr((PIL.__version__, *((name, features.version(name)) for name in sorted(codecs))))
+    return digest("Pillow", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
