@@ -12,6 +12,7 @@ Pillow's own methods run on a `_View` of the image, which shows them the lazy co
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -217,12 +218,9 @@ def lazy_core(image: Any) -> LazyCore | None:
     return core if type(core) is LazyCore and core.pixels is not None else None
 
 
-def is_lazy(image: Any) -> bool:
-    """Whether Pillow's methods can run on a view; those of other classes could do something else."""
-    attributes = image.__dict__
-    if type(attributes.get("_im")) is not LazyCore and OPENED not in attributes:
-        return False
-    return type(image).__module__.startswith("PIL.")
+def _view(image: Any) -> Any:
+    """A view, on which Pillow's methods run; methods of other classes could do something else."""
+    return _View.of(image) if type(image).__module__.startswith("PIL.") else image
 
 
 def is_possible() -> bool:
@@ -241,27 +239,44 @@ def patches() -> list[Patch]:
     return [Patch(Image.Image, name, wrap) for name, wrap in wraps.items()]
 
 
-def _on_view(real: Callable[..., Any]) -> Callable[..., Any]:
+class LazyMethod:
+    """A method that is another one for images that could be lazy.
+
+    For all others, and as an attribute of the class, it is Pillow's own, so a dataset that holds Pillow's
+    function can be pickled.
+    """
+
+    def __init__(self, real: Callable[..., Any], lazy: Callable[..., Any]) -> None:
+        self._real = real
+        self._lazy = lazy
+
+    def __get__(self, image: Any, owner: Any = None) -> Any:
+        if image is None:
+            return self._real
+        attributes = image.__dict__
+        if type(attributes.get("_im")) is LazyCore or OPENED in attributes:
+            return MethodType(self._lazy, image)
+        return MethodType(self._real, image)
+
+
+def _on_view(real: Callable[..., Any]) -> LazyMethod:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attributes = self.__dict__
-        if type(attributes.get("_im")) is not LazyCore and OPENED not in attributes:  # most images: at once
-            return real(self, *args, **kwargs)
-        return real(_View.of(self) if is_lazy(self) else self, *args, **kwargs)
+        return real(_view(self), *args, **kwargs)
 
-    return method
+    return LazyMethod(real, method)
 
 
-def _convert(real: Callable[..., Any]) -> Callable[..., Any]:
+def _convert(real: Callable[..., Any]) -> LazyMethod:
     def convert(self: Any, mode: Any = None, matrix: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_copy = matrix is None and (mode is None or (type(mode) is str and mode == self.mode))
-        return real(_View.of(self) if is_copy and is_lazy(self) else self, mode, matrix, *args, **kwargs)
+        return real(_view(self) if is_copy else self, mode, matrix, *args, **kwargs)
 
-    return convert
+    return LazyMethod(real, convert)
 
 
-def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
+def _tobytes(real: Callable[..., Any]) -> LazyMethod:
     def tobytes(self: Any, encoder_name: Any = "raw", *args: Any) -> Any:
-        if encoder_name == "raw" and not args and is_lazy(self):
+        if encoder_name == "raw" and not args:
             core = lazy_core(self)
             pixels = core and core.pixels
             content = pixels and pixels.tobytes()
@@ -269,7 +284,7 @@ def _tobytes(real: Callable[..., Any]) -> Callable[..., Any]:
                 return content
         return real(self, encoder_name, *args)
 
-    return tobytes
+    return LazyMethod(real, tobytes)
 
 
 def _install_im() -> None:

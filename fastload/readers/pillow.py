@@ -36,7 +36,15 @@ from fastload.readers.identity import (
     identify_descriptor,
     identify_stream,
 )
-from fastload.readers.lazy_image import OPENED, PIXEL_BYTES, LazyCore, Pixels, core_of, is_possible
+from fastload.readers.lazy_image import (
+    OPENED,
+    PIXEL_BYTES,
+    LazyCore,
+    LazyMethod,
+    Pixels,
+    core_of,
+    is_possible,
+)
 from fastload.readers.patches import Patch
 
 if TYPE_CHECKING:
@@ -97,7 +105,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _loading(real: Callable[..., Any]) -> Callable[..., Any]:
+def _loading(real: Callable[..., Any]) -> LazyMethod:
     def load(self: Any, *args: Any, **kwargs: Any) -> Any:
         opened = vars(self).get(OPENED)
         if opened is None or opened.is_loading:
@@ -105,7 +113,7 @@ def _loading(real: Callable[..., Any]) -> Callable[..., Any]:
         opened.load(self)
         return self.load(*args, **kwargs)  # without a cache now
 
-    return load
+    return LazyMethod(real, load)
 
 
 class _File:

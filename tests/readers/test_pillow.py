@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import fcntl
 import io
 import itertools
+import os
 import pickle
 import threading
 import warnings
@@ -349,6 +352,67 @@ def test_the_type_is_pillows(name: str, active: DictStore, tmp_path: Path) -> No
         assert [type(image.convert(image.mode)), type(image.copy())] == [Image.Image] * 2
         assert [type(image.crop((0, 0, 2, 2))), type(image.resize((3, 3)))] == [Image.Image] * 2
         assert type(image) is expected
+
+
+def test_pillows_functions_are_found_and_pickled(active: DictStore) -> None:
+    """As attributes of classes they are Pillow's own while they are met, so what holds one can be pickled."""
+    for function in (Image.Image.convert, Image.Image.copy, Image.Image.tobytes, ImageFile.ImageFile.load):
+        assert function.__module__.startswith("PIL.")
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_class_that_derives_keeps_its_methods(active: DictStore) -> None:
+    """An image that became one of the user's class runs the methods of that class."""
+
+    class Mine(Image.Image):
+        def _new(self, im: Any) -> Any:
+            return "mine"
+
+    for _ in range(3):
+        image: Any = Image.open(io.BytesIO(content("png"))).copy()
+        image.__class__ = Mine
+        assert [image.copy(), image.crop((1, 1, 3, 3)), image.convert("RGB")] == ["mine"] * 3
+
+
+def test_lazy_images_outlive_the_cache(active: DictStore) -> None:
+    """When the patches are gone, they are as they were, and their methods are Pillow's."""
+    file = content("png")
+    with inactive():
+        expected = Image.open(io.BytesIO(file)).convert("RGB")
+    for _ in range(2):
+        images: list[Any] = [Image.open(io.BytesIO(file)), Image.open(io.BytesIO(file)).copy()]
+        images += [images[1].copy(), images[1].crop((0, 0, WIDTH, HEIGHT)), images[1].convert("RGB")]
+    assert all(lazy_core(image) is not None for image in images)
+    met = list(patches._patches.each(type))
+    for patch in met:
+        patch.take_away()
+    try:
+        assert not any(
+            "Lazy" in type(vars(Image.Image)[name]).__name__ for name in ("copy", "crop", "convert")
+        )
+        for image in images:
+            assert image.copy().tobytes() == expected.tobytes()
+            assert image.transpose(0) == expected.transpose(0)
+    finally:
+        for patch in met:
+            patch.put()
+
+
+def test_a_lock_on_the_users_file_stays(active: DictStore, tmp_path: Path) -> None:
+    """Closing another descriptor of a file would end it, so the user's files are not duplicated."""
+    path = tmp_path / "image.png"
+    path.write_bytes(content("png"))
+    with path.open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        Image.open(file).load()
+        assert active.values
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError), path.open("r+b") as other:
+                fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_store_never_reaches_the_user(active: DictStore, tmp_path: Path) -> None:
