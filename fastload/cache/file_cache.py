@@ -141,10 +141,8 @@ class RememberedFiles(BaseCache):
 
     def read(self, function: Callable[[Any], Any], index: Any) -> Any:
         """What the dataset's ``function(index)`` returns."""
-        from fastload.readers.lazy_image import without_lazy  # here: it imports Pillow
-
         with self._files.reading():
-            return without_lazy(function(index))
+            return function(index)
 
     @property
     def num_cached(self) -> int:
