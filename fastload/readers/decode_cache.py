@@ -116,16 +116,21 @@ class DecodeCache:
         decode: Callable[[], Any],
         *,
         where: Any,
+        pack: Callable[[Any], Packed | None] | None = None,
+        unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
     ) -> Any:
-        """What ``decode`` returns, as an array of its own that the caller can write to.
+        """What ``decode`` returns, with memory of its own that the caller can write to.
 
         Args:
             kind: The function, and the versions of the libraries that its result depends on.
             identify: Called before and after decoding.
             arguments: All that decides the result beside the bytes.
-            decode: The library's own function. If it does not return a plain array, its result is not stored.
+            decode: The library's own function.
             where: The path or other source, for errors.
+            pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
+            unpack: Makes a result of what `pack` returned, with memory of its own.
         """
+        pack, unpack = pack or pack_array, unpack or unpack_array
         identity = identify()
         key = None if isinstance(identity, Unknown) else digest(kind, identity.parts, arguments)
         if key is None:
@@ -134,15 +139,19 @@ class DecodeCache:
         stored = self.find(key)
         if stored is not None:
             if self.is_verification_due():
-                self.verify(stored.array, decode(), where)
-            return stored.array.copy()
+                packed = pack(decode())
+                if packed is None or packed[1] != stored.note:
+                    raise DecodeMismatchError(where)
+                self.verify(stored.array, packed[0], where)
+            return unpack(stored.array, stored.note)
         result = decode()
-        if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
+        packed = pack(result)
+        if packed is None:
             self.missed(UNUSUAL)
         elif identify() != identity:
             self.missed(Unknown.TOO_NEW)
         else:
-            self.keep(key, result)
+            self.keep(key, *packed)
         return result
 
     def verify(self, stored: npt.NDArray[Any], decoded: Any, where: Any) -> None:
@@ -155,17 +164,40 @@ class DecodeCache:
             type(decoded) is np.ndarray
             and decoded.dtype == stored.dtype
             and decoded.shape == stored.shape
-            and np.array_equal(decoded.view(np.uint8), stored.view(np.uint8))
+            and decoded.tobytes() == stored.tobytes()  # NaN equals itself, and arrays have any layout
         ):
             raise DecodeMismatchError(where)
 
 
-_thread = threading.local()
+Packed = tuple["npt.NDArray[Any]", Any]
+
+
+def pack_array(result: Any) -> Packed | None:
+    """A plain array in the order of C, and whether the result is its transpose; None for other results."""
+    if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
+        return None
+    flags = result.flags
+    if not flags.writeable or not flags.forc or not result.size:
+        return None
+    return (result, False) if flags.c_contiguous else (result.T, True)
+
+
+def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[Any]:
+    """A copy of what `pack_array` returned, as the result was."""
+    copy = stored.copy()
+    return copy.T if is_transposed else copy
+
+
+class _Thread(threading.local):
+    cache: DecodeCache | None = None
+
+
+_thread = _Thread()
 
 
 def current() -> DecodeCache | None:
     """The cache that is active in this thread."""
-    return getattr(_thread, "cache", None)
+    return _thread.cache
 
 
 @contextlib.contextmanager

@@ -113,6 +113,8 @@ def identify_content(buffer: Any) -> Identity | Unknown:
     """The identity of the bytes in a contiguous buffer: a hash of them."""
     try:
         with memoryview(buffer) as view, view.cast("B") as content:
+            if "O" in view.format:  # addresses of objects
+                return Unknown.NOT_A_FILE
             return Identity((hashlib.sha256(content).digest(), content.nbytes))
     except (TypeError, ValueError, BufferError):
         return Unknown.NOT_A_FILE

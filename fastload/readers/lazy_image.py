@@ -181,6 +181,22 @@ def become_plain(image: Any) -> None:
         _set_class(image, cls._plain_class)
 
 
+def without_lazy(sample: Any) -> Any:
+    """The sample, whose lazy images are plain now: for code that asks for `type(image)`."""
+    if isinstance(sample, _Lazy):
+        state: _State | None = vars(sample).get(_STATE)
+        if state is not None and state.pixels is not None:
+            _materialized(sample)
+        become_plain(sample)
+    elif isinstance(sample, dict):
+        for value in sample.values():
+            without_lazy(value)
+    elif isinstance(sample, (list, tuple)):
+        for value in sample:
+            without_lazy(value)
+    return sample
+
+
 def _pixels(image: Any) -> Pixels | None:
     """The stored pixels of a lazy image; None if it is plain, or becomes plain because it has none."""
     state: _State | None = vars(image).get(_STATE)

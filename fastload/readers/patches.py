@@ -13,9 +13,11 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import importlib
 import os
+import pkgutil
 import sys
 import threading
 import weakref
@@ -23,11 +25,17 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fastload.system.logs import log
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # By the library whose import makes a reader useful. A reader has a function `patches()`.
 READERS = {
+    "cv2": "fastload.readers.opencv",
+    "numpy": "fastload.readers.npz",
+    "tifffile": "fastload.readers.tifffile",
+    "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.ImageFile": "fastload.readers.pillow",
 }
 
@@ -55,9 +63,11 @@ class Patch:
     def wrapper(self) -> Any:
         """What takes its place."""
         wrapper = self.wrap(self.original)
-        if isinstance(self.owner, ModuleType):
-            return _Function(wrapper, self)
-        return functools.wraps(self.original)(wrapper)
+        if not isinstance(self.owner, ModuleType):
+            return functools.wraps(self.original)(wrapper)
+        function = functools.update_wrapper(_Function(wrapper), self.original)
+        vars(function)["patch"] = self
+        return function
 
     @property
     def is_genuine(self) -> bool:
@@ -66,10 +76,11 @@ class Patch:
             return True
         home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
         library = home.partition(".")[0]
-        return (
-            isinstance(self.original, FunctionType)
-            and str(self.original.__globals__.get("__name__", "")).partition(".")[0] == library
-        )
+        if isinstance(self.original, FunctionType):
+            origin = str(self.original.__globals__.get("__name__", ""))
+        else:
+            origin = type(self.original).__module__
+        return origin.partition(".")[0] == library
 
     def put(self) -> None:
         """Replace the attribute, if it is the original."""
@@ -81,24 +92,29 @@ class Patch:
         if vars(self.owner).get(self.name) is self.wrapper:
             setattr(self.owner, self.name, self.original)
 
+    def reduce(self) -> tuple[Any, ...]:
+        """What pickles the function of a module, whether it is replaced or not."""
+        return pkgutil.resolve_name, (f"{self.owner.__name__}:{self.name}",)
 
-class _Function:
+
+class _Function(functools.partial):  # type: ignore[type-arg]  # calls at the speed of C
     """A wrapper of a module's function, which pickles as the original."""
 
-    def __init__(self, wrapper: Callable[..., Any], patch: Patch) -> None:
-        functools.update_wrapper(self, patch.original)
-        self._wrapper = wrapper
-        self._place = patch.owner.__name__, patch.name
+    def __reduce__(self) -> Any:
+        return vars(self)["patch"].reduce()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapper(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attribute, self._place
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["patch"].original, name)
 
 
-def _attribute(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _reduce_builtin(function: Any) -> Any:
+    """What pickles a built-in function, also one that is replaced: pickle would not find it by its name."""
+    for patch in list(_patches.each(ModuleType)):
+        if function is patch.original:
+            return patch.reduce()
+    return function.__reduce__()
 
 
 class _Patches:
@@ -108,21 +124,42 @@ class _Patches:
         self.lock = threading.Lock()
         self.by_reader: dict[str, list[Patch]] = {}
         self.num_fetches = 0
+        self.fetching = threading.local()  # num: those of a thread
         self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
     def meet(self) -> None:
         """Meet the libraries that were imported since the last time."""
+        copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
         for library, reader in READERS.items():
             if library in sys.modules and reader not in self.by_reader:
-                self.by_reader[reader] = importlib.import_module(reader).patches()
+                try:
+                    self.by_reader[reader] = importlib.import_module(reader).patches()
+                except Exception as error:  # noqa: BLE001  # a release that the reader does not know
+                    self.by_reader[reader] = []
+                    log.info("files read by %s are not remembered: %r", library, error)
 
     def each(self, kind: type) -> Iterator[Patch]:
-        for patches in self.by_reader.values():
+        for patches in list(self.by_reader.values()):
             yield from (patch for patch in patches if isinstance(patch.owner, kind))
+
+    def count_fetch(self, change: int) -> None:
+        self.num_fetches += change
+        self.fetching.num = getattr(self.fetching, "num", 0) + change
+
+    def take_away(self, kind: type) -> None:
+        for patch in self.each(kind):
+            patch.take_away()
+
+    def after_fork(self) -> None:
+        """In a child, only the thread that forked can be fetching."""
+        self.lock = threading.Lock()
+        self.num_fetches = getattr(self.fetching, "num", 0)
+        if not self.num_fetches:
+            self.take_away(ModuleType)
 
 
 _patches = _Patches()
-os.register_at_fork(after_in_child=lambda: setattr(_patches, "lock", threading.Lock()))
+os.register_at_fork(after_in_child=_patches.after_fork)
 
 
 @contextlib.contextmanager
@@ -130,17 +167,16 @@ def installed() -> Iterator[None]:
     """Meet the libraries during a fetch."""
     with _patches.lock:
         _patches.meet()
-        _patches.num_fetches += 1
+        _patches.count_fetch(1)
         for patch in _patches.each(object):
             patch.put()
     try:
         yield
     finally:
         with _patches.lock:
-            _patches.num_fetches -= 1
+            _patches.count_fetch(-1)
             if not _patches.num_fetches:
-                for patch in _patches.each(ModuleType):
-                    patch.take_away()
+                _patches.take_away(ModuleType)
 
 
 def retain(cache: object) -> None:
@@ -154,5 +190,6 @@ def release(cache: object) -> None:
     with _patches.lock:
         _patches.caches.discard(cache)
         if not _patches.caches and not _patches.num_fetches:
-            for patch in _patches.each(object):
-                patch.take_away()
+            _patches.take_away(object)
+            if copyreg.dispatch_table.get(BuiltinFunctionType) is _reduce_builtin:
+                del copyreg.dispatch_table[BuiltinFunctionType]
