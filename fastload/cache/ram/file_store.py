@@ -54,7 +54,7 @@ _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S, _GROW_MAX_WAIT_S = 1.0, 60.0  # after a vain attempt, and after many
 _HOLD_EVERY_S = 0.5
-_IDLE_S = 120.0  # a table that nobody used for so long makes room for others
+_IDLE_S = 300.0  # a table that nobody used for so long makes room for others; validation can take minutes
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
 
 
@@ -144,8 +144,6 @@ class SharedFileStore:
         now_s = time.monotonic()
         if now_s >= self._look_at_s:
             self._look(now_s)
-            for table in self._tables:
-                table.touch(now_s)
         home, tag = home_and_tag(key)
         for table in self._tables:
             stored = table.get(key, home, tag)
@@ -207,7 +205,7 @@ class SharedFileStore:
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def _look(self, now_s: float, every_s: float = 0.0) -> None:
-        """Let go of retired tables, and attach to new ones if the registry has changed."""
+        """Let go of retired tables, attach to new ones if the registry has changed, and keep those in use."""
         if self._is_closed or now_s < self._looked_s + every_s or not self._lock().acquire(blocking=False):
             return
         try:
@@ -218,6 +216,8 @@ class SharedFileStore:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
                 self._changed_ns = changed_ns if is_old else 0
                 tables += self._attach(tables)
+            for table in tables:
+                table.touch(now_s)
             self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
         finally:
             self._lock().release()
