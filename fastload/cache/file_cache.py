@@ -100,7 +100,8 @@ class FileCache:
         )
 
     def close(self) -> None:
-        """Let the classes of the libraries be as they were, if no other cache of this process needs them."""
+        """Let go of the files, and of the libraries, if no other cache of this process needs them."""
+        self.store.close()
         patches.release(self)
 
 
