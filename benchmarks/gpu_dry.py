@@ -99,6 +99,10 @@ def _nothing(*args: Any, **options: Any) -> Any:
     return contextlib.nullcontext()
 
 
+def _on_the_cpu(function: Any, *args: Any, device: str) -> Any:
+    return function(*args)
+
+
 def install() -> None:
     """Put the stand-ins in place, for this process and those that it forks."""
     from fastload.device import devices
@@ -143,6 +147,13 @@ def install() -> None:
     }
     for name, stand_in in stand_ins.items():
         setattr(torch.cuda, name, stand_in)
+    # A build for CUDA asks its driver here, also without a device.
+    torch.accelerator.current_device_index = lambda: 0
+    torch.accelerator.set_device_index = _nothing
+    with contextlib.suppress(ImportError):
+        import torchvision
+
+        torchvision.io.decode_jpeg = functools.partial(_on_the_cpu, torchvision.io.decode_jpeg)
     torch.compile = lambda function, **options: function  # type: ignore[assignment]
     devices.why_unavailable = lambda index: None
     torch.profiler.profile = Profile  # type: ignore[assignment, misc]

@@ -255,6 +255,10 @@ class DataLoader(LoaderSettings):
     def collate_fn(self, collate_fn: Callable[[list[Any]], Any]) -> None:
         vars(self)["collate_fn"] = own_collate(collate_fn)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The persistent workers stay with this loader: a copy, or a loader from a checkpoint, starts its own.
+        return {**vars(self), "_iterator": None}
+
     def __repr__(self) -> str:
         """One line: the class of the dataset, and the settings that are not the defaults."""
         # Reads no length, which can be costly, and no attribute that a subclass computes.

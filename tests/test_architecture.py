@@ -148,12 +148,26 @@ def test_a_change_touches_at_most_three_files(change: str) -> None:
 
 def test_each_rule_names_a_test_that_exists() -> None:
     """Five rules never break, and the page says which test holds each."""
-    text = layers.PAGE.read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
+    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", layers.PAGE.read_text(encoding="utf-8"))
     assert len(named) == 5
+    _check_that_tests_exist(named)
+
+
+def test_each_fault_names_a_test_that_exists() -> None:
+    """The table of what happens when something goes wrong names tests and situations in each row."""
+    page = (layers.ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = page.partition("## What happens when")[2].splitlines()[7:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", row)
+        assert named, row
+        _check_that_tests_exist(named)
+
+
+def _check_that_tests_exist(named: list[tuple[str, str]]) -> None:
     for file, test in named:
         code = (layers.ROOT / file).read_text(encoding="utf-8")
-        assert all(re.search(rf"(def|class) {part}\b", code) for part in test.split("::")), test
+        assert all(re.search(rf"(def|class) {part}\b", code) for part in test.split("::") if part), test
 
 
 @pytest.mark.slow

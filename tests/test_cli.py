@@ -199,6 +199,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --chart empty", 2, "--chart should be a file"),
     ("bench ZOO --relative", 2, "--relative is for --baseline"),
     ("bench ZOO --baseline nope", 2, "make one with --output"),
+    ("bench ZOO --baseline 'a b'", 2, "make one with --output 'a b'"),
     ("bench ZOO --baseline notes.txt", 2, "is no result of this release"),
     ("doctor with_objects:data", 1, "^UnsupportedSampleError: "),
     ("doctor tests.cli_zoo:Empty", 1, "has no samples"),
@@ -446,7 +447,9 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
     assert (quiet.exit_code, quiet.output) == (0, "")
     before = dest.stat()
     assert told("build", ZOO, dest)["was_built"] is False
-    assert told("build", ZOO, dest, "--codec", "raw", code=1)["type"] == "CacheMismatchError"
+    refused = told("build", ZOO, dest, "--codec", "raw", code=1)
+    assert refused["type"] == "CacheMismatchError"
+    assert refused["error"].endswith("(--force removes it and builds anew)")
     assert dest.stat() == before
     assert told("build", ZOO, dest, "--codec", "raw", "--force")["was_built"]
     assert LMDBCache(dest).description.codec == "raw"
@@ -474,6 +477,7 @@ def test_a_build_that_skips_finishes_and_says_what_is_missing(tmp_path: Path, mo
     broken, report = tmp_path / "photos" / "a" / "2.png", tmp_path / "cache.errors.jsonl"
     broken.write_bytes(b"no image")
     words = ("build", tmp_path / "photos", tmp_path / "cache", "--on-error", "skip")
+    assert "and --max-errors allows 0 of 3" in run(*words, "--max-errors", "0").stderr
     result = run(*words)
     assert result.exit_code == 0
     assert told(*words, "--strict", code=3)["num_skipped"] == 1

@@ -234,7 +234,8 @@ def test_caches_that_fill_at_the_same_time_stay_within_a_real_limit(
     groups: list[Path], interpreter: Interpreter
 ) -> None:
     """Two processes that start together and are killed, and two datasets; each could take 75%."""
-    done = interpreter.run(_FILLED, *(str(group / "cgroup.procs") for group in groups))
+    files = [str(group / "cgroup.procs") for group in groups]
+    done = interpreter.run(_FILLED, *files, exits=False)  # a CUDA build would copy 200 MB when it is unloaded
     assert done.returncode == 0, done.stderr
     before, *sums = [json.loads(done.stdout)[0], *map(sum, json.loads(done.stdout)[1:])]
     assert [nbytes for nbytes in sums if not 0.6 * before < nbytes < 0.9 * before] == []

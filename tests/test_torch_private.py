@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import pkgutil
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+import fastload
 from fastload.system import torch_private
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+# In a list since 2.14, so that the Process of a worker does not retain it.
+DATASET = "dataset" if torch.__version__ < "2.14" else "dataset_holder"
 SIGNATURES = {
-    "generate_state": ["base_seed", "worker_id"],
     "pin_memory": ["data", "device"],
     "worker_loop": [
-        *("dataset_kind", "dataset", "index_queue", "data_queue", "done_event", "auto_collation"),
+        *("dataset_kind", DATASET, "index_queue", "data_queue", "done_event", "auto_collation"),
         *("collate_fn", "drop_last", "base_seed", "init_fn", "worker_id", "num_workers"),
         *("persistent_workers", "shared_seed"),
     ],
@@ -43,6 +48,71 @@ def test_functions_take_the_arguments_that_fastload_passes(name: str) -> None:
     for part in name.split("."):
         function = getattr(function, part)
     assert list(inspect.signature(function).parameters) == SIGNATURES[name]
+
+
+# What fastload can do without: where the name is, how it is used, and what comes of it when it has gone.
+REPLACEABLE: dict[str, Any] = {
+    "torch.utils.data.DataLoader._auto_collation": lambda loader: torch_private.has_auto_collation(loader),
+    "torch.utils.data.DataLoader._index_sampler": lambda loader: (
+        torch_private.index_sampler(loader) is loader.batch_sampler
+    ),
+    "torch.utils.data.dataloader._DatasetKind": lambda loader: not torch_private.is_iterable(loader),
+    "torch.autograd.profiler._is_profiler_enabled": lambda loader: list(fastload.DataLoader([1, 2])),
+    "torch.utils.data._utils.worker.WorkerInfo": lambda _: set_info(torch_private.set_worker_info),
+    "torch.utils.data._utils.worker._RNG": lambda _: set_info(set_thread_info),
+    "torch.multiprocessing._set_thread_name": lambda _: torch_private.set_thread_name("x") is None,
+    "torch.distributed.distributed_c10d._get_default_store": lambda _: torch_private.default_store() is None,
+    "torch._C._cuda_hasPrimaryContext": lambda _: torch_private.has_cuda_context(0) is None,
+    "torch.utils.data._utils.fetch._MapDatasetFetcher": lambda _: len(fresh().DATASET_FETCHERS) == 1,
+    "torch.utils.data._utils.pin_memory.pin_memory": lambda _: fresh().pin_memory([3], None) == [3],
+    "torch.utils.data._utils.worker._worker_loop": lambda _: fresh().worker_loop is None,
+}
+
+
+def set_info(set_it: Any) -> bool:
+    set_it(1, 2, 3, [4])
+    return get_worker_info() is None
+
+
+def set_thread_info(*arguments: Any) -> None:
+    torch_private.set_thread_worker_info(*arguments, (None, None, None))
+
+
+def fresh() -> Any:
+    """The module, imported once more beside itself."""
+    spec: Any = importlib.util.spec_from_file_location("private_again", str(torch_private.__file__))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", REPLACEABLE)
+def test_a_name_that_has_gone_is_told_once_and_replaced(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names it, however often it is used, and what fastload needed it for still works."""
+    path, _, attribute = name.rpartition(".")
+    owner: Any = pkgutil.resolve_name(path)
+    if attribute == "_RNG" and not torch_private.knows_worker_threads():
+        pytest.skip("this torch has no thread_safe_generator()")
+    loader = DataLoader([1, 2, 3], 2)
+    monkeypatch.setattr(torch_private.torch_worker, "_worker_info", None)
+    monkeypatch.delattr(owner, attribute, raising=attribute != "_cuda_hasPrimaryContext")
+    say_once.cache_clear()
+    for _ in range(2):
+        assert REPLACEABLE[name](loader)
+    (record,) = caplog.records
+    shown = "_worker_info" if attribute == "WorkerInfo" else attribute
+    assert shown in record.message
+    assert record.levelname == "WARNING"
+
+
+def test_the_seed_of_numpy_is_torchs() -> None:
+    """Of any base seed and worker, bit for bit."""
+    expected: Any = torch_private.torch_worker._generate_state
+    for base_seed in (0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 6029384719283746501):
+        for worker_id in (0, 1, 300):
+            assert torch_private.generate_state(base_seed, worker_id) == expected(base_seed, worker_id)
 
 
 class Stream(IterableDataset[int]):
@@ -194,7 +264,7 @@ def test_the_default_store_is_that_of_the_process_group(tmp_path: Path) -> None:
         torch_private.default_store()
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="torch was built without CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_that_was_not_used_has_no_context() -> None:
     """Asking makes none."""
     assert torch_private.has_cuda_context(0) in (False, torch.cuda.is_initialized())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from fastload.system.torchvision_arrays import V1_MODULE, V2_INSTEAD, V2_MODULE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -74,9 +76,11 @@ class AugmentationLibrary:
         """The value in a sample that the transform gets as the image."""
         return sample[0] if isinstance(sample, (tuple, list)) and sample else sample
 
-    def advice(self, sample: Any) -> str:
+    def advice(self, transform: Any, sample: Any) -> str:
         """What may be wrong with a sample for which a transform failed; empty if nothing is known."""
-        return ""
+        module = f"{type(transform).__module__}."
+        is_v1 = module.startswith(V1_MODULE) and not module.startswith(V2_MODULE)
+        return V2_INSTEAD if is_v1 and isinstance(sample, (tuple, list, dict)) else ""
 
     def steps_of(self, pipeline: Any) -> list[Any] | None:
         """What must stay equal for the answers below to stay valid; None if they are always valid."""

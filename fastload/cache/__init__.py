@@ -2,7 +2,8 @@
 
 Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram` and `lmdb` (the
 caches, which know nothing of each other), `build` (reads samples to fill and to build them); then `dataset`
-(the user's object), `open_cache` (chooses and opens a cache), `tiered_cache` and `transform`.
+(the user's object), `open_cache` (chooses and opens a cache), `pickled` (for checkpoints), `tiered_cache` and
+`transform`.
 """
 
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastload.cache.dataset import CachedDataset as CachedDataset
     from fastload.cache.dataset import CacheInfo as CacheInfo
+    from fastload.cache.dataset import load_dataset as load_dataset
     from fastload.cache.lmdb.lmdb_cache import LMDBCache as LMDBCache
     from fastload.cache.ram.shared import SharedMemoryCache as SharedMemoryCache
 else:
@@ -18,7 +20,7 @@ else:
     __getattr__, __dir__, __all__ = _public_names(
         "fastload.cache",
         {
-            "dataset": ("CachedDataset", "CacheInfo"),
+            "dataset": ("CachedDataset", "CacheInfo", "load_dataset"),
             "lmdb.lmdb_cache": ("LMDBCache",),
             "ram.shared": ("SharedMemoryCache",),
         },

@@ -106,6 +106,7 @@ class RememberedFiles(BaseCache):
         max_memory: As for `CachedDataset`.
 
     Attributes:
+        max_memory: As given.
         unread: Indices that `fill` is to read.
     """
 
@@ -115,9 +116,19 @@ class RememberedFiles(BaseCache):
     def __init__(self, num_samples: int, max_memory: str | float) -> None:
         check_memory(max_memory, name="max_memory")
         self.num_samples = num_samples
+        self.max_memory = max_memory
         self.unread = np.empty(0, np.intp)
         self._files = FileCache(open_store(max_memory))
         log.info("cache: %s", self.explain())
+
+    def plain_values(self) -> dict[str, Any]:
+        """What a pickle that outlives this process holds."""
+        return {"num_samples": self.num_samples, "max_memory": self.max_memory}
+
+    @classmethod
+    def of_plain_values(cls, values: dict[str, Any]) -> RememberedFiles:
+        """A cache like the one with these `plain_values`."""
+        return cls(**values)
 
     def read(self, function: Callable[[Any], Any], index: Any) -> Any:
         """What the dataset's ``function(index)`` returns."""

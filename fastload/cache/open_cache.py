@@ -5,8 +5,9 @@ Rules:
 1. A dataset without fingerprint and key is examined before anything is stored: is it random, and what is the
    structure of its samples? Its cache in RAM is private. A dataset with a fingerprint is examined by the
    process that makes its cache.
-2. A process that attaches to a cache filled by other processes reads sample 0 from the source and compares
-   it. Only this check can detect a key used twice or a fingerprint that covers too little.
+2. A process that attaches to a cache filled by other processes reads sample 0 and one in the middle from the
+   source, and compares them. Only this check can detect a key used twice, an edited `__getitem__`, or a
+   fingerprint that covers too little.
 3. The decision is logged in one line, with numbers.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import sys
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastload.cache import pickled
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
@@ -63,8 +66,9 @@ from fastload.system.logs import log, say_once
 from fastload.system.ranks import count_ranks_of_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+_COMPARED = 2  # samples of a shared cache, in each process that opens it
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
@@ -242,6 +246,34 @@ def open_cache(
         opened.put(index, sample)
     _report(opened, samples)
     return OpenedCache(opened, samples.source, samples.holds_images, jpegs)
+
+
+def reopen(state: Mapping[str, Any], attributes: dict[str, Any]) -> OpenedCache:
+    """What a pickled CachedDataset held, without reading a sample.
+
+    Args:
+        state: What was pickled.
+        attributes: Those of the new object; gets the dataset if that is the cache of a file.
+
+    Raises:
+        CacheMismatchError: Another release has pickled it, in another form.
+    """
+    if state["version"] != pickled.VERSION:
+        raise CacheMismatchError(
+            f"this CachedDataset was pickled in form {state['version']}, but this release reads "
+            f"{pickled.VERSION}: make it again from its dataset"
+        )
+    cache = pickled.cache_of(state["cache"])
+    is_file = "dataset" not in attributes
+    dataset = attributes.setdefault("dataset", getattr(cache, "backing", cache))
+    holds_images, jpegs = state["holds_images"], cache if state["has_jpegs"] else None
+    if attributes["pre_transform"] is not None:
+        source = pre_transformed(dataset, attributes["pre_transform"])
+    elif holds_images and jpegs is None and not is_file:
+        source = encoded_source(dataset, is_needed=state["stores"])
+    else:
+        source = decoded_source(dataset)
+    return OpenedCache(cache, source, holds_images, jpegs)
 
 
 # --- the kinds of caches ---------------------------------------------------------------------------------
@@ -422,16 +454,19 @@ def _warn_of_repetition(samples: _Samples, why: str) -> None:
 
 
 def _check_first(cache: SharedMemoryCache, samples: _Samples) -> None:
-    """Compare the first sample in a cache that other processes fill with that of the source."""
+    """Compare two samples in a cache that other processes fill, the first and another, with the source."""
 
     def read(index: int) -> str | None:
         stored = cache.get(index)
+        if stored is None:
+            return None
         fresh = (
             samples.examples[index] if index in samples.examples else read_unnoticed(samples.source, index)
         )
         return first_difference(stored, fresh)
 
-    index, path = next(readable(samples.source, read), (0, None)) if 0 in cache else (0, None)
+    compared = itertools.islice(readable(samples.source, read), _COMPARED)
+    index, path = next((pair for pair in compared if pair[1] is not None), (0, None))
     if path is not None:
         reason = cache.reason
         cache.close()
@@ -453,6 +488,9 @@ def _checked_lmdb(
         samples = samples.encoded(url or cache.path)
     if samples.fingerprint is None or cache.description.parts is None:
         samples.examine()
+    elif len(samples) and samples.request.key is not None and not has_own_fingerprint(samples.source):
+        with contextlib.suppress(Exception):  # the source may have gone since the build
+            samples.examples[0] = read_unnoticed(samples.source, 0)
     check_source(cache, len(samples), samples.examples, fingerprint=samples.fingerprint, url=url)
     if url is not None:
         cache.reason = f"{cache.reason}; the local copy of {url}"

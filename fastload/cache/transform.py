@@ -19,8 +19,9 @@ from fastload.cache.format.undecoded import decode_images, decode_others
 from fastload.errors import ImageReadError
 from fastload.images.encoded import EncodedImage
 from fastload.nested.tree import OpaqueLeafError, copy_views, private_copy, structure_of
+from fastload.system import torchvision_arrays
 from fastload.system.notes import add_note
-from fastload.system.torchvision_arrays import calls_transforms, reject_arrays
+from fastload.system.torchvision_arrays import V1_MODULE, calls_transforms, reject_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,12 +122,14 @@ class TransformCaller:
             raise  # of the image, not of the function
         except Exception as error:
             library = self._library
-            advice = library.advice(sample)
+            advice = library.advice(self._function, sample)
             add_note(
                 error,
                 f"fastload calls the {self._role} with {library.input_name}; sample {index} is "
                 f"{structure_of(sample)}{advice and f'; {advice}'}",
             )
+            if not advice and (conversion := torchvision_arrays.advice_on(error, library.image_of(sample))):
+                add_note(error, f"fastload: {conversion}")
             raise
 
 
@@ -146,10 +149,11 @@ def check_callable(role: str, function: Any) -> None:
     Raises:
         TypeError: It is not callable, or is a class of transforms instead of an instance.
     """
-    if isinstance(function, type) and library_of(function) is not ANY_CALLABLE:
+    is_class = isinstance(function, type)
+    if is_class and (library_of(function) is not ANY_CALLABLE or function.__module__.startswith(V1_MODULE)):
         raise TypeError(
             f"{role} is the class {function.__name__}: pass an instance of it, such as "
-            f"{role}={function.__name__}(p=0.5)"
+            f"{role}={function.__name__}(...)"
         )
     if not callable(function):
         raise TypeError(

@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shlex
 import signal
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -160,7 +161,8 @@ def _read_baseline(path: str, *, any_machine: bool) -> Result:
     except (FileNotFoundError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CommandError(
-            f"--baseline {path} is no result of this release: {reason}: make one with --output {path}"
+            f"--baseline {path} is no result of this release: {reason}: make one with "
+            f"--output {shlex.quote(path)}"
         ) from error
     here, there = this_machine(), baseline.machine
     if not any_machine and any(here[name] != there[name] for name in ("cpu", "cores")):

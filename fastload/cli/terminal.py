@@ -14,6 +14,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import sys
 import traceback
 from dataclasses import dataclass
@@ -150,6 +151,7 @@ def _one_line(error: Exception) -> str:
     for note in notes:
         text += f". {note}" if note[:1].isupper() else f" ({note})"
     text = text.replace('on_error="skip"', "--on-error skip")
+    text = re.sub(r"`?\bmax_errors\b`?", "--max-errors", text)
     return " ".join(text.split())
 
 

@@ -106,7 +106,10 @@ class OrderSources:
             ResumeError: There is no generator at one of the places, or a state is not a generator's state.
         """
         for place in states.keys() - self.generators.keys():
-            raise ResumeError(f"the state has a generator of the {place}, but this loader has none there")
+            raise ResumeError(
+                f"the state has a generator of the {place}, but this loader has none there: give "
+                f"the {place} generator=torch.Generator(), as before"
+            )
         ready = {place: self.generator_at(place, state) for place, state in states.items()}
         for place, generator in ready.items():
             self.generators[place].set_state(generator.get_state())

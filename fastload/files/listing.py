@@ -41,6 +41,7 @@ _MAX_RATIO = 128  # of lists to their compressed size: numbered files without ve
 _MIN_LIMIT_BYTES = 1 << 20
 _MAX_BYTES = 1 << 63  # of a file
 
+_ARCHIVE = re.compile(r"\.(zip|tar(\.\w+)?|tgz)\Z")
 _MAY_LEAD_OUT = re.compile(r"\.\.|[%\t\r\n\0\ud800-\udfff]|\A[/\\]|\A\Z")
 
 
@@ -81,10 +82,18 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
 
     Raises:
         FileNotFoundError: There is no such folder.
+        NotADirectoryError: It is a file.
         OSError: A folder cannot be listed.
     """
     if not os.path.lexists(root):
         raise FileNotFoundError(f"there is no folder {os.path.abspath(root)}")
+    if os.path.isfile(root):
+        archive = _ARCHIVE.search(os.path.basename(root).lower())
+        url = archive and f"{'zip' if archive[0] == '.zip' else 'tar'}://::{root}"
+        advice = f": read an archive with fastload.ImageFolder({url!r})" if url else ""
+        raise NotADirectoryError(
+            f"{root} is a file, not a folder with one folder of images per class{advice}"
+        )
     with os.scandir(root) as entries:
         classes = sorted(entry.name for entry in entries if _is_folder(entry))
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])

@@ -98,6 +98,9 @@ class RemoteFolder:
             for entry in ask("ls", connection.root)
             if entry["type"] == "directory"
         ]
+        if set(names) == {"."}:  # of a tar file made with `tar -cf x.tar .`, whose names begin with "./"
+            self.url, self._connection = self.path("."), None
+            return self.list_files()
         classes = sorted({name for name in names if name})
 
         def find(name: str) -> list[RemoteFile]:

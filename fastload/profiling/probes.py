@@ -42,6 +42,10 @@ FUNCTIONS = (
     ("simplejpeg", "decode_jpeg", DECODE),
     ("tifffile", "imread", DECODE),
     ("fastload.images.regions", "decode_region", DECODE),
+    ("os", "open", READ),
+    ("os", "read", READ),
+    ("os", "pread", READ),
+    ("os", "preadv", READ),
     ("fcntl", "flock", LOCK),
     ("fcntl", "lockf", LOCK),
 )
@@ -51,6 +55,7 @@ METHODS = (
     ("PIL.Image", "Image", "convert", DECODE),
     ("turbojpeg", "TurboJPEG", "decode", DECODE),
     ("multiprocessing.synchronize", "SemLock", "__enter__", LOCK),
+    ("numpy", "memmap", "__new__", READ),
     ("h5py._hl.dataset", "Dataset", "__getitem__", READ),
     ("zarr.core.array", "Array", "__getitem__", READ),
     ("fastload.cache.dataset", "CachedDataset", "gather", CACHE),
@@ -61,12 +66,7 @@ METHODS = (
     ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
 )
-# What is recorded of fastload's own collating: no user can make it cheaper.
-OWN_COLLATES = frozenset(
-    f"{kind}.{name}"
-    for module, kind, name, stage in METHODS
-    if module.startswith("fastload.") and stage == COLLATE
-)
+OWN_COLLATE = "fastload"  # the name of fastload's own collating in reports: no user can make it cheaper
 # Functions that read files and decode them in one call: blocked time in them counts as reading.
 READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
 # Attributes of datasets that hold the user's transforms.
@@ -143,7 +143,8 @@ class Probes:
             owner = getattr(sys.modules.get(module), kind, None)
             function = None if owner is None else vars(owner).get(name)
             if callable(function):
-                probed = probe(function, (stage, f"{kind}.{name}"), has_size=stage == DECODE)
+                shown = OWN_COLLATE if stage == COLLATE else f"{kind}.{name}"
+                probed = probe(function, (stage, shown), has_size=stage == DECODE)
                 patches.append((owner, name, function, probed))
         patches += _transform_modules()
         for dataset in self._datasets:

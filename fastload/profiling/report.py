@@ -66,7 +66,7 @@ class LoaderReport:
         bottleneck: The stage that the verdict names, "worker" or "start"; empty if the loop hardly waits.
         bottleneck_text: The same in one sentence; empty likewise.
         verdict: The most important fact in one or two sentences.
-        suggestions: What to change, largest gain first.
+        suggestions: Up to three changes, largest gain first.
     """
 
     name: str
@@ -248,11 +248,7 @@ def _report_on(timeline: Timeline, available_bytes: int) -> LoaderReport:
         bottleneck=bottleneck,
         bottleneck_text=bottleneck_text,
         verdict=_verdict(timeline, bottleneck_text),
-        suggestions=[
-            suggestion
-            for number, suggestion in enumerate(suggest(timeline, available_bytes) if is_bound else [])
-            if number < _MAX_SUGGESTIONS or suggestion.change == "remote"
-        ],
+        suggestions=suggest(timeline, available_bytes)[:_MAX_SUGGESTIONS] if is_bound else [],
     )
 
 

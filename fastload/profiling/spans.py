@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.recording import Batch
+from fastload.system.limits import resource
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ MAX_STRIDE = 256
 
 Key = tuple[str, str]  # stage, name
 OWN_CODE: Key = ("dataset", "")  # the dataset's own code, outside every other stage
+MAPPED_FILES: Key = ("read", "mapped files")  # in which an access, and no call, reads
 
 
 class Spans:
@@ -67,6 +69,13 @@ class Spans:
         """Add the size of a stage's result."""
         self.sums[key][3] += nbytes
         self.sums[key][4] += num_pixels
+
+    def note_page_faults(self) -> None:
+        """Count the waiting in the dataset's own code as reading, because pages were read from storage."""
+        own = self.sums[OWN_CODE]
+        blocked_ns = max(own[1] - own[2], 0)
+        own[1] -= blocked_ns
+        self.sums[MAPPED_FILES] = [1, blocked_ns, 0, 0, 0]
 
 
 class _ThreadState(threading.local):
@@ -122,10 +131,13 @@ class BatchRecorder:
             spans = Spans()
             if is_detailed:
                 this_thread.spans = spans
+                num_faults = _num_page_faults()
                 spans.enter(OWN_CODE)
             batch = make()
             if is_detailed:
                 spans.leave()
+                if _num_page_faults() > num_faults:
+                    spans.note_page_faults()
             end_ns = time.perf_counter_ns()
             cpu_ns, process_cpu_ns = time.thread_time_ns() - cpu_ns, time.process_time_ns() - process_cpu_ns
         finally:
@@ -140,6 +152,13 @@ class BatchRecorder:
         if is_detailed:
             self._num_skipped = stride_of(spans.num_events, end_ns - start_ns) - 1
         return batch
+
+
+def _num_page_faults() -> int:
+    """How often this thread has waited for a page from storage; 0 where the system does not count it."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def stride_of(num_events: int, wall_ns: int) -> int:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from fastload.device.devices import why_unavailable
 from fastload.profiling import probes
 from fastload.profiling.prediction import LoaderModel
 from fastload.profiling.timeline import mean, median, seconds
@@ -28,7 +29,7 @@ _CACHED_SAMPLE_S = 30e-6  # of a CachedDataset, for finding a sample and calling
 _LINK_BYTES_PER_S = 10e9 / 8  # of a network of 10 Gbit/s
 _RAY_BATCH_S = 1e-3  # of the consumer, for a batch from a Ray actor, besides copying it
 _MAX_REMOTE = 64  # workers
-_WORTH_A_CLUSTER = 1.2  # times the gain of more workers on this machine
+_WORTH_A_CLUSTER = 1.2  # times the gain of a change of this machine's loader alone
 _SLOW_WORKER = 2.0  # times the median of the others
 _DOMINANT = 0.4  # a transform that takes this share of all transforms' time is named
 # Crops that the decoder can take over, and for images of up to so many pixels the share of a full decode's
@@ -38,7 +39,7 @@ _CROPS = frozenset(
 )
 _REGION_SHARES = ((3e5, 0.86), (1.5e6, 0.77), (6e6, 0.67), (float("inf"), 0.4))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
-_FAST_COLLATES = probes.OWN_COLLATES | {"default_collate"}
+_FAST_COLLATES = (probes.OWN_COLLATE, "default_collate")
 
 STAGE_NAMES = {
     probes.READ: "reading files",
@@ -144,7 +145,8 @@ def _outside(timeline: Timeline) -> Stage | None:
 def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     """The changes that gain at least `MIN_GAIN`, largest gain first.
 
-    Workers on other machines cost more than an edit: they come last, and only if more workers here gain less.
+    Workers on other machines cost more than an edit: they are left out where a cache in RAM helps, or where
+    a cache on disk or more workers here gain about as much.
 
     Args:
         timeline: What was recorded.
@@ -169,14 +171,12 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     ]
     suggestions += _persistent_workers(timeline)
     suggestions = [suggestion for suggestion in suggestions if suggestion.gain >= MIN_GAIN]
-    suggestions.sort(key=lambda suggestion: (suggestion.change == "remote", -suggestion.gain))
-    local_gains = [suggestion.gain for suggestion in suggestions if suggestion.change == "workers"]
-    min_remote_gain = _WORTH_A_CLUSTER * max(local_gains, default=1.0)
-    return [
-        suggestion
-        for suggestion in suggestions
-        if suggestion.change != "remote" or suggestion.gain > min_remote_gain
-    ]
+    suggestions.sort(key=lambda suggestion: -suggestion.gain)
+    gains = {suggestion.change: suggestion.gain for suggestion in suggestions}
+    local_gain = max(gains.get("workers", 1.0), gains.get("lmdb", 1.0))
+    if gains.get("ram", 1.0) > _WORTH_A_CLUSTER or gains.get("remote", 1.0) < _WORTH_A_CLUSTER * local_gain:
+        return [suggestion for suggestion in suggestions if suggestion.change != "remote"]
+    return suggestions
 
 
 def _without(
@@ -322,7 +322,8 @@ def _persistent_workers(timeline: Timeline) -> Iterator[Suggestion]:
 
 def _device_transform(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
     normalizers = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _NORMALIZERS]
-    if normalizers and timeline.info["image_dtype"] in ("float32", "float64"):
+    is_float = timeline.info["image_dtype"] in ("float32", "float64")
+    if normalizers and is_float and why_unavailable(None) is None:
         # uint8 batches have a quarter of the bytes.
         collates = [
             replace(part, wall_s=part.wall_s * 0.75, cpu_s=part.cpu_s * 0.75)

@@ -182,7 +182,7 @@ def become_plain(image: Any) -> None:
 
 
 def without_lazy(sample: Any) -> Any:
-    """The sample, whose lazy images are plain now, for code that asks for `type(image)`; others need it not."""
+    """The sample, whose lazy images are plain now: for code that asks for `type(image)`."""
     if isinstance(sample, _Lazy):
         state: _State | None = vars(sample).get(_STATE)
         if state is not None and state.pixels is not None:

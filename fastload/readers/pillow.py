@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import PIL
 from PIL import Image, ImageFile, features
+from PIL.PngImagePlugin import iTXt
 
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current
+from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
 from fastload.readers.identity import (
     Identity,
     Unknown,
@@ -56,8 +57,10 @@ _CLASSES = frozenset(
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
 _PLAIN = (int, float, str, bytes, bool, type(None))
-# What loading changes in any case.
-_CHANGING = frozenset({"_im", "fp", "tile", "map", "info"})
+_TEXT = "\0iTXt"
+_OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
+_PADDING = 255
+_CODECS = ("avif", "jpg", "jpg_2000", "libjpeg_turbo", "libtiff", "webp", "zlib", "zlib_ng")
 
 
 def patches() -> list[Patch]:
@@ -170,18 +173,21 @@ class _Opened:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
-        if self._source.decode(image.load) != identity:
+        with inactive():
+            identity_after = self._source.decode(image.load)
+        if identity_after != identity:
             if stored is None:
                 cache.missed(Unknown.TOO_NEW)
             return
-        if stored is not None:
-            cache.verify(stored.array, _pixels_of(image), image.filename or "an image in memory")
-            return
-        learned = _learned(image, before, info, file)
-        if learned is None:
-            cache.missed(UNUSUAL)
+        note = _learned(image, before, info, file)
+        pixels = None if note is None else _pixels_of(image)
+        if pixels is None:
+            if stored is None:
+                cache.missed(UNUSUAL)
+        elif stored is None:
+            cache.keep(key, pixels, note)
         else:
-            cache.keep(key, _pixels_of(image), (image.mode, image.size, *learned))
+            cache.verify(stored.array, pixels, image.filename or "an image in memory")
 
 
 def _why_not(image: Any) -> str | None:
@@ -212,9 +218,8 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 
 @functools.cache
 def _versions() -> tuple[str | None, ...]:
-    codecs = (features.version(name) for name in ("jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif"))
-    turbo = features.version("libjpeg_turbo")
-    return "Pillow", PIL.__version__, turbo, *codecs
+    known = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
+    return "Pillow", PIL.__version__, *(features.version(name) for name in _CODECS if name in known)
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -234,23 +239,38 @@ def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _learned(
-    image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
-) -> tuple[dict[str, Any], dict[Any, Any], bool] | None:
-    """What loading has changed: attributes, `info`, and whether the file is kept; None if it is unusual."""
+def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any) -> Any:
+    """What loading has done, as a note to `_restore`; None if it did something unusual."""
     attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
     for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
         attributes.pop(name, None)
+    readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
+    attributes[readonly] = vars(image)[readonly]
+    position = None if file.closed else file.tell()
+    keeps_file = image.fp is not None
+    note = image.mode, image.size, _packed(attributes), _packed(entries), keeps_file, position
     is_usual = (
         vars(image).get("map") is None
         and (image.fp is None or image.fp is file)
         and not image.tile
-        and not before.keys() - vars(image).keys()
-        and not info.keys() - image.info.keys()
-        and _is_plain(attributes)
-        and _is_plain(entries)
+        and before.keys() <= vars(image).keys()
+        and info.keys() <= image.info.keys()
+        and _is_plain(note)
     )
-    return (attributes, entries, image.fp is not None) if is_usual else None
+    return note if is_usual else None
+
+
+def _packed(value: Any) -> Any:
+    """A value, with the international texts of PNG as tuples, which nothing else begins like."""
+    if type(value) is dict:
+        return {name: _packed(part) for name, part in value.items()}
+    return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _unpacked(part) for name, part in value.items()}
+    return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -262,7 +282,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def _pixels_of(image: Any) -> Any:
-    """The pixels as an array: `(H, W)` or `(H, W, C)` if they can be lazy, else as bytes, `(n,) uint8`."""
+    """The pixels as an array: `(H, W)` or `(H, W, C)` if they can be lazy, else as bytes, `(n,) uint8`.
+
+    None if Pillow holds more than they tell.
+    """
+    if image.mode == "RGB" and image.format not in _OPAQUE and _padding_of(image).min() != _PADDING:
+        return None
     data = np.frombuffer(image.tobytes(), np.uint8)
     channels = CHANNELS.get(image.mode)
     if channels is None:
@@ -271,14 +296,19 @@ def _pixels_of(image: Any) -> Any:
     return data.reshape((height, width) if channels == 1 else (height, width, channels))
 
 
+def _padding_of(image: Any) -> Any:
+    """The fourth byte of each RGB pixel, which shows in Arrow's arrays and in the raw mode RGBX."""
+    return np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8)[3::4]
+
+
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
 def _restore(image: Any, stored: Stored) -> Pixels | None:
     """Leave an image as loading did; its pixels are returned if they can be lazy, else it is plain."""
-    mode, size, attributes, entries, keeps_file = stored.note
-    pixels = None
+    mode, size, attributes, entries, keeps_file, position = stored.note
+    file, pixels = image.fp, None
     if mode in CHANNELS and not _is_tiff(image):
         pixels = Pixels.of_array(mode, stored.array)
     else:
@@ -288,11 +318,13 @@ def _restore(image: Any, stored: Stored) -> Pixels | None:
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open
-    vars(image).update(attributes)
-    image.info.update(entries)
+    vars(image).update(_unpacked(attributes))
+    image.info.update(_unpacked(entries))
+    if position is None:
+        file.close()
+    else:
+        file.seek(position)
     if not keeps_file:
-        if image._exclusive_fp and image._close_exclusive_fp_after_loading:
-            image.fp.close()
         image.fp = None
     if pixels is None:
         Image.Image.load(image)  # its palette

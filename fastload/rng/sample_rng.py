@@ -24,9 +24,18 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, MapDataPipe, Subset
 
 from fastload.rng.entry_points import RandomSource, ThreadState, set_worker_source, swap_state
-from fastload.rng.generators import LIBRARY_GENERATORS, Search, held_generators, number, pcg64_state
+from fastload.rng.generators import (
+    LIBRARY_GENERATORS,
+    HeldGenerator,
+    Search,
+    held_generators,
+    number,
+    pcg64_state,
+    seeder_of,
+)
 from fastload.rng.keys import STREAM_BYTES, BatchKey, SampleKey, index_bytes
 from fastload.rng.rng_scope import RngScope, state_restorer
+from fastload.system.torch_private import thread_generators
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +62,8 @@ class SampleSeeder(RandomSource):
         collate_fn: Searched too.
         with_transforms: Whether what albumentations and MONAI draw is set; False leaves them alone.
         role: Where samples are fetched. In the consumer's own process, `"local"`, generators belong to the
-            user: they are restored after each batch. In a `"thread"`, the generators of random, numpy and
-            torch are not set, because all threads share them.
+            user: they are restored after each batch. In a `"thread"`, those of torch's `get_worker_info()`
+            are set in place of the generators of random, numpy and torch, which all threads share.
     """
 
     def __init__(
@@ -68,12 +77,19 @@ class SampleSeeder(RandomSource):
         super().__init__()
         self.locks = role == "thread"
         self._with_transforms = with_transforms
-        self._with_globals = role != "thread"
         generators = held_generators(Search(dataset, collate_fn))
         self._seedable = [described for described in generators if described.seed is not None]
         self._shared = [described.generator for described in self._seedable]
-        if self._with_globals:
+        # Of random, torch and numpy: the order of `begin`.
+        self._seed_libraries: tuple[Callable[[int], object], ...] = ()
+        if role != "thread":
             self._shared += LIBRARY_GENERATORS
+            self._seed_libraries = random.seed, torch.default_generator.manual_seed, np.random.seed
+        elif (of_thread := thread_generators()) is not None:
+            python, torchs, numpys = of_thread
+            self._shared += of_thread
+            self._seed_libraries = python.seed, torchs.manual_seed
+            self._seedable.append(HeldGenerator(numpys, b"thread", seeder_of(numpys), "rng"))
         # By the user's seed: the pairs of this sample, each of which is set when it is first drawn from.
         self._pairs: dict[Any, Pair] = {}
         self._spare: list[Pair] = []
@@ -136,11 +152,10 @@ class SampleSeeder(RandomSource):
             _current.seeder = self
         self._digest = digest = key.digest()
         self._generator = None
-        if self._with_globals:
-            python_seed, numpy_seed, torch_seed = _SEEDS.unpack_from(digest)
-            random.seed(python_seed)
-            np.random.seed(numpy_seed)
-            torch.default_generator.manual_seed(torch_seed)
+        python_seed, numpy_seed, torch_seed = _SEEDS.unpack_from(digest)
+        seeds = (python_seed, torch_seed, numpy_seed)
+        for seed_library, library_seed in zip(self._seed_libraries, seeds, strict=False):
+            seed_library(library_seed)
         for described in self._seedable:
             stream = hashlib.blake2b(digest + described.stream, digest_size=STREAM_BYTES)
             described.seed(stream.digest())
@@ -283,8 +298,8 @@ def check_dataset(dataset: Any, *, auto_collation: bool) -> None:
     if auto_collation and getattr(inner, "__getitems__", None):
         raise ValueError(
             f'seeding="sample" seeds before each sample, but {type(inner).__name__}.__getitems__ fetches '
-            "many at once: remove that method, use a batch_sampler with batch_size=None, or use "
-            'seeding="worker"'
+            "many at once: remove that method, wrap the dataset in one without it, such as "
+            'fastload.CachedDataset(dataset, cache=None), or use seeding="worker"'
         )
 
 

@@ -29,10 +29,15 @@ def add_place(error: BaseException, place: str) -> None:
 def short_repr(value: Any) -> str:
     """The repr of a user's object (an index, an error) for a message, cut to 200 characters.
 
+    Of a list of more than ten, such as the indices of a batch: the first ones, the last one, and how many.
     If repr() raises, the text names the type instead, so the error being reported is not lost.
     """
     try:
-        text = repr(value)
+        if type(value) is list and len(value) > 10:
+            first = ", ".join(map(repr, value[:3]))
+            text = f"[{first}, ..., {value[-1]!r}] ({len(value):,} in all)"
+        else:
+            text = repr(value)
     except Exception as error:  # noqa: BLE001  # the user's class can raise anything
         text = f"<{type(value).__name__}, whose repr() raised {type(error).__name__}>"
     return text if len(text) <= 200 else text[:200] + "..."

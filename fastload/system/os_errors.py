@@ -40,6 +40,13 @@ def why_unreadable(error: OSError) -> str:
     return f"{where}{reason}"
 
 
+def _nearest(path: str) -> str:
+    """The part of an absolute path that exists."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def why_unwritable(error: Exception, path: str) -> str:
     """Why a file could not be written, and what to change.
 
@@ -54,6 +61,8 @@ def why_unwritable(error: Exception, path: str) -> str:
         code = next((number for number in errno.errorcode if reason.endswith(os.strerror(number))), None)
     if code not in _CURES:
         return reason
+    if code == errno.ENOENT and not os.path.isdir(_nearest(directory)):
+        code = errno.ENOTDIR
     free = ""
     with contextlib.suppress(OSError):  # the directory was removed or cannot be read: omit the figure
         free = f"{readable_size(shutil.disk_usage(directory).free)} are free in {directory}; "

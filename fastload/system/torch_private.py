@@ -1,24 +1,47 @@
 """The private names of torch that fastload needs, in one place: a drop-in loader cannot do without them.
 
-Each comment says since which release torch has the name there; all were read in 2.6 to 2.13. When a release
-moves one, its test in tests/test_torch_private.py fails, and this is the only file to change. Subclasses of
-torch's loader and iterators also inherit, read and override private attributes (`_next_data`, `_iterator`):
-the same test names them.
+Each comment says since which release torch has the name there; all were read in 2.6 to 2.14. When a release
+moves one, its test in tests/test_torch_private.py fails, and this is the only file to change. Where fastload
+can do without a name, one line of the log tells that it has gone; the others end the import with its name.
+Subclasses of torch's loader and iterators also inherit, read and override private attributes (`_next_data`,
+`_iterator`): the same test names them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import threading
+import types
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import _utils as torch_utils
 from torch.autograd import profiler
-from torch.utils.data import _utils, dataloader
+from torch.utils.data import IterableDataset, _utils, dataloader
+
+from fastload.system.logs import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.utils.data import DataLoader
+
+
+def _warn_gone(name: str, cost: str) -> None:
+    say_once(f"torch {torch.__version__} has no {name} as fastload knows it: {cost}")
+
+
+def _find(owner: Any, name: str, instead: Any, cost: str) -> Any:
+    """What the owner has under this name; where it has gone, ``instead`` and a line of the log."""
+    value = getattr(owner, name, None)
+    if value is not None:
+        return value
+    _warn_gone(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}", cost)
+    return instead
+
 
 # The base of all iterators, and those without and with workers: since 1.2.
 BaseDataLoaderIter = dataloader._BaseDataLoaderIter
@@ -32,63 +55,176 @@ torch_fetch = _utils.fetch
 torch_pin_memory = _utils.pin_memory
 torch_worker = _utils.worker
 # The classes whose `fetch` makes a batch in torch's workers: since 1.2.
-DATASET_FETCHERS = (torch_fetch._MapDatasetFetcher, torch_fetch._IterableDatasetFetcher)
-# (base_seed, worker_id) -> the seed of numpy.random in that worker: since 1.9.
-generate_state: Callable[[int, int], Any] = torch_worker._generate_state
+_NOT_PROFILED = "fastload profile does not see what torch's workers do"
+DATASET_FETCHERS = tuple(
+    fetcher
+    for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher")
+    if (fetcher := _find(torch_fetch, name, None, _NOT_PROFILED)) is not None
+)
 # (batch, device): since 1.2, with a device since 1.12.
-pin_memory: Callable[..., Any] = torch_pin_memory.pin_memory
-# What a worker process of torch's loader runs: since 1.2.
-worker_loop = torch_worker._worker_loop
+pin_memory: Callable[..., Any] = _find(
+    torch_pin_memory, "pin_memory", lambda batch, device=None: batch, "batches are not pinned"
+)
+# What a worker process of torch's loader runs: since 1.2. Its dataset is in a list since 2.14.
+worker_loop = _find(torch_worker, "_worker_loop", None, _NOT_PROFILED)
+
+
+def generate_state(base_seed: int, worker_id: int) -> Any:
+    """The seed of numpy.random in a worker, which torch makes as numpy's SeedSequence does (since 1.9)."""
+    words = [worker_id, base_seed & 0xFFFFFFFF, base_seed >> 32, 0]
+    return np.random.SeedSequence(words).generate_state(4).tolist()
+
+
+_PUBLIC_SAMPLERS = "batch_sampler and sampler are used, also where a subclass has others"
+
+
+def _name_in(error: AttributeError, owner: Any) -> str:
+    """The full name of what an attribute error misses."""
+    of = owner if error.obj is None else error.obj
+    return f"{getattr(of, '__name__', type(of).__name__)}.{error.name}"
 
 
 def is_iterable(loader: DataLoader[Any]) -> bool:
     """Whether the loader's dataset is iterable-style (`_dataset_kind`, since 1.2)."""
-    return bool(loader._dataset_kind == dataloader._DatasetKind.Iterable)
+    try:
+        return bool(loader._dataset_kind == dataloader._DatasetKind.Iterable)
+    except AttributeError as error:
+        _warn_gone(_name_in(error, loader), "the dataset's class tells whether it is iterable")
+        return isinstance(loader.dataset, IterableDataset)
 
 
 def has_auto_collation(loader: DataLoader[Any]) -> bool:
     """Whether the loader's sampler returns lists of indices (`_auto_collation`, since 1.2)."""
-    return bool(loader._auto_collation)
+    return bool(_find(loader, "_auto_collation", loader.batch_sampler is not None, _PUBLIC_SAMPLERS))
 
 
 def index_sampler(loader: DataLoader[Any]) -> Any:
     """The sampler that an epoch iterates over: of batches or of samples (`_index_sampler`, since 1.2)."""
-    return loader._index_sampler
+    samplers = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    return _find(loader, "_index_sampler", samplers, _PUBLIC_SAMPLERS)
 
 
 def needs_torch_next(iterator: BaseDataLoaderIter) -> bool:
     """Whether torch's `__next__` does more than count: it labels a profile, and warns about wrong lengths.
 
-    `_is_profiler_enabled`: in 2.6 to 2.13. `_IterableDataset_len_called`: since 1.5.
+    `_is_profiler_enabled`: in 2.6 to 2.14. `_IterableDataset_len_called`: since 1.5.
     """
-    return profiler._is_profiler_enabled or iterator._IterableDataset_len_called is not None
+    try:
+        return profiler._is_profiler_enabled or iterator._IterableDataset_len_called is not None
+    except AttributeError as error:
+        _warn_gone(_name_in(error, iterator), "each batch takes some microseconds more")
+        return True
 
 
 def set_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Let torch's `get_worker_info()` describe this process as a worker (`_worker_info`, since 1.2)."""
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
-    )
+    info: Any = None
+    with contextlib.suppress(AttributeError, TypeError):
+        info = torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
+        )
+    if info is None or torch_worker.get_worker_info() is not info:
+        _warn_gone(f"{torch_worker.__name__}._worker_info", "torch's get_worker_info() is None in workers")
+
+
+class _Thread(threading.local):
+    info: Any = None  # torch's WorkerInfo, in a worker thread
+
+
+_thread = _Thread()
+_replacing = threading.Lock()
+
+
+def knows_worker_threads() -> bool:
+    """Whether torch's `WorkerInfo` describes threads: `rng`, for `thread_safe_generator()`, since 2.13."""
+    return hasattr(torch.random, "thread_safe_generator")
+
+
+def set_thread_worker_info(
+    worker_id: int, num_workers: int, seed: int, dataset: Any, generators: tuple[Any, Any, Any]
+) -> None:
+    """Let torch's `get_worker_info()` describe this thread as a worker, if this release knows such.
+
+    Args:
+        worker_id: 0 to num_workers - 1.
+        num_workers: The number of threads.
+        seed: The worker's own.
+        dataset: What it reads.
+        generators: This thread's own: a random.Random, a torch.Generator and a numpy.random.Generator.
+    """
+    if not knows_worker_threads():
+        return
+    try:
+        info = torch_worker.WorkerInfo(
+            id=worker_id,
+            num_workers=num_workers,
+            seed=seed,
+            dataset=dataset,
+            rng=torch_worker._RNG(*generators),
+            worker_method="thread",
+        )
+    except (AttributeError, TypeError):
+        _warn_gone(f"{torch_worker.__name__}._RNG", "torch's get_worker_info() is None in worker threads")
+        return
+    _let_threads_be_workers()
+    _thread.info = info
+
+
+def thread_generators() -> tuple[Any, Any, Any] | None:
+    """The generators of this worker thread, as `set_thread_worker_info` got them; None elsewhere."""
+    rng = None if _thread.info is None else _thread.info.rng
+    return None if rng is None else (rng.random_generator, rng.torch_generator, rng.numpy_generator)
+
+
+def _let_threads_be_workers() -> None:
+    """Let torch's `get_worker_info()` return the information of the thread that calls it, if it has any.
+
+    Most code has imported the function by its name: so the function stays, and its body is replaced. Its
+    globals are those of torch's module.
+    """
+    function: Any = torch_worker.get_worker_info
+    with _replacing:
+        if hasattr(torch_worker, "_fastload_worker_info"):
+            return
+        of_process = types.FunctionType(function.__code__, function.__globals__)
+
+        def worker_info() -> Any:
+            info = _thread.info
+            # torch's collate moves batches to shared memory in a worker, which a thread has no use for.
+            if info is None or sys._getframe(2).f_globals is vars(torch_collate):
+                return of_process()
+            return info
+
+        vars(torch_worker)["_fastload_worker_info"] = worker_info
+        function.__code__ = _call_worker_info.__code__
+        if hasattr(os, "register_at_fork"):  # Windows does not fork
+            os.register_at_fork(after_in_child=lambda: setattr(_thread, "info", None))
+
+
+def _call_worker_info() -> Any:
+    return _fastload_worker_info()  # type: ignore[name-defined]  # noqa: F821  # in torch's module
 
 
 def set_thread_name(name: str) -> None:
     """Name this thread for tools such as top; since 2.5."""
-    torch.multiprocessing._set_thread_name(name)
+    _find(torch.multiprocessing, "_set_thread_name", lambda _: None, "workers have no names in top")(name)
 
 
 def default_store() -> Any:
-    """The store of the default process group; in 2.6 to 2.13.
+    """The store of the default process group; in 2.6 to 2.14. None if torch keeps it elsewhere.
 
     Raises:
-        Exception: There is no group, or this release of torch keeps its store elsewhere.
+        Exception: There is no group.
     """
-    return torch.distributed.distributed_c10d._get_default_store()
+    owner = torch.distributed.distributed_c10d
+    cost = "the datasets of the ranks are not compared"
+    return _find(owner, "_get_default_store", lambda: None, cost)()
 
 
-def has_cuda_context(device_index: int) -> bool:
-    """Whether this process has a context on the device; in 2.6 to 2.13, in builds with CUDA."""
-    core: Any = torch._C
-    return bool(core._cuda_hasPrimaryContext(device_index))
+def has_cuda_context(device_index: int) -> bool | None:
+    """Whether this process has a context on the device (in 2.6 to 2.14, with CUDA); None: unknown."""
+    asks = _find(torch._C, "_cuda_hasPrimaryContext", None, "reports list the devices where tensors are")
+    return None if asks is None else bool(asks(device_index))
 
 
 def is_compiled(function: Any) -> bool:

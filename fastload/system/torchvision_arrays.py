@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
     Function = TypeVar("Function", bound=Callable[..., Any])
 
-_MODULE = "torchvision.transforms.v2"
+V1_MODULE, V2_MODULE = "torchvision.transforms.", "torchvision.transforms.v2."
+V2_INSTEAD = (
+    "use the classes of these names in torchvision.transforms.v2, which take whole samples: first ToImage(), "
+    "and ToDtype(torch.float32, scale=True) for ToTensor()"
+)
 _callers: set[types.CodeType] = set()
 
 
@@ -30,7 +34,7 @@ def calls_transforms(function: Function) -> Function:
 
 def reject_arrays() -> None:
     """Hook torchvision's class of v2 transforms, if it is imported; does nothing the second time."""
-    cls = getattr(sys.modules.get(_MODULE), "Transform", None)
+    cls = getattr(sys.modules.get(V2_MODULE[:-1]), "Transform", None)
     choose = getattr(cls, "_needs_transform_list", None)
     if choose is None or hasattr(choose, "_fastload_is_hooked"):
         return
@@ -49,6 +53,21 @@ def reject_arrays() -> None:
 
     checked._fastload_is_hooked = True  # type: ignore[attr-defined]
     cls._needs_transform_list = checked  # type: ignore[union-attr]
+
+
+def advice_on(error: Exception, image: Any) -> str:
+    """How to call the transform that raised an error over an array; empty if it was none of torchvision's."""
+    trace = error.__traceback__
+    if trace is None or not isinstance(image, np.ndarray):
+        return ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    if not trace.tb_frame.f_globals.get("__name__", "").startswith("torchvision.transforms."):
+        return ""
+    return (
+        "transforms of torchvision take PIL images and tensors: call them with PIL.Image.fromarray(image) in "
+        "a function that returns the sample, or use those of torchvision.transforms.v2, with ToImage() first"
+    )
 
 
 def _has_sides(value: Any) -> bool:

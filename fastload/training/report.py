@@ -214,12 +214,17 @@ def _mappings() -> Iterator[tuple[tuple[int, int], str, int]]:
 def _devices_with_context() -> list[int]:
     if not torch.cuda.is_initialized():
         return []
-    return [index for index in range(torch.cuda.device_count()) if has_cuda_context(index)]
+    contexts = {index: has_cuda_context(index) for index in range(torch.cuda.device_count())}
+    return [
+        index
+        for index, is_there in contexts.items()
+        if (torch.cuda.memory_reserved(index) > 0 if is_there is None else is_there)
+    ]
 
 
 def _why_no_devices() -> str:
     if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} was built without it"
+        return f"torch {torch.__version__} was built without CUDA"
     return "no context yet in this process"
 
 

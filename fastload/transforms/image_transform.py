@@ -103,13 +103,21 @@ def layout_of(images: torch.Tensor, where: str, layout: str, asker: str, num_cha
         return layout
     shape = tuple(images.shape)
     channels = (num_channels,) if num_channels else IMAGE_CHANNELS
-    fitting = fitting_layouts(shape, channels) if images.ndim == 4 else []
+    if images.ndim != 4:
+        raise ValueError(
+            f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: it "
+            "transforms whole batches; pass one image as image[None]"
+        )
+    fitting = fitting_layouts(shape, channels)
     named = [fit for fit in fitting if layout in (fit, "auto")]
     if len(named) != 1:
+        cure = 'pass layout="HWC" or layout="CHW"'
+        if num_channels and not fitting:
+            cure = "its constants and the images should have equally many channels"
         raise ValueError(
             f"{asker} expects images of shape (B, H, W, C) or (B, C, H, W) at {where}, but got {shape}: with "
             f"{' or '.join(map(str, channels))} channels and layout={layout!r} it fits "
-            f'{" and ".join(named) or "neither"}; pass layout="HWC" or layout="CHW"'
+            f"{' and '.join(named) or 'neither'}; {cure}"
         )
     return named[0]
 

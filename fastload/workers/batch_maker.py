@@ -23,7 +23,7 @@ from fastload.batch.stacking import install_slot_rules
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
-from fastload.rng.seeding import WorkerInfo, work_as
+from fastload.rng.seeding import work_as_thread
 from fastload.system.cache_counts import cache_counts
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
@@ -90,8 +90,8 @@ class BatchMaker:
                 _be_quiet()
             spec = self._load_spec()
             seed = spec.base_seed + self._id
-            if self._is_thread:  # torch's get_worker_info() is None here
-                work_as(WorkerInfo(self._id, spec.num_workers, seed, spec.dataset, "thread"))
+            if self._is_thread:
+                work_as_thread(self._id, spec.num_workers, spec.base_seed, spec.dataset)
             else:
                 self._take_process(spec, seed)
             role: Literal["process", "thread"] = "thread" if self._is_thread else "process"

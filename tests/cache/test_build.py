@@ -41,10 +41,10 @@ from fastload.cache.dataset import CachedDataset
 from fastload.cache.format.fingerprint import fingerprint_of
 from fastload.cache.lmdb import mirror
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
-from fastload.errors import CacheBusyError, CacheError, CacheMismatchError, ImageReadError
+from fastload.errors import CacheBusyError, CacheCorruptError, CacheError, CacheMismatchError, ImageReadError
 from fastload.files import retry
 from tests.cache.build_zoo import BrokenImages, Calling, OddError, building, die, exit_codes, odd, refusing
-from tests.cache.zoo import BareImages, Everything, Images, Made, RaggedImages
+from tests.cache.zoo import BareImages, Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.remote import FaultyFileSystem, cut, raising, register
 
@@ -125,6 +125,17 @@ def test_a_command_in_a_message_can_be_copied(tmp_path: Path) -> None:
     assert eval(advice[1]) == f"lmdb:{path}"
     with pytest.raises(ValueError, match=r'pass cache="lmdb:new\.lmdb" for'):  # it need not exist yet
         CachedDataset(Images(4), cache="new.lmdb")
+
+
+def test_a_different_length_is_said_once(tmp_path: Path) -> None:
+    """It is a part of the fingerprint, too."""
+    cache = f"lmdb:{tmp_path / 'cache.lmdb'}"
+    CachedDataset(KnownImages(4), cache=cache)
+    with pytest.raises(CacheMismatchError) as caught:
+        CachedDataset(KnownImages(5), cache=cache)
+    text = str(caught.value)
+    assert 'num_samples is "5" here and "4" there' in text
+    assert "number of samples" not in text
 
 
 def test_cache_of_another_dataset_is_refused(path: Path) -> None:
@@ -251,6 +262,21 @@ def test_each_refusal_says_what_to_change(error: Exception, said: str) -> None:
         raise error
     assert said in str(caught.value)
     assert "Errno" not in str(caught.value)
+
+
+def test_no_directory_is_asked_for_below_a_file(tmp_path: Path) -> None:
+    """The system says that there is no such directory, but nobody can create it."""
+    (tmp_path / "a.jpg").write_bytes(b"an image")
+    for directory, said in (("a.jpg", "a part of .* is a file"), ("a.jpg/b", "is a file"), ("b/c", "create")):
+        with pytest.raises(CacheError, match=said):
+            build_lmdb(Images(4), tmp_path / directory / "cache")
+
+
+def test_a_file_that_is_no_cache_is_told_with_a_cure(tmp_path: Path) -> None:
+    """It can be a damaged cache, or a file of the user's that should stay."""
+    (tmp_path / "cache").write_bytes(b"a file of the user's")
+    with pytest.raises(CacheCorruptError, match=r"Use a different path; or, if it is a cache, delete"):
+        CachedDataset(Images(4), cache=f"lmdb:{tmp_path / 'cache'}")
 
 
 @pytest.mark.parametrize(("num_workers", "shards"), [(0, 3), (2, 1)])
@@ -520,7 +546,7 @@ def test_finished_shards_are_not_read_again(first: str, second: str, tmp_path: P
 
 
 DIFFERENCES: list[tuple[BrokenImages, dict[str, Any], str]] = [
-    (BrokenImages(21, version="1"), {}, "number of samples is 21 here and 20 there"),
+    (BrokenImages(21, version="1"), {}, 'num_samples is "21" here and "20" there'),
     (BrokenImages(version="1"), {"shards": 4}, "number of shards is 4 here and 3 there"),
     (BrokenImages(version="1"), {"codec": "png"}, "codec is png here and raw there"),
     (BrokenImages(version="2"), {}, '"2" here and "1" there'),

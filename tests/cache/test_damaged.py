@@ -225,3 +225,36 @@ def test_the_number_of_shards_does_not_depend_on_the_first_sample(tmp_path: Path
         for bad in ([], [0])
     ]
     assert numbers[0] == numbers[1] > 1
+
+
+class RandomAtSeven(Images):
+    """One sample that is random, and that no probe reads."""
+
+    def sample(self, index: int) -> Any:
+        image, label = super().sample(index)
+        return (np.random.randint(0, 9, image.shape).astype(np.uint8) if index == 7 else image), label
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fill_names_the_sample_and_how_to_go_on(num_workers: int) -> None:
+    """With the error's type and text, also from a worker process; what it advises works."""
+    ds = CachedDataset(BrokenImages(bad=[3]))
+    with pytest.raises(ImageReadError) as caught:
+        ds.fill(num_workers, progress=False)
+    assert "Caught" not in str(caught.value)
+    notes = caught.value.__notes__
+    assert 'on_error="skip" leaves out samples that cannot be read' in notes
+    assert "in sample 3 of the dataset" in notes
+    assert any("raised in a worker process" in note for note in notes) == (num_workers > 0)
+    assert ds.fill(num_workers, progress=False, **SKIP).num_cached == len(ds) - 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_random_sample_is_never_left_out_of_a_build(num_workers: int, tmp_path: Path) -> None:
+    """Nothing is damaged: training without it would be wrong, and no advice says to leave it out."""
+    for on_error in ("raise", "skip"):
+        with pytest.raises(NondeterministicDatasetError) as caught:
+            build_lmdb(
+                RandomAtSeven(20), tmp_path / "x", num_workers=num_workers, on_error=on_error, max_errors=9
+            )
+        assert not any("leaves out" in note for note in caught.value.__notes__)

@@ -347,11 +347,29 @@ def test_a_random_sample_that_cannot_be_cached_is_random_first(draw: Any) -> Non
         CachedDataset(Made(lambda index: (Opaque(), index)))
 
 
-def test_advice_for_torchvisions_pipelines_names_all_steps() -> None:
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [("v2._geometry", "begin the transform with ToImage"), ("transforms", "v2, which take")],
+)
+def test_advice_for_torchvisions_pipelines_names_all_steps(module: str, step: str) -> None:
     """What the dataset returns without its transform, and what the transform then gets."""
-    flip: Any = type("RandomHorizontalFlip", (), {"__module__": "torchvision.transforms.v2._geometry"})
+    flip: Any = type("RandomHorizontalFlip", (), {"__module__": f"torchvision.transforms.{module}"})
     dataset: Any = Made(lambda index: (BUFFER, random.randrange(2)))
     dataset.transform = flip()
     for source in (dataset, Subset(dataset, [1, 2])):
-        with pytest.raises(NondeterministicDatasetError, match=r"pre_transform=.*begins with ToImage\(\)"):
+        with pytest.raises(NondeterministicDatasetError, match=rf"pre_transform=.*, and .*{step}"):
             CachedDataset(source)
+
+
+def test_a_transform_of_torchvision_for_one_image_fails_with_its_successor() -> None:
+    """Only those of v2 take whole samples; a note says so where a sample is more than an image."""
+
+    def fail(_flip: Any, sample: Any) -> None:
+        raise TypeError(f"img should be PIL Image. Got {type(sample)}")
+
+    flip: Any = type("Flip", (), {"__module__": "torchvision.transforms.transforms", "__call__": fail})
+    for sample, is_advised in (((BUFFER, 1), True), ({"image": BUFFER}, True), (BUFFER, False)):
+        dataset = CachedDataset(Made(lambda _, sample=sample: sample), flip())
+        with pytest.raises(TypeError) as caught:
+            dataset[0]
+        assert any("transforms.v2, which take" in note for note in caught.value.__notes__) == is_advised

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import multiprocessing
+import os
 import pickle
+import pickletools
 from typing import TYPE_CHECKING, Any
 
+import albumentations as A
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import fastload
 from fastload.cache.dataset import CachedDataset
 from fastload.cache.ram import registry
+from fastload.cache.ram.private import PrivateCache
+from fastload.errors import CacheMismatchError
 from tests.cache.build_zoo import exit_codes
 from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
 from tests.kit.batches import assert_same_samples
@@ -163,3 +171,104 @@ def test_a_running_process_of_this_run_shares_the_cache() -> None:
 
     assert pipe.recv() == 8
     process.join()
+
+
+def names_in(data: bytes) -> set[str]:
+    """The classes and functions of fastload that a pickle of protocol 2 names."""
+    names = [argument for code, argument, _ in pickletools.genops(data) if code.name == "GLOBAL"]
+    return {name.replace(" ", ".") for name in names if name.startswith("fastload")}
+
+
+def every_kind(folder: Path) -> dict[str, CachedDataset]:
+    """A dataset behind each kind of cache, used once, so that nothing is missing that is made on demand."""
+    crop = A.Compose([A.RandomCrop(4, 4), A.Normalize()])
+    file, photos = f"lmdb:{folder}/cache", fastload.ImageFolder(make_photos(folder / "photos"))
+    kinds = {
+        "ram": CachedDataset(Images(8)),
+        "a key, a transform": CachedDataset(Images(8), darker, cache_key="photos"),
+        "pre_transform": CachedDataset(Images(8), pre_transform=darker),
+        "namedtuples": CachedDataset(Everything(8)),
+        "a pipeline": CachedDataset(photos, crop),
+        "encoded": CachedDataset(photos, crop, cache="ram-encoded"),
+        "two tiers": CachedDataset(photos, crop, cache=["ram", "ram-encoded"]),
+        "none": CachedDataset(photos, crop, cache=None),
+        "file": CachedDataset(Images(8), cache=file),
+        "file and ram": CachedDataset(Images(8), cache=["ram", file]),
+        "from file": CachedDataset.from_cache(folder / "cache"),
+        "from file, ram": CachedDataset.from_cache(folder / "cache", ram=True),
+        "private": CachedDataset(Images(8), cache=PrivateCache(8, 1 << 20, "a test")),
+    }
+    for ds in kinds.values():
+        assert ds[1] is not None
+    return kinds
+
+
+def make_photos(folder: Path) -> Path:
+    for number in range(4):
+        (folder / "a").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), 50 * number, np.uint8)).save(folder / "a" / f"{number}.png")
+    return folder
+
+
+def test_a_pickle_names_public_functions_alone(tmp_path: Path) -> None:
+    """So another release loads it, wherever its classes are; and it loads as the same dataset."""
+    for kind, ds in every_kind(tmp_path).items():
+        of_dataset = (
+            names_in(pickle.dumps(ds.dataset, 2)) if type(ds.dataset) is fastload.ImageFolder else set()
+        )
+        assert names_in(pickle.dumps(ds, 2)) == {"fastload.cache.load_dataset", *of_dataset}, kind
+        loaded = pickle.loads(pickle.dumps(ds))
+        attributes = {name: value.__class__ for name, value in vars(ds).items() if name != "_caller"}
+        found = {name: value.__class__ for name, value in vars(loaded).items() if name != "_caller"}
+        assert found == attributes, kind
+        assert loaded._source.__class__ is ds._source.__class__
+        assert loaded.explain().partition(",")[0] == ds.explain().partition(",")[0], kind
+        if ds.transform is None:
+            assert_same_samples(loaded[1], ds[1])
+        assert (loaded.dataset is loaded.cache) is (ds.dataset is ds.cache)
+
+
+def test_a_pickle_of_a_file_loads_without_the_file(tmp_path: Path) -> None:
+    """A checkpoint goes to machines without the data; what needs the file says so when it is read."""
+    CachedDataset(Images(8), cache=f"lmdb:{tmp_path}/cache")
+    ds = CachedDataset.from_cache(tmp_path / "cache", ram=True)
+    data = pickle.dumps(ds)
+    os.rename(tmp_path / "cache", tmp_path / "elsewhere")
+    loaded = pickle.loads(data)
+    assert (len(loaded), loaded.dataset is loaded.cache.backing) == (8, True)
+    os.rename(tmp_path / "elsewhere", tmp_path / "cache")
+    assert_same_samples([loaded[i] for i in range(8)], [Images(8).sample(i) for i in range(8)])
+
+
+def test_a_pickle_of_another_form_is_refused() -> None:
+    """With both numbers."""
+    _, _, state = CachedDataset(Images(8)).__reduce_ex__(4)
+    state["fastload.cache"]["version"] = 2
+    with pytest.raises(CacheMismatchError, match="in form 2, but this release reads 1"):
+        fastload.cache.load_dataset(None).__setstate__(state)
+
+
+class OwnState(CachedDataset):
+    """A user's class with a state of its own, as many have."""
+
+    def __getstate__(self) -> Any:
+        return {name: value for name, value in vars(self).items() if name != "note"}
+
+
+def test_a_subclass_with_its_own_state_loads() -> None:
+    """Its state can be that of earlier classes, which holds the cache itself."""
+    ds = OwnState(Images(8))
+    ds.note = lambda: None
+    for loaded in (pickle.loads(pickle.dumps(ds)), copy.copy(ds), copy.deepcopy(ds)):
+        assert_same_samples(loaded[3], Images(8).sample(3))
+        assert (type(loaded), hasattr(loaded, "note")) == (OwnState, False)
+
+
+def test_copies_share_the_cache() -> None:
+    """A shallow copy has the same object, a deep one the same memory."""
+    ds = CachedDataset(Images(8))
+    shallow, deep = copy.copy(ds), copy.deepcopy(ds)
+    ds.fill(0, progress=False)
+    assert shallow.cache is ds.cache
+    assert deep.dataset is not ds.dataset
+    assert deep.cache_info().num_cached == 8

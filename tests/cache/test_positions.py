@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import albumentations as A
+import cv2
 import numpy as np
 import pytest
 import torch
 
+import fastload
 from fastload.cache.dataset import CachedDataset
 from tests.cache.zoo import Made
 
@@ -32,24 +34,24 @@ class Named(NamedTuple):
 
 
 UNMOVED: dict[str, tuple[Any, str]] = {
-    "torchvision's target": ((IMAGE, {"boxes": BOXES, "labels": np.ones(1)}), r"element 1 .*\['boxes'\]"),
+    "torchvision's target": ((IMAGE, {"boxes": BOXES, "labels": np.ones(1)}), r"sample\[1\].*\['boxes'\]"),
     "an empty target": ((IMAGE, {"boxes": BOXES[:0], "labels": np.ones(0)}), r"\['boxes'\]"),
     "COCO's annotations": (
         (IMAGE, [{"id": 3, "bbox": [1.0, 2.0, 3.0, 4.0]}]),
-        r"element 1 .*\[0\]\['bbox'\]",
+        r"sample\[1\].*\[0\]\['bbox'\]",
     ),
-    "an image and a path": ((IMAGE, "a.jpg", {"masks": np.zeros((5, 24, 20))}), r"element 2 .*\['masks'\]"),
-    "boxes": ((IMAGE, BOXES), "element 1 .*array \\(1, 4\\)"),
-    "boxes as tensors": ((IMAGE, 3, torch.as_tensor(BOXES)), "element 2 .*tensor"),
-    "boxes as lists": ((IMAGE, [[1, 2, 3, 4], [5, 6, 7, 8]]), "element 1"),
-    "points": ([IMAGE, POINTS], "element 1"),
-    "a mask": ((IMAGE, IMAGE[..., 0]), "element 1"),
-    "a mask as a tensor": ((IMAGE, torch.zeros(24, 20)), "element 1"),
-    "masks": ((IMAGE, np.zeros((5, 24, 20))), "element 1"),
-    "a named tuple": (Pair(IMAGE, [1, 2]), "element 1"),
-    "a named tuple with a nest": (Named(IMAGE, {"more": [{"segmentation": [[1, 2]]}]}), "element 1"),
-    "another name": ({"image": IMAGE, "boxes": BOXES}, "element 'boxes'"),
-    "a nest in a dict": ({"image": IMAGE, "target": {"boxes": BOXES}}, r"element 'target' .*\['boxes'\]"),
+    "an image and a path": ((IMAGE, "a.jpg", {"masks": np.zeros((5, 24, 20))}), r"sample\[2\].*\['masks'\]"),
+    "boxes": ((IMAGE, BOXES), r"sample\[1\].*array \(1, 4\)"),
+    "boxes as tensors": ((IMAGE, 3, torch.as_tensor(BOXES)), r"sample\[2\].*tensor"),
+    "boxes as lists": ((IMAGE, [[1, 2, 3, 4], [5, 6, 7, 8]]), r"sample\[1\]"),
+    "points": ([IMAGE, POINTS], r"sample\[1\]"),
+    "a mask": ((IMAGE, IMAGE[..., 0]), r"sample\[1\]"),
+    "a mask as a tensor": ((IMAGE, torch.zeros(24, 20)), r"sample\[1\]"),
+    "masks": ((IMAGE, np.zeros((5, 24, 20))), r"sample\[1\]"),
+    "a named tuple": (Pair(IMAGE, [1, 2]), r"sample\[1\]"),
+    "a named tuple with a nest": (Named(IMAGE, {"more": [{"segmentation": [[1, 2]]}]}), r"sample\[1\]"),
+    "another name": ({"image": IMAGE, "boxes": BOXES}, r"sample\['boxes'\]"),
+    "a nest in a dict": ({"image": IMAGE, "target": {"boxes": BOXES}}, r"sample\['target'\].*\['boxes'\]"),
 }
 
 
@@ -69,6 +71,49 @@ def test_a_transform_of_colors_alone_leaves_them(name: str) -> None:
     """It moves no pixel, so positions stay right; steps inside others count."""
     sample, _ = UNMOVED[name]
     assert len(CachedDataset(Made(lambda index: sample), PIXELS)[0]) == len(sample)
+
+
+ENDS: dict[str, list[Any]] = {
+    "Normalize": [A.Normalize()],
+    "ToTensorV2": [A.ToTensorV2()],
+    "Normalize and ToTensorV2": [A.Normalize(), A.ToTensorV2()],
+    "an enclosed end": [A.Sequential([A.Normalize(), A.ToTensorV2()], p=1)],
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_loader_refuses_unmoved_masks_before_a_deferred_end(end: str, num_workers: int) -> None:
+    """Workers compute the end of the pipeline in the batch; what is before it is known to move."""
+    dataset = CachedDataset(Made(lambda index: (IMAGE, IMAGE[..., 0])), A.Compose([FLIP, *ENDS[end]]))
+    with pytest.raises(TypeError, match=r"sample\[1\].*moves the image"):
+        next(iter(fastload.DataLoader(dataset, batch_size=4, num_workers=num_workers)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("crop", [A.RandomCrop(8, 8), A.HorizontalFlip(p=1)])
+def test_a_crop_in_the_decoder_refuses_unmoved_masks(crop: Any, end: str, num_workers: int) -> None:
+    """The pipeline moves the image in the decoder, and the mask beside it would stay."""
+    encoded = fastload.EncodedImage(cv2.imencode(".png", IMAGE)[1].tobytes())
+    samples = Made(lambda index: (encoded, IMAGE[..., 0]))
+    dataset = CachedDataset(samples, A.Compose([crop, *ENDS[end]]), cache=None)
+    with pytest.raises(TypeError, match=r"sample\[1\].*moves the image"):
+        next(iter(fastload.DataLoader(dataset, batch_size=4, num_workers=num_workers)))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_additional_targets_move_before_a_deferred_end(is_encoded: bool, num_workers: int) -> None:
+    """A name that the pipeline was given is no error, whoever runs the pipeline."""
+    image: Any = IMAGE
+    if is_encoded:
+        image = fastload.EncodedImage(cv2.imencode(".png", IMAGE[..., ::-1])[1].tobytes())
+    pipeline = A.Compose([A.Crop(2, 3, 10, 11), *ENDS["Normalize"]], additional_targets={"polygons": "mask"})
+    samples = Made(lambda index: {"image": image, "polygons": IMAGE[..., 0]})
+    dataset = CachedDataset(samples, pipeline, cache=None if is_encoded else "ram")
+    batch = next(iter(fastload.DataLoader(dataset, batch_size=2, num_workers=num_workers)))
+    assert np.array_equal(batch["polygons"][1], IMAGE[3:11, 2:10, 0])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import pickle
+import re
 import stat
 import time
 from types import SimpleNamespace
@@ -37,7 +38,7 @@ from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import Segment, pickled_for_other_machines
 from fastload.system.logs import say_once
 from tests.cache.build_zoo import exit_codes
-from tests.cache.zoo import Everything, Images, KnownImages, RaggedImages
+from tests.cache.zoo import Everything, Images, KnownImages, Made, RaggedImages
 from tests.kit.batches import assert_same_samples
 from tests.kit.faults import OTHER_KINDS, something_else
 from tests.kit.remote import FaultyFileSystem, register
@@ -67,14 +68,16 @@ class KnownRagged(KnownImages, RaggedImages):
     ("dataset", "key"), [(KnownImages(30), None), (KnownRagged(30), None), (Everything(30), "photos")]
 )
 def test_a_second_job_finds_what_the_first_decoded(dataset: Images, key: str | None, start: Any) -> None:
-    """It gets every sample right, and reads one from the source to compare; a key shares any dataset."""
+    """It gets every sample right, and reads two from the source to compare; a key shares any dataset."""
     first = start(fill, dataset, key)
     assert first.answer() == first.pid
     ds = CachedDataset(dataset, cache_key=key)
     assert ds.cache_info().num_cached == 30
+    by_parts = r" made it \d+ s ago from the same parts"
+    assert re.search(rf"process {first.pid}{by_parts}$", ds.cache.reason)
     for index in range(30):
         assert_same_samples(ds._view(index), dataset.sample(index))
-    assert sum(dataset.reads) == 1
+    assert sum(dataset.reads) == 2
     assert CachedDataset(dataset, cache_key="pictures").cache.origin.pid == os.getpid()
 
 
@@ -556,3 +559,15 @@ def test_each_machine_copies_a_cache_at_a_url(tmp_path: Any, monkeypatch: Any) -
     assert_same_samples([pickle.loads(text).get(i) for i in range(20)], expected)
     with pytest.raises(FileNotFoundError):
         pickle.loads(plain).get(0)
+
+
+def test_an_edit_that_leaves_the_first_sample_is_noticed() -> None:
+    """By the middle one; a sample that is not cached yet is not compared."""
+    first = CachedDataset(Made(lambda index: index, 40), cache_key="edited")
+    edited = Made(lambda index: -index, 40)  # equal at 0
+    with pytest.raises(CacheMismatchError, match="sample 20 of the dataset differs"):
+        CachedDataset(edited, cache_key="edited")
+    first.cache.close()
+    empty = CachedDataset(Made(lambda index: np.full(4, index), 40), cache_key="empty", max_memory="40B")
+    assert empty.cache_info().num_cached == 0
+    CachedDataset(Made(lambda index: np.full(4, -index), 40), cache_key="empty")

@@ -188,6 +188,7 @@ def test_an_error_of_the_user_passes_through(error: type[Exception]) -> None:
         ),
         ([A.NoOp()], "is of type list, which is not callable"),
         (A.NoOp, r"{} is the class NoOp: pass an instance of it, such as {}=NoOp\("),
+        (type("Flip", (), {"__module__": "torchvision.transforms.v2._geometry"}), "is the class Flip: pass"),
     ],
 )
 def test_what_cannot_be_called_is_refused_at_once(role: str, value: Any, text: str) -> None:

@@ -393,7 +393,7 @@ def test_devices_with_a_context_are_read_and_others_left_alone(monkeypatch: pyte
     assert found.process_pss_bytes is None or 0 < found.process_pss_bytes <= 2 * found.process_rss_bytes
 
 
-@pytest.mark.parametrize(("is_built", "note"), [(False, "built without"), (True, "no context yet")])
+@pytest.mark.parametrize(("is_built", "note"), [(False, "built without CUDA"), (True, "no context yet")])
 def test_a_report_without_a_context(monkeypatch: pytest.MonkeyPatch, is_built: bool, note: str) -> None:
     """No devices, and the reason. The driver is not asked: is_available can break a later fork."""
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)

@@ -345,7 +345,7 @@ def test_a_shape_that_fits_both_layouts_has_to_be_named() -> None:
     assert RandomResizedCrop(4, layout="CHW")(some_images(2, 7, 6, 5)).shape == (2, 7, 4, 4)
 
 
-BHWC = r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got"
+BHWC = r"images of shape \(B, H, W, C\) or \(B, C, H, W\) at \$, but got .* as image\[None\]"
 OTHER_CHANNELS = "with 1 or 3 or 4 channels and layout='auto' it fits neither; pass layout="
 KEYS = r"the keys \['image', 'images'\]; pass the key"
 
@@ -354,7 +354,7 @@ KEYS = r"the keys \['image', 'images'\]; pass the key"
     ("transform", "batch", "error", "message"),
     [
         (normalize, some_images(2, 3, 4, 3), ValueError, 'layout="HWC" or layout="CHW"'),
-        (normalize, some_images(2, 5, 6, 4), ValueError, "3 channels and layout='auto' it fits neither"),
+        (normalize, some_images(2, 5, 6, 4), ValueError, "fits neither; its constants and .* equally many"),
         (
             normalized(layout="HWC"),
             some_images(2, 3, 6, 4),

@@ -230,7 +230,7 @@ def _have_at_reply(fault: Fault) -> None:
 
 
 class Collate(Part):
-    padding = 0  # characters of a number that is sent with each batch
+    padding = 0  # arrays that are sent with each batch
 
     def __call__(self, samples: Any) -> Any:
         for sample in samples:
@@ -249,7 +249,11 @@ class Packed(Part):
     def __reduce__(self) -> tuple[Any, ...]:
         if self.first <= FAULTY < self.first + BATCH and get_worker_info() is not None:
             self.fault.at("pack")
-        return int, (" " * self.padding + str(self.first),)
+        return _first, (self.first, [np.zeros(1) for _ in range(self.padding)])
+
+
+def _first(first: int, _padding: list[Any]) -> int:
+    return first
 
 
 def make_loader(

@@ -22,7 +22,9 @@ def assert_right(iterator: Any, numbers: range) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "collate_fn"), [(zoo.array, zoo.KeepsBatches()), (zoo.long_text, None)], ids=["slot", "message"]
+    ("make", "collate_fn"),
+    [(zoo.array, zoo.KeepsBatches()), (zoo.many_arrays, list)],
+    ids=["slot", "message"],
 )
 def test_a_batch_whose_descriptor_cannot_be_received_names_the_limit(make: Any, collate_fn: Any) -> None:
     """New memory, or a long reply, finds no descriptor in the parent; the state before it is right."""

@@ -31,14 +31,17 @@ def grows_at(first: int) -> Any:
     return lambda index: np.full(1000 if index < first else 100_000, index)
 
 
-def long_text(index: int) -> str:
-    """A batch of these is longer than a message of the pipe."""
-    return f"{index:04d}" * 1000
+def many_arrays(index: int) -> list[Any]:
+    """The list of where they lie is longer than a message of the pipe."""
+    return [np.full(1, index) for _ in range(200)]
 
 
 def value_of(sample: Any) -> int:
     """The index that a sample was made of."""
-    return int(sample[:4]) if isinstance(sample, str) else int(torch.as_tensor(sample).reshape(-1)[0])
+    if isinstance(sample, str):
+        return int(sample[:4])
+    first = sample[0] if isinstance(sample, list) else sample
+    return int(torch.as_tensor(first).reshape(-1)[0])
 
 
 def rows(loader: Any) -> list[list[int]]:

@@ -109,3 +109,34 @@ def test_samples_of_an_archive_can_be_selected(archives: dict[str, str]) -> None
     assert folder.fingerprint() is None or folder.fingerprint() != whole
     with pytest.raises(ValueError, match="not in the list of files"):
         folder.samples = [("elsewhere.png", 0)]
+
+
+@pytest.mark.parametrize("where", ["tar://::TAR", "tar://.::TAR", "tar::TAR"])
+def test_a_tar_file_of_the_folder_itself_has_its_classes(where: str, tmp_path: Path) -> None:
+    """``tar -cf x.tar -C photos .`` begins each name with "./", which is no class."""
+    for value, name in enumerate(NAMES):
+        path = tmp_path / "photos" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(png(value))
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.add(tmp_path / "photos", arcname=".")
+    folder = pickle.loads(pickle.dumps(ImageFolder(where.replace("TAR", f"{tmp_path / 'x.tar'}"))))
+    assert folder.classes == ["cat", "dog"]
+    assert [(int(image[0, 0, 0]), label) for image, label in folder] == [(0, 0), (1, 1)]
+    with fsspec.open(folder.samples[1][0]) as file:
+        assert np.asarray(Image.open(file)).max() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("x.zip", r"fastload\.ImageFolder\('zip://::.*x\.zip'\)"),
+        ("x.tar.gz", r"fastload\.ImageFolder\('tar://::.*x\.tar\.gz'\)"),
+        ("x.jpg", "is a file, not a folder with one folder of images per class$"),
+    ],
+)
+def test_a_file_as_the_root_is_an_error_that_knows_archives(name: str, advice: str, tmp_path: Path) -> None:
+    """An archive needs a URL, which the error has."""
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match=advice):
+        ImageFolder(tmp_path / name)

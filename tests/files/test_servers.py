@@ -205,7 +205,7 @@ def test_commands_build_and_manage_a_cache(host: Path) -> None:
     copy = verified["path"]
     assert [(one["path"], one["state"], one["url"]) for one in listed] == [(copy, "finished", url)]
     assert run("ls")["copies"]["number"] == 1
-    assert f"{copies}' lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
+    assert f"{copies}` lists them" in CliRunner().invoke(app, ["cache", "ls"]).output
     run("rm", copy, "--yes")
     assert os.listdir(copies) == []
 

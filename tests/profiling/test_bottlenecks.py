@@ -100,6 +100,44 @@ def test_what_workers_on_other_machines_would_gain(nbytes: int, gain: float, num
     assert f"a batch takes {nbytes / 1.25e6:.1f} ms of it" in found.text
 
 
+@pytest.mark.parametrize(
+    ("gains", "changes"),
+    [
+        ({"ram": 3.0, "workers": 1.5, "remote": 9.0}, ["ram", "workers"]),  # a cache fits
+        ({"ram": 1.1, "workers": 1.5, "remote": 9.0}, ["remote", "workers", "ram"]),  # and hardly helps
+        ({"lmdb": 2.0, "workers": 4.0, "remote": 4.5}, ["workers", "lmdb"]),
+        ({"lmdb": 2.0, "workers": 4.0, "remote": 5.5}, ["remote", "workers", "lmdb"]),
+        ({"lmdb": 5.0, "remote": 5.5}, ["lmdb"]),
+        ({"transform": 2.0, "remote": 1.1}, ["transform"]),
+    ],
+)
+def test_a_cluster_is_suggested_where_this_machine_gains_less(
+    gains: dict[str, float], changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where a cache in RAM helps; all suggestions by their gain."""
+
+    def planned(timeline: Any, *_: Any) -> Any:
+        return iter(suggestions.Suggestion(name, "", gain) for name, gain in gains.items())
+
+    monkeypatch.setattr(suggestions, "_caches", planned)
+    for name in ("_regions", "_workers", "_device_transform", "_threads", "_slow_parts", "_transport"):
+        monkeypatch.setattr(suggestions, name, lambda *_: iter(()))
+    for name in ("_remote_workers", "_persistent_workers"):
+        monkeypatch.setattr(suggestions, name, lambda *_: iter(()))
+    monkeypatch.setattr(suggestions.LoaderModel, "of", lambda _: None)
+    timeline: Any = SimpleNamespace(data_share=0.9, waits=[1.0], warm=[1], start_share=0.0)
+    assert [one.change for one in suggestions.suggest(timeline, 0)] == changes
+
+
+@pytest.mark.usefixtures("no_minimum")
+def test_no_device_is_advised_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To normalize there would end in an error."""
+    dataset = zoo.Quick(A.Compose([A.Normalize(), A.ToTensorV2()]))
+    for reason, is_advised in (("no driver", False), (None, True)):
+        monkeypatch.setattr(suggestions, "why_unavailable", lambda _, reason=reason: reason)
+        assert ("uint8" in suggested("torch", dataset, 1 << 40)) == is_advised
+
+
 @pytest.mark.usefixtures("clock")  # beside workers, a busy machine takes its time to send and to receive
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_a_slow_consumer_is_not_a_data_problem(kind: str) -> None:
@@ -142,6 +180,7 @@ def test_advised_code_runs_as_printed(
 ) -> None:
     """Code and commands, with the names dataset, transform, mean, std and MODULE:NAME filled in."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(suggestions, "why_unavailable", lambda _: None)
     texts = suggested("torch", dataset, free_bytes)
     names: dict[str, Any] = {name: getattr(fastload, name) for name in ("CachedDataset", "DataLoader")}
     names |= {"fastload": fastload, "dataset": [np.zeros((4, 4, 3), np.uint8)], "transform": len}
@@ -161,7 +200,12 @@ def test_advised_code_runs_as_printed(
 @pytest.mark.parametrize("kind", list(LOADERS))
 def test_collating_without_a_collate_fn_is_not_blamed(kind: str) -> None:
     """Neither default_collate nor fastload's own rows could be cheaper."""
-    assert "collate" not in suggested(kind, zoo.Quick(), 1 << 40)
+    report = profiled(make(kind, zoo.Quick(), 0))
+    assert "collate" not in [one.change for one in report.suggestions]
+    assert {stage.name for stage in report.stages if stage.stage == "collate"} <= {
+        "fastload",
+        "default_collate",
+    }
 
 
 @pytest.mark.parametrize(("has_markers", "has_decoder"), [(False, False), (False, True), (True, False)])

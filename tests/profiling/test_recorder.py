@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import io
+import itertools
 import json
 import multiprocessing.queues
 import operator
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, TensorDataset, _utils
 
 import fastload
 from fastload.batch.fetch import Fetcher
-from fastload.profiling import hooks, probes, recording, session
+from fastload.profiling import hooks, probes, recording, session, spans
 from fastload.profiling.probes import _open
 from fastload.profiling.recorder import AHEAD, NEW, REPLAYED
 from fastload.profiling.spans import Spans, this_thread
@@ -482,15 +483,29 @@ def read(path): return cv2.imdecode(numpy.frombuffer(pathlib.Path(path).read_byt
 """
 
 
+THROUGH_OS = """
+import os
+from os import open, pread
+def read(path):
+    fd = open(path, os.O_RDONLY)
+    try:
+        return pread(fd, 9, 0) + os.read(fd, 9)
+    finally:
+        os.close(fd)
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "stages"),
     [
         ("from cv2 import imread\ndef read(path): return imread(path)\n", {"decode"}),
         ("import PIL.Image\ndef read(path): return PIL.Image.open(path).convert('L')\n", {"decode", "read"}),
         (THROUGH_PATHLIB, {"decode", "read"}),
+        (THROUGH_OS, {"read"}),
+        ("import numpy\ndef read(path): return numpy.memmap(path, mode='r')[:9]\n", {"read"}),
         ("import io\ndef read(path):\n    with io.open(path, 'rb') as f: return f.read()[:9]\n", {"read"}),
     ],
-    ids=["cv2", "PIL", "pathlib", "io"],
+    ids=["cv2", "PIL", "pathlib", "os", "memmap", "io"],
 )
 def test_functions_that_a_module_imports(tmp_path: Path, monkeypatch: Any, text: str, stages: Any) -> None:
     """Reading and decoding are told apart, however the module names the functions; they read the same."""
@@ -508,6 +523,16 @@ def test_functions_that_a_module_imports(tmp_path: Path, monkeypatch: Any, text:
     (report,) = profile.report().loaders
     assert stages <= {stage.stage for stage in report.stages}
     assert getattr(module, "imread", cv2.imread) is cv2.imread
+
+
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_waiting_for_mapped_pages_is_reading(has_faults: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An access to a mapped file calls nothing: the kernel counts the pages that it read for the thread."""
+    faults = itertools.count(step=int(has_faults))
+    monkeypatch.setattr(spans, "_num_page_faults", lambda: next(faults))
+    (report,) = profile_of(DataLoader(zoo.SlowRead(), 4)).report().loaders
+    (largest, *_) = report.stages
+    assert (largest.stage, largest.name) == (spans.MAPPED_FILES if has_faults else spans.OWN_CODE)
 
 
 NOTEBOOK = """

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from fastload import DataLoader
+from fastload import CachedDataset, DataLoader
 from fastload.rng.keys import SampleKey, index_bytes, occurrence_counter
 from fastload.system.logs import say_once
 from tests.kit.datasets import Bulk, Made, Stream
@@ -142,7 +142,7 @@ def test_the_generators_of_pipelines_are_theirs(seed_albumentations: bool) -> No
 
 REFUSED: list[tuple[Any, dict[str, Any], Any, str]] = [
     (Stream(), {}, ValueError, r'^seeding="sample" derives random streams .*, but a Stream has none'),
-    (Bulk(int), {}, ValueError, r"Bulk\.__getitems__"),
+    (Bulk(int), {}, ValueError, r"Bulk\.__getitems__.*CachedDataset\(dataset, cache=None\)"),
     (Subset(Bulk(int), [1]), {}, ValueError, r"Bulk\.__getitems__"),
     (Dice(), {"seeding": "batch"}, ValueError, '^seeding should be "worker" or "sample", but got \'batch\'$'),
     *(
@@ -162,6 +162,7 @@ def test_refused(dataset: Any, options: dict[str, Any], error: Any, text: str) -
 def test_many_at_once_are_read_one_by_one_without_batches() -> None:
     """Then there is no call of __getitems__."""
     assert len(read(Bulk(int, 3), batch_size=None)) == 3
+    assert sum(map(len, read(CachedDataset(Bulk(int, 3), cache=None)))) == 3  # as the error advises
 
 
 class OwnBits(np.random.PCG64):

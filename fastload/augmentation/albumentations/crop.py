@@ -65,11 +65,12 @@ class CropInDecoder:
             transform shrinks them anyway.
 
     Attributes:
+        pipeline: As given; `targets` asks it what moves.
         why_whole: Why images are decoded in full; None if they are not.
     """
 
     def __init__(self, pipeline: Any, *, reduces: bool) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._reduces = reduces
         self._is_compose = type(pipeline).__name__ == "Compose"
         transforms = pipeline.transforms if self._is_compose else [pipeline]
@@ -95,7 +96,7 @@ class CropInDecoder:
 
     def __call__(self, **data: Any) -> dict[str, Any]:
         """The pipeline's output for these targets, of which `image` is an `EncodedImage`; see `run`."""
-        return self.run(self._pipeline, **data)
+        return self.run(self.pipeline, **data)
 
     def run(self, pipeline: Any, /, **data: Any) -> dict[str, Any]:
         """The output of the pipeline, or of a copy of it that has the same first transform.
@@ -126,7 +127,7 @@ class CropInDecoder:
         name = type(first).__name__
         if not pipelines.is_tested_release():
             return "crops are decoded alone with albumentations 2.0.8, and this is a different release"
-        if any(not pipelines.is_of_albumentations(part) for part in (self._pipeline, first)):
+        if any(not pipelines.is_of_albumentations(part) for part in (self.pipeline, first)):
             return f"{name} is not a class of albumentations itself"
         if name in _SCALINGS:
             if not self._reduces and self._center is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -41,11 +41,12 @@ class DeferredEnd:
         num_deferred: How many transforms at its end are deferred.
 
     Attributes:
+        pipeline: As given; `targets` asks it what moves.
         only_reads: Whether no transform that runs writes to read-only arrays (see `pipelines`).
     """
 
     def __init__(self, pipeline: Any, num_deferred: int) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._num_deferred = num_deferred
         self._deferred = pipeline.transforms[-num_deferred:]
         self._is_tensor = type(self._deferred[-1]).__name__ == "ToTensorV2"
@@ -61,7 +62,7 @@ class DeferredEnd:
     @property
     def available_keys(self) -> Any:
         """The targets of the pipeline."""
-        return self._pipeline.available_keys
+        return self.pipeline.available_keys
 
     def __call__(self, **data: Any) -> dict[str, Any]:
         """The pipeline's output for these targets."""
@@ -69,10 +70,12 @@ class DeferredEnd:
 
     def through(self, crop: CropInDecoder) -> Callable[..., dict[str, Any]]:
         """As this object, but with the pipeline's crop in the decoder."""
-        return functools.partial(self._run, crop.run)
+        run: Any = functools.partial(self._run, crop.run)
+        run.pipeline = self.pipeline
+        return cast("Callable[..., dict[str, Any]]", run)
 
     def _run(self, run: Callable[..., dict[str, Any]], /, **data: Any) -> dict[str, Any]:
-        pipeline = pipelines.shallow_copy(self._pipeline)
+        pipeline = pipelines.shallow_copy(self.pipeline)
         reached: list[Any] = []  # stays empty if the pipeline is not applied
         idle = [pipelines.with_image_part(step, functools.partial(_pass, reached)) for step in self._deferred]
         pipeline.transforms = [*pipeline.transforms[: -self._num_deferred], *idle]

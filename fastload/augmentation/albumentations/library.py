@@ -102,7 +102,7 @@ class Albumentations(AugmentationLibrary):
         """The target `image` of a dict, the first value of a tuple or list, or the sample itself."""
         return sample.get("image") if isinstance(sample, dict) else super().image_of(sample)
 
-    def advice(self, sample: Any) -> str:
+    def advice(self, transform: Any, sample: Any) -> str:
         """What to do about an array that has the layout of torch's images."""
         image, channels = self.image_of(sample), (1, 3, 4)
         is_array = isinstance(image, np.ndarray) and image.ndim == 3

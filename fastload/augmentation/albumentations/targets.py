@@ -37,12 +37,13 @@ def check_moved(transform: Any, sample: Any) -> None:
     """Raise if a sample has positions in the image that a pipeline leaves where they are.
 
     Args:
-        transform: A pipeline or a single transform.
+        transform: A pipeline or a single transform, or an object that runs its `pipeline`.
         sample: A dict, or a tuple or list that starts with the image.
 
     Raises:
         TypeError: It has, and the transform moves pixels; says how to name them.
     """
+    transform = getattr(transform, "pipeline", transform)
     is_dict = isinstance(sample, dict)
     for key, value in sample.items() if is_dict else enumerate(sample):
         if type(value) in _PLAIN or key == 0:  # the image, and most labels
@@ -55,7 +56,7 @@ def check_moved(transform: Any, sample: Any) -> None:
             continue
         if is_dict and str(key).endswith("_metadata"):  # other samples, for a mosaic
             continue
-        for path, part in _positions(name, value, sides, f"element {key!r} of the sample"):
+        for path, part in _positions(name, value, sides, f"sample[{key!r}]"):
             if not _moves_pixels(transform):
                 return
             raise TypeError(

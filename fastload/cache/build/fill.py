@@ -14,12 +14,12 @@ from torch.utils.data import Dataset, get_worker_info
 from fastload.batch.failures import FailedSample, check_left_out, check_max_errors
 from fastload.batch.source import read_tasks_ahead
 from fastload.cache.build import processes
+from fastload.cache.build.tasks import Failure
 from fastload.cache.format.progress import BuildProgress
 from fastload.errors import UnsupportedSampleError
 from fastload.system.checks import check_arguments, one_of
 from fastload.system.humanize import readable_size
 from fastload.system.logs import log
-from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,27 +34,26 @@ _MAX_LISTED = 10  # left-out samples that the log names
 
 
 @dataclass(eq=False)
-class _Chunks(Dataset[tuple[int, list[FailedSample]]]):
-    """Reads chunks of samples; each item is how many of a chunk are stored, and those that it leaves out."""
+class _Chunks(Dataset[tuple[int, list[FailedSample], Failure | None]]):
+    """Reads chunks of samples; each item is how many are stored, which are left out, and an error."""
 
     dataset: Any
     chunks: Sequence[Sequence[int]]
     skips: bool
 
-    def __getitem__(self, number: int) -> tuple[int, list[FailedSample]]:
+    def __getitem__(self, number: int) -> tuple[int, list[FailedSample], Failure | None]:
         num_stored, left_out = 0, []
         read_tasks_ahead(self.dataset, self.chunks, number)
         for index in self.chunks[number]:
             try:
                 num_stored += self.dataset._store(index)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
                 if self.skips and not isinstance(error, UnsupportedSampleError):
                     worker = get_worker_info()
                     left_out.append(FailedSample.of(index, error, None if worker is None else worker.id))
                     continue
-                add_note(error, f"in sample {index} of the dataset")
-                raise
-        return num_stored, left_out
+                return num_stored, left_out, Failure.of(index, error)
+        return num_stored, left_out, None
 
 
 def fill(
@@ -133,7 +132,9 @@ def _read(
     answers = processes.run(_Chunks(dataset, chunks, leave_out is not None), len(chunks), num_processes)
     rejected, nbytes = 0, cache.nbytes
     try:
-        for chunk, (stored, unreadable) in zip(chunks, answers, strict=True):
+        for chunk, (stored, unreadable, failure) in zip(chunks, answers, strict=True):
+            if failure is not None:
+                failure.reraise()
             now_bytes = cache.nbytes
             progress.advance(now_bytes - nbytes, stored + len(unreadable))
             nbytes = now_bytes

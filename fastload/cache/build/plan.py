@@ -28,7 +28,7 @@ from fastload.cache.format.codecs import (
     is_like_a_photograph,
     is_lossy,
 )
-from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.cache.format.fingerprint import KEY_PART, fingerprint_of
 from fastload.cache.format.record import encode, outline, record_parts
 from fastload.cache.format.undecoded import holds_images
 from fastload.cache.lmdb.description import Plan, why_different
@@ -37,6 +37,7 @@ from fastload.images.encoded import EncodedImage
 from fastload.nested import tree
 from fastload.nested.spec import flatten
 from fastload.system.humanize import fastload_command
+from fastload.system.logs import say_once
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def make_plan(
         codec=codec,
         quality=quality,
         lossy_leaf=lossy_leaf,
-        parts=None if fingerprint is None else dict(fingerprint.parts),
+        parts=None if fingerprint is None else fingerprint.parts_in_file,
         classes=classes if is_listed else None,
         libraries={"lmdb": lmdb.__version__, "numpy": np.__version__, "pillow": PIL.__version__},
         created_s=time.time(),
@@ -214,13 +215,15 @@ def check_source(
     Raises:
         CacheMismatchError: It was not; the error says what differs, and which of the two to change.
     """
-    parts = None if fingerprint is None else dict(fingerprint.parts)
+    parts = None if fingerprint is None else fingerprint.parts_in_file
     wanted = replace(cache.description, num_samples=num_samples, parts=parts, **settings or {})
-    if parts is None or cache.description.parts is None:
+    existing = cache.description.parts
+    if existing is None:
         parts = None
-        if 0 in cache and 0 in probed:
-            spec, crc32 = _identity(probed[0])
-            wanted = replace(wanted, spec=spec, crc32=crc32)
+    key = parts.get(KEY_PART) if parts and existing and KEY_PART in existing else None
+    if (parts is None or key is not None) and 0 in cache and 0 in probed:
+        spec, crc32 = _identity(probed[0])
+        wanted = replace(wanted, spec=spec, crc32=crc32)
     why = why_different(cache.description, wanted)
     if why is not None:
         command = fastload_command("cache", "rm", cache.path)
@@ -230,6 +233,12 @@ def check_source(
             f"settings: {why} (here: the dataset, there: the cache). If the cache is right, change the "
             f"dataset, or train without it from CachedDataset.from_cache({url or cache.path!r}). If the "
             f"dataset is right, {anew if url is None else 'build its cache at a different URL'}"
+        )
+    if key is not None and wanted.crc32 != cache.description.crc32 is not None:
+        say_once(
+            f"cache: sample 0 of the dataset is no longer that in {cache.path}, although both have the key "
+            f"{key!r}. The cache is used as it is. If you edited the dataset, change cache_key= "
+            "and the path; another release of a library that decodes can change pixels, too"
         )
     matching = "number of samples and its sample 0 match" if parts is None else "fingerprint matches"
     cache.reason = f"opened, because its {matching} the dataset"

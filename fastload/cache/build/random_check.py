@@ -29,6 +29,7 @@ from fastload.rng.generators import LIBRARY_GENERATORS
 from fastload.rng.rng_scope import RngScope
 from fastload.system.logs import log
 from fastload.system.notes import add_note
+from fastload.system.torchvision_arrays import V1_MODULE, V2_INSTEAD, V2_MODULE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -158,12 +159,12 @@ def _reject(dataset: Any, index: int, problem: str, generators: list[str]) -> No
     of_user = dataset.dataset if isinstance(dataset, MappedDataset) else dataset
     source = f" (drawn from {', '.join(generators)})" if generators else ""
     inner, _ = inside_subsets(of_user)
-    advice = ""
-    if type(getattr(inner, "transform", None)).__module__.startswith("torchvision."):
-        advice = (
-            ". If the dataset returns PIL images without its transform, make arrays of them in "
-            "pre_transform=. A pipeline of torchvision.transforms.v2 then begins with ToImage()"
-        )
+    module, advice = f"{type(getattr(inner, 'transform', None)).__module__}.", ""
+    if module.startswith(V1_MODULE):
+        advice = ". Where the dataset returns PIL images without its transform, pass "
+        advice += "pre_transform=function, which returns (numpy.asarray(sample[0].convert('RGB')), sample[1])"
+        begin = "begin the transform with ToImage()" if module.startswith(V2_MODULE) else V2_INSTEAD
+        advice += f", and {begin}"
     raise NondeterministicDatasetError(
         f"{type(of_user).__name__}[{index}] {problem}{source}. A cache would freeze one draw. Move the "
         "random part out of the dataset, to CachedDataset(dataset, transform), which runs it on every access"

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 TASKS_A_WORKER = 4  # tasks in flight per worker: workers continue while the parent waits for the disk
 _TASK_BYTES = 2 << 20
 _MAX_TASK_SAMPLES = 64
+_NEVER_LEFT_OUT = (
+    UnsupportedSampleError,
+    NondeterministicDatasetError,
+)  # the dataset is the cause, not a file
 _TASKS_EACH = 8  # at least, so workers finish at about the same time
 
 
@@ -51,7 +55,7 @@ class Failure(NamedTuple):
         notes = [f"in sample {index} of the dataset"]
         if get_worker_info() is not None:
             notes.append(f"raised in a worker process:\n{text_of(error)}")
-        if not isinstance(error, UnsupportedSampleError):
+        if not isinstance(error, _NEVER_LEFT_OUT):
             notes.append('on_error="skip" leaves out samples that cannot be read')
         if get_worker_info() is not None:
             try:
@@ -99,7 +103,7 @@ class RecordTasks(Dataset[list[Value | FailedSample | Failure]]):
                 if plan.codec == SOURCE:
                     check_headers(sample)
             except Exception as error:  # noqa: BLE001 - of the user's code; the parent reports or raises it
-                if not self.skips:
+                if not self.skips or isinstance(error, NondeterministicDatasetError):
                     return [*values, Failure.of(index, error)]
                 worker = get_worker_info()
                 values.append(FailedSample.of(index, error, None if worker is None else worker.id))

@@ -23,6 +23,8 @@ from typing import Any
 from fastload.cache.format.record import FORMAT_VERSION
 from fastload.files.listing import DIGEST_BYTES
 
+KEY_PART = "cache_key"
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -42,6 +44,11 @@ class Fingerprint:
     def name(self) -> str:
         """The name by which other processes find the cache: a digest of the key, or else of all parts."""
         return digest_of(self.parts if self.key is None else ["key", self.key])
+
+    @property
+    def parts_in_file(self) -> dict[str, str]:
+        """What a file says about the samples in it: the parts, and the key."""
+        return dict(self.parts) if self.key is None else {**self.parts, KEY_PART: self.key}
 
     def of_encoded(self) -> Fingerprint:
         """The fingerprint of the same samples with undecoded images."""

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastload.cache.format.codecs import CODEC_CHECK, QUALITY_CHECK
-from fastload.cache.format.fingerprint import Fingerprint
+from fastload.cache.format.fingerprint import KEY_PART, Fingerprint
 from fastload.errors import CacheMismatchError
 from fastload.system.checks import (
     TEXT,
@@ -83,22 +83,30 @@ class Plan:
 def why_different(existing: Plan, plan: Plan) -> str | None:
     """The differences that prevent a build from continuing another one; None if it can continue.
 
-    Samples are compared by both fingerprints, or else by sample 0.
+    Samples are compared by both fingerprints, or else by sample 0. Where both have a key, the structure of
+    sample 0 is compared, too: nothing else shows that a class was edited.
 
     Args:
         existing: The plan of the existing files.
         plan: The plan of this build.
     """
-    names, differences = list(_COMPARED), []
+    fingerprints = [plan.parts or {}, existing.parts or {}]  # their parts are not said twice
+    names = [name for name in _COMPARED if not all(name in parts for parts in fingerprints)]
+    differences: list[str] = []
     if existing.parts is not None and plan.parts is not None:
-        differences = Fingerprint(plan.parts).differences(Fingerprint(existing.parts))
-        names = names[:-2]
+        both_have_keys = KEY_PART in plan.parts and KEY_PART in existing.parts
+        here, there = (
+            {name: part for name, part in parts.items() if name != KEY_PART or both_have_keys}
+            for parts in (plan.parts, existing.parts)
+        )
+        differences = Fingerprint(here).differences(Fingerprint(there))
+        names = names[:-1] if both_have_keys else names[:-2]
     for name in names:
-        here, there = getattr(plan, name), getattr(existing, name)
-        if name in ("spec", "crc32") and None in (here, there):
+        value, earlier = getattr(plan, name), getattr(existing, name)
+        if name in ("spec", "crc32") and None in (value, earlier):
             continue  # sample 0 could not be read
-        if here != there:
-            differences.append(f"the {_COMPARED[name]} is {here} here and {there} there")
+        if value != earlier:
+            differences.append(f"the {_COMPARED[name]} is {value} here and {earlier} there")
     return "; ".join(differences) or None
 
 

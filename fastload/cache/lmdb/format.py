@@ -168,7 +168,8 @@ def read_text(fd: int, path: str, nbytes: int) -> bytes:
     trailer = os.pread(fd, _TRAILER.size, max(0, nbytes - _TRAILER.size))
     if len(trailer) < _TRAILER.size or not trailer.endswith(TRAILER_MAGIC):
         raise CacheCorruptError(
-            f"{path} is cut short, or not a cache: it does not end as fastload's caches do"
+            f"{path} is cut short, or not a cache: it does not end as fastload's caches do. Use a different "
+            f"path; or, if it is a cache, {CURE}"
         )
     crc, length, _ = _TRAILER.unpack(trailer)
     is_possible = 0 < length <= min(MAX_TEXT_BYTES, nbytes - _TRAILER.size)

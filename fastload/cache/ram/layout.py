@@ -34,7 +34,7 @@ from fastload.cache.ram.arena import (
     create_segment,
     read_description,
 )
-from fastload.errors import SharedMemoryError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
@@ -44,7 +44,7 @@ from fastload.system.logs import log
 
 if TYPE_CHECKING:
     import mmap
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 FRAME_BYTES = ALIGNMENT_BYTES
 
@@ -190,13 +190,16 @@ class Layout:
         Raises:
             SharedMemoryError: The memory could not be allocated.
         """
-        description = {
+        return create_segment(self.ragged_at + self.ragged_bytes, self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        """This layout as plain values, for JSON and for pickles."""
+        return {
             **{name: getattr(self, name) for name in _NUMBER_FIELDS},
             "spec": None if self.spec is None else self.spec.text.decode("ascii"),
             "columns": [(dtype_name(dtype), shape, at) for _, dtype, shape, at in self.columns],
             "origin": asdict(self.origin),
         }
-        return create_segment(self.ragged_at + self.ragged_bytes, description)
 
     @classmethod
     def read(cls, segment: Segment) -> Layout:
@@ -206,6 +209,13 @@ class Layout:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
         fields = read_description(segment)
+        if "spec" not in fields:
+            raise CacheMismatchError("not a cache of samples")
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Layout:
+        """The layout of these plain values."""
         spec = None if fields["spec"] is None else Spec.parse(fields["spec"].encode("ascii"))
         columns = [
             Column(leaf, numpy_dtype(dtype), tuple(shape), at)

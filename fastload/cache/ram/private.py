@@ -49,7 +49,17 @@ class PrivateCache(BaseCache):
         self._locks: dict[int, threading.Lock] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrivateCache, (self.num_samples, self.max_bytes, self.reason, self.reserved_bytes)
+        return PrivateCache, tuple(self.plain_values().values())
+
+    def plain_values(self) -> dict[str, Any]:
+        """The arguments of an empty cache like this one."""
+        names = ("num_samples", "max_bytes", "reason", "reserved_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def of_plain_values(cls, values: dict[str, Any]) -> PrivateCache:
+        """An empty cache like the one that `plain_values` described."""
+        return cls(**values)
 
     @property
     def num_cached(self) -> int:

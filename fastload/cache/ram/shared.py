@@ -24,6 +24,7 @@ import logging
 import struct
 import time
 import weakref
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,8 +136,23 @@ class SharedMemoryCache(BaseCache):
         if fingerprint is None and is_for_other_machines():
             # One cache for all workers of a machine. Later processes get their own: their data may differ.
             fingerprint = Fingerprint({}, f"for the cache {self.origin.cache_id}")
-        entry = registry.entry_of("", self._fd) if self._fd >= 0 else None
-        return _unpickle_anywhere, (entry, self._plan, fingerprint)
+        return _unpickle_anywhere, (self._entry, self._plan, fingerprint)
+
+    def plain_values(self) -> dict[str, Any]:
+        """Where the cache is while this process lives, and its layout; see `pickled`."""
+        entry, spec = self._entry, self._plan.spec
+        return {
+            "entry": None if entry is None else astuple(entry),
+            "layout": self._plan.as_dict(),
+            "namedtuples": () if spec is None else spec.namedtuples(),
+        }
+
+    @classmethod
+    def of_plain_values(cls, values: dict[str, Any]) -> SampleCache:
+        """The cache that `plain_values` described if this process can reach it, else an empty one."""
+        entry, layout = values["entry"], Layout.from_dict(values["layout"])
+        entry = None if entry is None else registry.Entry(*entry)
+        return _unpickle_anywhere(entry, layout, layout.origin.fingerprint)
 
     # --- properties ---------------------------------------------------------------------------------------
 
@@ -144,6 +160,11 @@ class SharedMemoryCache(BaseCache):
     def _fd(self) -> int:
         """A descriptor of the cache in this process; -1 once closed."""
         return self._arena.segment.fd
+
+    @property
+    def _entry(self) -> Entry | None:
+        """Where other processes find the cache; None once it is closed, and without /proc."""
+        return registry.entry_of("", self._fd) if self._fd >= 0 else None
 
     @property
     def num_cached(self) -> int:
@@ -391,10 +412,10 @@ def find(fingerprint: Fingerprint, num_samples: int) -> SharedMemoryCache | None
             cache.close()
             raise
         age_s = max(0.0, time.time() - cache.origin.created_s)
-        cache.reason = (
-            f"process {cache.origin.pid} made it {age_s:,.0f} s ago from the same parts, found through "
-            f"process {entry.pid}"
-        )
+        maker = cache.origin.pid
+        cache.reason = f"process {maker} made it {age_s:,.0f} s ago from the same parts"
+        if entry.pid != maker:
+            cache.reason += f"; process {entry.pid} holds it now"
         _register(cache, name)
         return cache
     return None

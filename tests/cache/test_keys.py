@@ -1,0 +1,96 @@
+"""Files of caches and `cache_key`: a key that was changed is a statement that the samples have changed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import fastload
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.format.fingerprint import fingerprint_of
+from fastload.errors import CacheMismatchError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("lmdb")
+
+
+class Keyed:
+    """Samples of a class without a fingerprint; ``stops`` ends a build."""
+
+    def __init__(self, offset: int = 0, *, stops: bool = False, side: int = 4) -> None:
+        self.offset, self.stops, self.side = offset, stops, side
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        if self.stops and index == 5:
+            raise KeyboardInterrupt
+        return np.full((self.side, self.side, 3), index + self.offset, np.uint8)
+
+
+@pytest.mark.parametrize("cache", ["lmdb:{}", ["ram", "lmdb:{}"]], ids=["file", "tiers"])
+def test_a_file_opens_under_its_own_key_alone(cache: Any, tmp_path: Path, caplog: Any) -> None:
+    """Another key, or other structure, is refused; other content under the same key is told."""
+    path = str(tmp_path / "values.lmdb")
+    fastload.CachedDataset.build(Keyed(), path, cache_key="v1", num_workers=0, progress=False).close()
+    cache = cache.format(path) if isinstance(cache, str) else [cache[0], cache[1].format(path)]
+
+    for other, key, said in [
+        (Keyed(7), "v2", 'cache_key is "v2" here and "v1" there'),
+        (Keyed(side=5), "v1", "structure of sample 0"),
+        (Keyed(7), None, "content of sample 0"),
+    ]:
+        with pytest.raises(CacheMismatchError, match=said):
+            fastload.CachedDataset(other, cache=cache, cache_key=key)
+    assert fastload.CachedDataset(Keyed(), cache=cache)[5].max() == 5
+    assert not caplog.records
+    fastload.CachedDataset(Keyed(7), cache=cache, cache_key="v1")
+    assert "change cache_key= and the path" in caplog.text
+
+
+def test_a_key_is_compared_if_the_source_has_gone(tmp_path: Path) -> None:
+    """A file under its key opens although no sample can be read any more."""
+
+    class Gone(Keyed):
+        def __getitem__(self, index: int) -> Any:
+            raise FileNotFoundError(index)
+
+    path = str(tmp_path / "values.lmdb")
+    fastload.CachedDataset.build(Keyed(), path, cache_key="v1", num_workers=0, progress=False).close()
+    assert fastload.CachedDataset(Gone(), cache=f"lmdb:{path}", cache_key="v1")[5].max() == 5
+    with pytest.raises(CacheMismatchError, match="cache_key"):
+        fastload.CachedDataset(Gone(), cache=f"lmdb:{path}", cache_key="v2")
+
+
+def test_an_unfinished_build_is_continued_under_its_own_key_alone(tmp_path: Path) -> None:
+    """Under another key the error names both; under the same one the build is completed."""
+    path = str(tmp_path / "values.lmdb")
+
+    def build(dataset: Keyed, key: str) -> int:
+        fingerprint = fingerprint_of(dataset, key=key)
+        return build_lmdb(
+            dataset, path, shards=3, num_workers=0, progress=False, fingerprint=fingerprint
+        ).num_cached
+
+    with pytest.raises(KeyboardInterrupt):
+        build(Keyed(stops=True), "v1")
+    with pytest.raises(CacheMismatchError, match='cache_key is "v2" here and "v1" there'):
+        build(Keyed(), "v2")
+    assert build(Keyed(), "v1") == 6
+
+
+def test_a_folder_s_own_fingerprint_needs_no_key_on_both_sides(tmp_path: Path) -> None:
+    """A file of an ImageFolder that was built without a key opens with one, and the other way round."""
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / "photos" / "a" / "0.png")
+    photos = fastload.ImageFolder(tmp_path / "photos")
+    for number, (first, second) in enumerate([(None, "key"), ("key", None), ("key", "key")]):
+        path = f"lmdb:{tmp_path}/{number}.lmdb"
+        fastload.CachedDataset(photos, cache=path, cache_key=first)
+        assert fastload.CachedDataset(photos, cache=path, cache_key=second)[0][1] == 0
