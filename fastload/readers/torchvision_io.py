@@ -52,25 +52,35 @@ def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _identify(data: torch.Tensor) -> Identity | Unknown:
     is_plain = data.device.type == "cpu" and data.dtype == torch.uint8 and data.layout == torch.strided
-    return identify_content(data.numpy()) if is_plain else Unknown.NOT_A_FILE
+    return identify_content(_memory(data)) if is_plain and data.is_contiguous() else Unknown.NOT_A_FILE
 
 
 def _pack(tensor: Any) -> tuple[npt.NDArray[Any], Any] | None:
     """The memory of a tensor as it lies, and how to see it: decoders return (C, H, W) of (H, W, C)."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return None
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size() or tensor.requires_grad:
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes or tensor.untyped_storage().nbytes() != nbytes or tensor.requires_grad:
         return None
-    return _memory(tensor), (tuple(tensor.shape), tensor.stride())
+    return _memory(tensor), (str(tensor.dtype), tuple(tensor.shape), tensor.stride())
 
 
 def _unpack(memory: npt.NDArray[Any], note: Any) -> torch.Tensor:
-    shape, stride = note
-    dtype = torch.from_numpy(np.empty(0, memory.dtype)).dtype
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    dtype, shape, stride = note
+    tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.split(".")[1]), device="cpu")
     np.copyto(_memory(tensor), memory)
     return tensor
 
 
+class _Memory:
+    """The bytes of a tensor; its own `numpy()` would keep it from being resized later."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        nbytes = tensor.numel() * tensor.element_size()
+        data = tensor.data_ptr(), False
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": data}
+
+
 def _memory(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    return tensor.as_strided((tensor.numel(),), (1,)).numpy()
+    return np.asarray(_Memory(tensor))

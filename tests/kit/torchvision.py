@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 
+def without_operators() -> None:
+    """Let torchvision be imported without them: a module of it asks for operators that were not loaded."""
+    name = "torchvision._meta_registrations"
+    if "torchvision" not in sys.modules:
+        sys.modules[name] = types.ModuleType(name)
+
+
 def import_torchvision() -> Any:
     """The module, with its transforms; skips the test where it is not installed."""
-    if "torchvision" not in sys.modules:
-        name = "torchvision._meta_registrations"  # it asks for operators that were not loaded
-        sys.modules[name] = types.ModuleType(name)
+    without_operators()
     torchvision = pytest.importorskip("torchvision")
     pytest.importorskip("torchvision.transforms.v2")
     return torchvision
