@@ -100,6 +100,9 @@ class Patch:
 class _Function(functools.partial):  # type: ignore[type-arg]  # calls at the speed of C
     """A wrapper of a module's function, which pickles as the original."""
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self  # as an attribute of a class, a built-in function is no method
+
     def __reduce__(self) -> Any:
         return vars(self)["patch"].reduce()
 

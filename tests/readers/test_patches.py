@@ -120,6 +120,17 @@ def test_a_dataset_that_keeps_a_function_is_pickled_at_any_time(path: str, taken
         assert pool.apply(read_first, (dataset,)) == bytes(IMREAD(path))
 
 
+def test_a_function_that_a_class_took_meanwhile_is_no_method(path: str) -> None:
+    """A built-in function does not bind as the attribute of a class, nor does its wrapper."""
+    with patches.installed():
+
+        class Loader:
+            load = cv2.imread
+
+        assert np.array_equal(Loader().load(path), IMREAD(path))
+    assert np.array_equal(Loader().load(path), IMREAD(path))
+
+
 def test_other_builtins_pickle_as_ever() -> None:
     """While functions are replaced, functions that are not pickle as they do without."""
     functions = [len, [1].append, np.array, math.sin, dict.fromkeys]
