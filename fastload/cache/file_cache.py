@@ -10,13 +10,15 @@ The dataset's code runs in full on every access; see `fastload.readers`. Rules:
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.ram.file_store import FileStore, open_store
+from fastload.cache.ram.file_store import FileStore, SharedFileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import check_cache
@@ -73,6 +75,10 @@ class FileCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return FileCache, (self.store,)
 
+    def poll(self) -> None:
+        """Let the store grow; the process that owns a loader calls it once a batch."""
+        self.store.poll()
+
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Remember the files that this thread decodes meanwhile."""
@@ -94,7 +100,8 @@ class FileCache:
         )
 
     def close(self) -> None:
-        """Let the classes of the libraries be as they were, if no other cache of this process needs them."""
+        """Let go of the files, and of the libraries, if no other cache of this process needs them."""
+        self.store.close()
         patches.release(self)
 
 
@@ -118,7 +125,10 @@ class RememberedFiles(BaseCache):
         self.num_samples = num_samples
         self.max_memory = max_memory
         self.unread = np.empty(0, np.intp)
-        self._files = FileCache(open_store(max_memory))
+        self._files = FileCache(store_of_process(max_memory))
+        # Of torch's loader, no code of ours runs in the process that has it while workers read.
+        if isinstance(self._files.store, SharedFileStore):
+            self._files.store.make_all_tables()
         log.info("cache: %s", self.explain())
 
     def plain_values(self) -> dict[str, Any]:
@@ -132,10 +142,8 @@ class RememberedFiles(BaseCache):
 
     def read(self, function: Callable[[Any], Any], index: Any) -> Any:
         """What the dataset's ``function(index)`` returns."""
-        from fastload.readers.lazy_image import without_lazy  # here: it imports Pillow
-
         with self._files.reading():
-            return without_lazy(function(index))
+            return function(index)
 
     @property
     def num_cached(self) -> int:
@@ -172,6 +180,28 @@ class RememberedFiles(BaseCache):
         self._files.close()
 
 
+_stores: dict[str | float, FileStore] = {}  # by limit
+_stores_lock = threading.Lock()
+os.register_at_fork(after_in_child=lambda: globals().update(_stores_lock=threading.Lock()))
+
+
+def store_of_process(max_memory: str | float) -> FileStore:
+    """The store with a limit, which this process holds to its end: a cell that runs again finds its files."""
+    with _stores_lock:
+        if max_memory not in _stores:
+            _stores[max_memory] = open_store(max_memory)
+        return _stores[max_memory]
+
+
+def forget_stores() -> None:
+    """Let this process hold no store any more; what is in use stays valid."""
+    with _stores_lock:
+        stores = list(_stores.values())
+        _stores.clear()
+    for store in stores:
+        store.close()
+
+
 def open_file_cache(cache: str) -> FileCache:
     """What a loader's `cache=` asks for."""
-    return FileCache(open_store(check_cache(cache) or "auto"))
+    return FileCache(store_of_process(check_cache(cache) or "auto"))

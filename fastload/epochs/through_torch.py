@@ -80,6 +80,7 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     iterator.cursor = cursor
     base_seed = cursor.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
+    iterator.file_cache = file_cache
     if file_cache is not None and loader.num_workers == 0:
         iterator.reading = file_cache.reading
     iterator.begin_transform()
@@ -94,6 +95,7 @@ class TorchIterator(EpochIterator):
     Attributes:
         cursor: Of the epoch of this iterator; another iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
+        file_cache: What the loader's `cache` is.
         reading: Makes what samples are read in, without workers.
         streams: What albumentations draws from in this process, without workers.
         transform: The loader's `batch_transform`, which is applied in this process.
@@ -103,6 +105,7 @@ class TorchIterator(EpochIterator):
     reason: str
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
+    file_cache: FileCache | None = None
     reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def begin_transform(self) -> None:
@@ -112,6 +115,8 @@ class TorchIterator(EpochIterator):
             self.transform = EpochTransform(loader, self.cursor, "batch_transform")
 
     def _next_data(self) -> Any:
+        if self.file_cache is not None:
+            self.file_cache.poll()
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             if self.streams is not None:

@@ -95,7 +95,8 @@ class WorkerIterator(HostIterator):
             is_persistent=loader.persistent_workers,
             worker_type=loader.worker_type,
         )
-        self._pool = pool_type(worker_spec(loader, int(self._base_seed), file_cache_of(loader)), settings)
+        self._file_cache = file_cache_of(loader)
+        self._pool = pool_type(worker_spec(loader, int(self._base_seed), self._file_cache), settings)
         self._pin_thread: PinThread | None = None
         if self._pin_memory and not pool_type.uses_threads and loader.device is None:
             self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
@@ -214,6 +215,8 @@ class WorkerIterator(HostIterator):
                 "this DataLoader iterator belongs to the parent of this forked process; start a new one "
                 "here with iter(loader)"
             )
+        if self._file_cache is not None:
+            self._file_cache.poll()
         with self._turn:
             return self._next_batch(must_wait=must_wait)
 
@@ -260,6 +263,8 @@ class WorkerIterator(HostIterator):
 
     def _received(self, pending: PendingBatch, worker: int) -> Exception | None:
         """Record a reply, and give its worker the next request; returns the sampler's error."""
+        if self._file_cache is not None:
+            self._file_cache.store.poll()
         self._schedule.pop()
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
             self._cursor.fetched(pending.index, worker, pending.reply.dataset_state)

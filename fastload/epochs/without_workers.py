@@ -54,7 +54,8 @@ class LocalIterator(HostIterator):
         self._due: tuple[Any, BatchKey] | None = None
         self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
-        spec = worker_spec(loader, cursor.base_seed, file_cache_of(loader))
+        self._file_cache = file_cache_of(loader)
+        spec = worker_spec(loader, cursor.base_seed, self._file_cache)
         states = cursor.dataset_states
         self._keeps_state = states is not None
         is_seeded = spec.seed_albumentations and not spec.seeds_samples
@@ -75,6 +76,8 @@ class LocalIterator(HostIterator):
         return buffers
 
     def _next_data(self) -> Any:
+        if self._file_cache is not None:
+            self._file_cache.poll()
         with self._turn:
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._raise_instead()

@@ -67,10 +67,12 @@ class DecodeCache:
 
     Attributes:
         store: As given.
+        habits: What readers learnt from ordinary accesses.
     """
 
     def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
         self.store = store
+        self.habits: dict[Any, Any] = {}
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
 

@@ -131,10 +131,9 @@ def digest(*parts: Any) -> bytes | None:
 
 
 def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind is tuple:
-        return all(map(_is_plain, value))
-    return kind in _PLAIN
+    if type(value) is not tuple:
+        return type(value) in _PLAIN
+    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
 
 
 def _identity_of(status: os.stat_result, file_system: _FileSystem, path: str) -> Identity | Unknown:

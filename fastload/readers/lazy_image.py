@@ -1,37 +1,50 @@
 """Pillow images whose pixels are in a store: copied out only where, and when, something needs them.
 
-A lazy image has a class of its own, which derives from the class that it stands for. `convert` to the same
-mode, `copy`, `crop` and `numpy.asarray` take the pixels from the store. Anything else reads `_im`, Pillow's
-own pixels: then they are copied out, and the image gets the class that it stands for. From then on it is a
-plain Pillow image, with the attributes that it would have had. Rules:
+A lazy image is exactly what Pillow would have made, of the same class and with the same attributes; only its
+core, `_im`, is a `LazyCore`. Whatever asks for the core by Pillow's property `im` gets a real one, made then.
+`copy`, `crop`, `convert` to the same mode, and `tobytes` (so `numpy.asarray`, and pickle) do without it:
+Pillow's own methods run on a `_View` of the image, which shows them the lazy core. Rules:
 
-1. What leaves the store is a private copy. A lazy image refers to the store's memory, which lives as long.
-2. Becoming plain is atomic: the pixels are in place before the class changes, and threads take turns.
-3. Bad arguments go to Pillow's own method, which raises its own error.
+1. What leaves the store is a private copy. A lazy core refers to the store's memory, which lives as long.
+2. A lazy core makes one real core, which all threads get, and stays in its image: nothing is exchanged.
+3. A lazy core belongs to one image, and an image with a palette has none.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
 
+from fastload.readers.patch import Patch
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
-CHANNELS = {"L": 1, "RGB": 3, "RGBA": 4, "CMYK": 4}  # of the modes that can be lazy: one byte each
-_STATE = "_fastload"  # the attribute of an image that is not plain yet
-_set_class = vars(object)["__class__"].__set__
+    from fastload.readers.front import Origin
+
+# Bytes of a pixel, by Pillow's raw modes.
+PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBX": 4, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
+OPENED = "_fastload"  # the attribute of an opened image that can be loaded from a cache
+
+
+class Opened(Protocol):
+    """What an opened image that is not loaded has as its attribute `OPENED`."""
+
+    def load(self, image: Any) -> None:
+        """Load the image from the cache, or by Pillow; returns at once if it is being loaded."""
 
 
 class Pixels(NamedTuple):
     """A rectangle of stored pixels.
 
     Attributes:
-        mode: Pillow's, one of `CHANNELS`.
+        mode: Pillow's.
+        raw: What the bytes are, one of `PIXEL_BYTES`.
         size: Width and height.
         memory: `(n,) uint8`, the store's, read-only.
         offset: Of the first pixel in it.
@@ -39,218 +52,250 @@ class Pixels(NamedTuple):
     """
 
     mode: str
+    raw: str
     size: tuple[int, int]
     memory: npt.NDArray[np.uint8]
     offset: int
     stride: int
 
     @classmethod
-    def of_array(cls, mode: str, array: npt.NDArray[np.uint8]) -> Pixels:
-        """All pixels of a contiguous array `(H, W) uint8` or `(H, W, C) uint8`."""
-        height, width = array.shape[:2]
-        return cls(mode, (width, height), array.reshape(-1), 0, width * CHANNELS[mode])
+    def of(cls, mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8]) -> Pixels:
+        """All pixels of an image."""
+        return cls(mode, raw, size, memory, 0, size[0] * PIXEL_BYTES[raw])
 
     def crop(self, left: int, upper: int, right: int, lower: int) -> Pixels:
         """A rectangle inside this one."""
-        offset = self.offset + upper * self.stride + left * CHANNELS[self.mode]
+        offset = self.offset + upper * self.stride + left * PIXEL_BYTES[self.raw]
         return self._replace(size=(right - left, lower - upper), offset=offset)
 
-    def tobytes(self) -> bytes:
-        """A copy, row by row without gaps."""
+    def tobytes(self) -> bytes | None:
+        """A copy, row by row without gaps; None if the bytes are others."""
         width, height = self.size
-        shape, strides = (height, width * CHANNELS[self.mode]), (self.stride, 1)
+        shape, strides = (height, width * PIXEL_BYTES[self.raw]), (self.stride, 1)
+        if self.raw != self.mode:
+            return None
         return np.ndarray(shape, np.uint8, self.memory, self.offset, strides).tobytes()
 
-    def image(self) -> Image.Image:
-        """A plain image with a copy."""
+    def core(self) -> Any:
+        """A core with a copy."""
         width, height = self.size
-        image = Image.new(self.mode, self.size, None)
-        nbytes = (height - 1) * self.stride + width * CHANNELS[self.mode]
-        rows: Any = memoryview(self.memory.data)[self.offset : self.offset + nbytes]
-        image.frombytes(rows, "raw", self.mode, self.stride, 1)
-        return image
+        nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.raw]
+        rows = self.memory[self.offset : self.offset + nbytes]
+        return core_of(self.mode, self.raw, self.size, rows, self.stride)
 
 
-class Pending(Protocol):
-    """An opened file that is not loaded."""
-
-    def load(self, image: Any) -> Pixels | None:
-        """Load an image as far as its stored pixels; None: it became plain, and Pillow loads it if needed."""
+def raw_mode(mode: str) -> str:
+    """What bytes hold all of a core: in the mode RGB there is a fourth one, which Arrow shows."""
+    return "RGBX" if mode == "RGB" else mode
 
 
-class _State:
-    """What a lazy image stands for: an opened file, then stored pixels."""
-
-    def __init__(self, pending: Pending | None = None, pixels: Pixels | None = None) -> None:
-        self.pending = pending
-        self.pixels = pixels
-        self.lock = threading.RLock()
+def bytes_of(core: Any) -> bytes:
+    """All of a core."""
+    return Image.Image()._new(core).tobytes("raw", raw_mode(core.mode))
 
 
-class _Core:
-    """The attribute `_im` of a lazy image."""
+def core_of(mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8], stride: int = 0) -> Any:
+    """A core with a copy of pixels whose rows are ``stride`` bytes apart."""
+    image = Image.new(mode, size, None)
+    rows: Any = memory  # any contiguous buffer
+    image.frombytes(rows, "raw", raw, stride, 1)
+    return image.im
+
+
+def _is_size(size: Any) -> bool:
+    """Whether it is a pair of positive numbers, which every version of the C code takes as they are."""
+    return (
+        type(size) is tuple and len(size) == 2 and all(type(length) is int and length > 0 for length in size)
+    )
+
+
+class LazyCore:
+    """Stands for the core of an image until something needs it, with the methods that need no core."""
+
+    readonly = 0
+
+    def __init__(self, pixels: Pixels, origin: Origin | None = None) -> None:
+        self.mode = pixels.mode
+        self.size = pixels.size
+        self.pixels: Pixels | None = pixels
+        self._origin = origin  # of the whole of an image
+
+    @property
+    def real(self) -> Any:
+        """The real core, made when it is first asked for."""
+        attributes, pixels = vars(self), self.pixels
+        if pixels is not None:
+            attributes.setdefault("_real", pixels.core())  # atomic: the first thread's counts
+            self.pixels = None
+        return attributes["_real"]
+
+    def copy(self) -> Any:
+        """A core of its own; lazy as this one."""
+        pixels = self.pixels
+        return self.real.copy() if pixels is None else LazyCore(pixels, self._origin)
+
+    def crop(self, box: tuple[int, int, int, int]) -> Any:
+        """A core of its own with a rectangle; lazy as this one if the rectangle is inside."""
+        pixels, (left, upper, right, lower) = self.pixels, box
+        if pixels is None or not (0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]):
+            return self.real.crop(box)
+        return LazyCore(pixels.crop(left, upper, right, lower))
+
+    def resize(self, size: Any, resample: Any, box: Any) -> Any:
+        """A resized core; lazy if it is remembered."""
+        filter_ = resample.value if type(resample) is Image.Resampling else resample
+        # A draft is rounded up, so the box of a thumbnail may end in its last pixels.
+        is_whole = (
+            type(box) is tuple
+            and [*box[:2]] == [0, 0]
+            and all(0 <= length - edge < 1 for length, edge in zip(self.size, box[2:], strict=False))
+        )
+        is_front = is_whole and _is_size(size)
+        return self._remembered(size if is_front else None, "resize", size, filter_, box)
+
+    def reduce(self, factor: Any, box: Any) -> Any:
+        """A reduced core; lazy if it is remembered."""
+        is_front = type(box) is tuple and box == (0, 0, *self.size) and _is_size(factor)
+        lengths = zip(self.size, factor, strict=True) if is_front else ()
+        size = tuple(-(-length // times) for length, times in lengths)
+        return self._remembered(size or None, "reduce", factor, box)
+
+    def _remembered(self, size: tuple[int, ...] | None, name: str, *arguments: Any) -> Any:
+        """The core of this size that a method of the real core returns; None: do not remember it."""
+
+        def compute() -> Any:
+            return getattr(self.real, name)(*arguments)
+
+        pixels, origin = self.pixels, self._origin
+        if size is None or pixels is None or origin is None:
+            return compute()
+        key, stored = origin.find(self.mode, size, (name, *arguments))
+        if key is None:
+            return compute()
+        if stored is None:
+            core = compute()
+            if core.mode == self.mode and core.size == size:
+                origin.keep(key, bytes_of(core))
+            return core
+        origin.check(stored, lambda: bytes_of(compute()))
+        return LazyCore(Pixels.of(self.mode, raw_mode(self.mode), size, stored.array))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.real, name)
+
+
+class _View(Image.Image):
+    """An image as Pillow's methods see it, with its lazy core: they share the attributes."""
+
+    __slots__ = ("_image",)
+    _image: Any
+
+    @classmethod
+    def of(cls, image: Any) -> _View:
+        view = cls.__new__(cls)
+        view.__dict__ = vars(image)
+        view._image = image
+        return view
+
+    def load(self) -> Any:
+        return self._image.load() if lazy_core(self._image) is None else None
+
+    @property  # type: ignore[misc]
+    def im(self) -> Any:
+        core: Any = self._im
+        return core if type(core) is LazyCore else super().im
+
+
+def lazy_core(image: Any) -> LazyCore | None:
+    """The core of an image, if it is lazy; loads an opened image first."""
+    attributes = vars(image)
+    opened: Opened | None = attributes.get(OPENED)
+    if opened is not None:
+        opened.load(image)
+    core = attributes.get("_im")
+    return core if type(core) is LazyCore and core.pixels is not None else None
+
+
+def _view(image: Any) -> Any:
+    """A view, on which Pillow's methods run; methods of other classes could do something else."""
+    return _View.of(image) if type(image).__module__.startswith("PIL.") else image
+
+
+def is_possible() -> bool:
+    """Whether the installed Pillow keeps cores as this module expects; it does from Pillow 11 on."""
+    return isinstance(vars(Image.Image).get("im"), property) and "_im" in vars(Image.Image())
+
+
+def patches() -> list[Patch]:
+    """The methods of all images that need no core."""
+    _install_im()
+    wraps = {
+        **dict.fromkeys(("copy", "crop", "resize", "reduce"), _on_view),
+        "convert": _convert,
+        "tobytes": _tobytes,
+    }
+    return [Patch(Image.Image, name, wrap) for name, wrap in wraps.items()]
+
+
+class LazyMethod:
+    """A method that is another one for images that could be lazy.
+
+    For all others, and as an attribute of the class, it is Pillow's own, so a dataset that holds Pillow's
+    function can be pickled.
+    """
+
+    def __init__(self, real: Callable[..., Any], lazy: Callable[..., Any]) -> None:
+        self._real = real
+        self._lazy = lazy
 
     def __get__(self, image: Any, owner: Any = None) -> Any:
         if image is None:
-            return self
-        core, state = vars(image).get("_im"), vars(image).get(_STATE)
-        return core if core is not None or state is None or state.pixels is None else _materialized(image)
-
-    def __set__(self, image: Any, core: Any) -> None:
-        vars(image)["_im"] = core
-        become_plain(image)
+            return self._real
+        attributes = image.__dict__
+        if type(attributes.get("_im")) is LazyCore or OPENED in attributes:
+            return MethodType(self._lazy, image)
+        return MethodType(self._real, image)
 
 
-class _Lazy:
-    """What is different in a lazy image; comes before the class that it stands for."""
+def _on_view(real: Callable[..., Any]) -> LazyMethod:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(_view(self), *args, **kwargs)
 
-    _im = _Core()
-    _plain_class: type
-
-    @property
-    def __class__(self) -> Any:
-        """The class that the image stands for."""
-        return type(self)._plain_class
-
-    @__class__.setter
-    def __class__(self, cls: type) -> None:
-        # Pillow makes an MPO of an opened JPEG this way.
-        _set_class(self, lazy_class(cls) if _STATE in vars(self) else cls)
-
-    def load(self) -> Any:
-        _plain(self)
-        return self.load()
-
-    def convert(self, mode: Any = None, matrix: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if mode is None or (mode == self.mode and not matrix):  # type: ignore[attr-defined]
-            pixels = _pixels(self)
-            if pixels is not None:
-                return _new(self, pixels)
-        return _plain(self).convert(mode, matrix, *args, **kwargs)
-
-    def copy(self) -> Any:
-        pixels = _pixels(self)
-        return _plain(self).copy() if pixels is None else _new(self, pixels)
-
-    def crop(self, box: Any = None) -> Any:
-        if box is not None and not _is_box(box):
-            become_plain(self)  # Pillow raises before it loads
-            return self.crop(box)
-        if type(box) is tuple and len(box) == 4 and all(type(edge) in (int, float) for edge in box):
-            left, upper, right, lower = (round(edge) for edge in box)
-            width, height = self.size  # type: ignore[attr-defined]
-            if 0 <= left < right <= width and 0 <= upper < lower <= height:
-                pixels = _pixels(self)
-                if pixels is not None:
-                    Image._decompression_bomb_check((right - left, lower - upper))
-                    return _new(self, pixels.crop(left, upper, right, lower))
-        return _plain(self).crop(box)
-
-    @property
-    def __array_interface__(self) -> Any:
-        pixels = _pixels(self)
-        if pixels is None:
-            return _plain(self).__array_interface__
-        shape, typestr = Image._conv_type_shape(self)  # type: ignore[arg-type]
-        return {"version": 3, "shape": shape, "typestr": typestr, "data": pixels.tobytes()}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self.load()
-        return _plain(self).__reduce_ex__(protocol)
+    return LazyMethod(real, method)
 
 
-@functools.cache
-def lazy_class(cls: Any) -> Any:
-    """The class of lazy images that stand for images of a class."""
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "_plain_class": cls}
-    return type(cls)(cls.__name__, (_Lazy, cls), names)
+def _convert(real: Callable[..., Any]) -> LazyMethod:
+    def convert(self: Any, mode: Any = None, matrix: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_copy = matrix is None and (mode is None or (type(mode) is str and mode == self.mode))
+        return real(_view(self) if is_copy else self, mode, matrix, *args, **kwargs)
+
+    return LazyMethod(real, convert)
 
 
-def defer(image: Any, pending: Pending) -> None:
-    """Let an opened image be loaded by ``pending`` when something needs its pixels."""
-    vars(image)[_STATE] = _State(pending)
-    cls: Any = type(image)
-    _set_class(image, lazy_class(cls))
+def _tobytes(real: Callable[..., Any]) -> LazyMethod:
+    def tobytes(self: Any, encoder_name: Any = "raw", *args: Any) -> Any:
+        if encoder_name == "raw" and not args:
+            core = lazy_core(self)
+            pixels = core and core.pixels
+            content = pixels and pixels.tobytes()
+            if content is not None:
+                return content
+        return real(self, encoder_name, *args)
+
+    return LazyMethod(real, tobytes)
 
 
-def become_plain(image: Any) -> None:
-    """Give an image the class that it stands for."""
-    vars(image).pop(_STATE, None)
-    cls = type(image)
-    if issubclass(cls, _Lazy):
-        _set_class(image, cls._plain_class)
+def _install_im() -> None:
+    """Let `Image.im` make real cores; this stays, because lazy images can outlive all caches."""
+    real: Any = vars(Image.Image)["im"]
+    if getattr(real.fget, "makes_cores", False):
+        return
 
+    def im(self: Any) -> Any:
+        core = self._im
+        return core.real if type(core) is LazyCore else real.fget(self)
 
-def without_lazy(sample: Any) -> Any:
-    """The sample, whose lazy images are plain now: for code that asks for `type(image)`."""
-    if isinstance(sample, _Lazy):
-        state: _State | None = vars(sample).get(_STATE)
-        if state is not None and state.pixels is not None:
-            _materialized(sample)
-        become_plain(sample)
-    elif isinstance(sample, dict):
-        for value in sample.values():
-            without_lazy(value)
-    elif isinstance(sample, (list, tuple)):
-        for value in sample:
-            without_lazy(value)
-    return sample
-
-
-def _pixels(image: Any) -> Pixels | None:
-    """The stored pixels of a lazy image; None if it is plain, or becomes plain because it has none."""
-    state: _State | None = vars(image).get(_STATE)
-    if state is None:
-        return None
-    if state.pending is not None:
-        with state.lock:
-            pending = state.pending
-            if pending is not None:
-                state.pixels = pending.load(image)
-                state.pending = None
-    return state.pixels if vars(image).get("_im") is None else None
-
-
-def _plain(image: Any) -> Any:
-    """The image after it became plain; then it is loaded, or Pillow has to load it."""
-    if _pixels(image) is not None:
-        _materialized(image)
-    become_plain(image)
-    return image
-
-
-def _materialized(image: Any) -> Any:
-    """Pillow's own pixels of a lazy image, which becomes plain."""
-    state: _State | None = vars(image).get(_STATE)
-    if state is not None:
-        with state.lock:
-            if vars(image).get("_im") is None and state.pixels is not None:
-                vars(image)["_im"] = state.pixels.image()._im
-            become_plain(image)
-    return vars(image)["_im"]
-
-
-def _is_box(box: Any) -> bool:
-    try:
-        return bool(box[2] >= box[0] and box[3] >= box[1])
-    except (TypeError, IndexError, KeyError, ValueError):
-        return False
-
-
-# The attributes of a new image, in every release of Pillow.
-_NEW = {name: value for name, value in vars(Image.Image()).items() if name != "info"}
-_LazyImage = lazy_class(Image.Image)
-
-
-def _new(image: Any, pixels: Pixels) -> Any:
-    """A lazy image with pixels of another one, and with its `info`, as Pillow's copies have."""
-    new: Any = object.__new__(_LazyImage)
-    vars(new).update(_NEW, _mode=pixels.mode, _size=pixels.size, info=_info(image))
-    vars(new)[_STATE] = _State(pixels=pixels)
-    return new
-
-
-def _info(image: Any) -> dict[Any, Any]:
-    copy_info = getattr(image, "_copy_info", None)  # since Pillow 12
-    info: dict[Any, Any] = image.info.copy() if copy_info is None else copy_info()
-    return info
+    im.makes_cores = True  # type: ignore[attr-defined]
+    Image.Image.im = property(im, real.fset, real.fdel, real.__doc__)  # type: ignore[method-assign, assignment]

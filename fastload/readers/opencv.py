@@ -38,6 +38,11 @@ def _kind(name: str) -> str:
     return f"cv2.{name} {cv2.__version__} {setup.hexdigest()}"
 
 
+def _settings() -> tuple[bool, bool]:
+    """What chooses among implementations, whose floats differ in the last bit."""
+    return cv2.useOptimized(), cv2.ipp.useIPP()
+
+
 def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
     kind = _kind("imread")
 
@@ -50,7 +55,7 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
             path, flags = _path_and_flags(*args, **kwargs)
         except (TypeError, UnicodeError):  # `dst`, or something wrong
             return decode()
-        key = type(path).__name__, flags  # some releases accept fewer types of paths
+        key = type(path).__name__, flags, *_settings()  # some releases accept fewer types of paths
         return cache.array(kind, partial(identify_path, path), key, decode, where=path)
 
     return imread
@@ -63,8 +68,8 @@ def _path_and_flags(filename: Any, flags: Any = cv2.IMREAD_COLOR) -> tuple[Any, 
         TypeError: They are unusual.
         UnicodeError: The path is none for OpenCV, which crashes.
     """
-    if not isinstance(filename, (str, PurePath)):
-        raise TypeError
+    if not isinstance(filename, (str, PurePath)) or type(flags) is not int:
+        raise TypeError  # `imread(path, True)` is a `dst` with the value 1
     os.fspath(filename).encode()
     return filename, flags
 
@@ -82,12 +87,13 @@ def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
         except TypeError:
             return decode()
         identify = partial(identify_content, buffer)
-        return cache.array(kind, identify, (buffer.shape, flags), decode, where="a buffer")
+        key = buffer.shape, flags, *_settings()
+        return cache.array(kind, identify, key, decode, where="a buffer")
 
     return imdecode
 
 
 def _buffer_and_flags(buf: Any, flags: Any) -> tuple[Any, Any]:
-    if type(buf) is not np.ndarray or buf.dtype != np.uint8:
+    if type(buf) is not np.ndarray or buf.dtype != np.uint8 or type(flags) is not int:
         raise TypeError
     return buf, flags

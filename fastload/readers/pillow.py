@@ -1,8 +1,8 @@
 """Pillow: opened images whose file was decoded before take their pixels from the cache.
 
 `PIL.Image.open` stays real, so types, sizes, `info`, EXIF data, drafts and errors are Pillow's. While a cache
-is active, an opened image is lazy (see `lazy_image`): when it is loaded, its pixels come from the cache, or
-from Pillow, and are then kept. Rules:
+is active, an opened image takes its pixels from the cache when it is loaded (see `lazy_image`), or from
+Pillow, and then they are kept. Rules:
 
 1. The file is identified before Pillow reads its header, and again before pixels are taken, and after pixels
    were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,9 @@ import PIL
 from PIL import Image, ImageFile, features
 from PIL.PngImagePlugin import iTXt
 
+from fastload.readers import lazy_image
 from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.front import Origin
 from fastload.readers.identity import (
     Identity,
     Unknown,
@@ -33,7 +36,15 @@ from fastload.readers.identity import (
     identify_descriptor,
     identify_stream,
 )
-from fastload.readers.lazy_image import CHANNELS, Pixels, become_plain, defer
+from fastload.readers.lazy_image import (
+    OPENED,
+    PIXEL_BYTES,
+    LazyCore,
+    LazyMethod,
+    Pixels,
+    core_of,
+    is_possible,
+)
 from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
@@ -41,7 +52,7 @@ if TYPE_CHECKING:
 
     from fastload.readers.decode_cache import Stored
 
-_MODES = frozenset({*CHANNELS, "1", "P", "LA", "PA", "I", "F", "I;16"})
+_MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
 _CLASSES = frozenset(
     {
         ("PIL.AvifImagePlugin", "AvifImageFile"),
@@ -60,28 +71,49 @@ _PLAIN = (int, float, str, bytes, bool, type(None))
 _TEXT = "\0iTXt"
 _OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
 _PADDING = 255
-_CODECS = ("avif", "jpg", "jpg_2000", "libjpeg_turbo", "libtiff", "webp", "zlib", "zlib_ng")
+
+
+_patches: list[Patch] = []  # those of classes that decode by themselves are added when they are met
 
 
 def patches() -> list[Patch]:
-    """The one method through which every opened file goes."""
-    if "_im" not in vars(Image.Image()):  # before Pillow 11
+    """Those of opened files, and of all images."""
+    if not is_possible():
         return []
-    return [Patch(ImageFile.ImageFile, "__init__", _remembering)]
+    _patches[:] = [
+        Patch(ImageFile.ImageFile, "__init__", _remembering),
+        Patch(ImageFile.ImageFile, "load", _loading),
+        *lazy_image.patches(),
+    ]
+    return _patches
 
 
 def _remembering(real: Callable[..., None]) -> Callable[..., None]:
     def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
-        cache = current()
-        if cache is None:
+        cache, cls = current(), type(self)
+        if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
             return
+        if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
+            _patches.append(Patch(cls, "load", _loading))
+            _patches[-1].put()
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
-        if (type(self).__module__, type(self).__name__) in _CLASSES and self._im is None:
-            defer(self, _Opened(cache, source))
+        if self._im is None:
+            vars(self)[OPENED] = _Opened(cache, source)
 
     return init
+
+
+def _loading(real: Callable[..., Any]) -> LazyMethod:
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = vars(self).get(OPENED)
+        if opened is None or opened.is_loading:
+            return real(self, *args, **kwargs)
+        opened.load(self)
+        return self.load(*args, **kwargs)  # without a cache now
+
+    return LazyMethod(real, load)
 
 
 class _File:
@@ -96,8 +128,11 @@ class _File:
         now = identify_stream(self._file)
         return now if now == self._identity else Unknown.TOO_NEW
 
-    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
-        """Load the image, which can close the file; returns the identity of the file afterwards."""
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
+        """Load the image, which may close the file; returns the identity of the file afterwards."""
+        if not is_closed:  # the caller's file: to close a duplicate would end its locks (see fcntl(2))
+            load()
+            return identify_stream(self._file)
         try:
             descriptor = os.dup(self._file.fileno())
         except OSError:  # no descriptor is left
@@ -126,7 +161,7 @@ class _Bytes:
             self._identity = identify_content(self._content)
         return self._identity
 
-    def decode(self, load: Callable[[], object]) -> Identity | Unknown:
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
         """Load the image; returns the identity of the content before, which cannot change for Pillow."""
         identity = self.identity()
         load()
@@ -144,48 +179,56 @@ class _Opened:
     def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
         self._cache = cache
         self._source = source
+        self._lock = threading.RLock()
+        self.is_loading = False
 
-    def load(self, image: Any) -> Pixels | None:
-        """See `Pending`."""
+    def load(self, image: Any) -> None:
+        """Load an image from the cache, or by Pillow; other threads wait until it is loaded."""
+        with self._lock:
+            if self.is_loading:  # in this thread, or it is done
+                return
+            self.is_loading = True
+            try:
+                self._load(image)
+            finally:
+                vars(image).pop(OPENED, None)
+
+    def _load(self, image: Any) -> None:
         cache = self._cache
-        stored = key = None
-        identity: Identity | Unknown = Unknown.NOT_A_FILE
-        reason = None
-        is_served = current() is cache and vars(image)["_im"] is None and image.fp is not None
-        if is_served and (reason := _why_not(image)) is None:
-            identity = self._source.identity()
-            if isinstance(identity, Identity):
-                key = _key(image, identity)
-            if key is None:
-                cache.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
-            else:
-                stored = cache.find(key)
-        elif reason is not None:
-            cache.missed(reason)
-        if stored is not None and not cache.is_verification_due():
-            return _restore(image, stored)
-        become_plain(image)
-        if key is not None:
+        if current() is not cache or image._im is not None or image.fp is None:
+            return
+        reason: Unknown | str | None = _why_not(image)
+        identity = self._source.identity()
+        key = None
+        if reason is None and isinstance(identity, Identity):
+            key = _key(image, identity)
+        if key is None:
+            cache.missed(reason or (identity if isinstance(identity, Unknown) else UNUSUAL))
+            return
+        stored = cache.find(key)
+        if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
-        return None
+        else:
+            _restore(image, stored, Origin(cache, key))
 
     def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
         before, info = _snapshot(vars(image)), _snapshot(image.info)
         file, cache = image.fp, self._cache
         with inactive():
-            identity_after = self._source.decode(image.load)
+            identity_after = self._source.decode(image.load, is_closed=image._exclusive_fp)
         if identity_after != identity:
             if stored is None:
                 cache.missed(Unknown.TOO_NEW)
             return
-        note = _learned(image, before, info, file)
-        pixels = None if note is None else _pixels_of(image)
-        if pixels is None:
+        learned = _learned(image, before, info, file)
+        if learned is None:
             if stored is None:
                 cache.missed(UNUSUAL)
-        elif stored is None:
-            cache.keep(key, pixels, note)
+            return
+        raw, pixels = _pixels_of(image)
+        if stored is None:
+            cache.keep(key, pixels, (raw, *learned))
         else:
             cache.verify(stored.array, pixels, image.filename or "an image in memory")
 
@@ -217,9 +260,10 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 
 
 @functools.cache
-def _versions() -> tuple[str | None, ...]:
-    known = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
-    return "Pillow", PIL.__version__, *(features.version(name) for name in _CODECS if name in known)
+def _versions() -> bytes | None:
+    names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
+    codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
+    return digest("Pillow", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -246,14 +290,19 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         attributes.pop(name, None)
     readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
     attributes[readonly] = vars(image)[readonly]
-    position = None if file.closed else file.tell()
-    keeps_file = image.fp is not None
-    note = image.mode, image.size, _packed(attributes), _packed(entries), keeps_file, position
+    note = (
+        image.mode,
+        image.size,
+        _packed(attributes),
+        _packed(entries),
+        image.fp is not None,
+        None if file.closed else file.tell(),
+    )
     is_usual = (
         vars(image).get("map") is None
         and (image.fp is None or image.fp is file)
         and not image.tile
-        and before.keys() <= vars(image).keys()
+        and before.keys() - {OPENED} <= vars(image).keys()
         and info.keys() <= image.info.keys()
         and _is_plain(note)
     )
@@ -281,40 +330,29 @@ def _is_plain(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _pixels_of(image: Any) -> Any:
-    """The pixels as an array: `(H, W)` or `(H, W, C)` if they can be lazy, else as bytes, `(n,) uint8`.
-
-    None if Pillow holds more than they tell.
-    """
-    if image.mode == "RGB" and image.format not in _OPAQUE and _padding_of(image).min() != _PADDING:
-        return None
-    data = np.frombuffer(image.tobytes(), np.uint8)
-    channels = CHANNELS.get(image.mode)
-    if channels is None:
-        return data
-    width, height = image.size
-    return data.reshape((height, width) if channels == 1 else (height, width, channels))
-
-
-def _padding_of(image: Any) -> Any:
-    """The fourth byte of each RGB pixel, which shows in Arrow's arrays and in the raw mode RGBX."""
-    return np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8)[3::4]
+def _pixels_of(image: Any) -> tuple[str, Any]:
+    """The raw mode that holds all of a loaded image, and its pixels in it, `(n,) uint8`."""
+    raw = image.mode
+    if raw == "RGB" and image.format not in _OPAQUE:
+        # Its fourth byte shows in Arrow and in the raw mode RGBX.
+        content = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
+        if content.min() >> 24 != _PADDING:
+            return "RGBX", content.view(np.uint8)
+    return raw, np.frombuffer(image.tobytes(), np.uint8)
 
 
 def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
-def _restore(image: Any, stored: Stored) -> Pixels | None:
-    """Leave an image as loading did; its pixels are returned if they can be lazy, else it is plain."""
-    mode, size, attributes, entries, keeps_file, position = stored.note
-    file, pixels = image.fp, None
-    if mode in CHANNELS and not _is_tiff(image):
-        pixels = Pixels.of_array(mode, stored.array)
+def _restore(image: Any, stored: Stored, origin: Origin) -> None:
+    """Leave an image as loading did."""
+    raw, mode, size, attributes, entries, keeps_file, position = stored.note
+    file = image.fp
+    if raw in PIXEL_BYTES and image.palette is None:
+        image.im = LazyCore(Pixels.of(mode, raw, size, stored.array), origin)
     else:
-        loaded = Image.new(mode, size, None)
-        loaded.frombytes(memoryview(stored.array).cast("B"))  # type: ignore[arg-type]  # any buffer
-        image.im = loaded.im  # which makes it plain
+        image.im = core_of(mode, raw, size, stored.array)
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open
@@ -326,6 +364,5 @@ def _restore(image: Any, stored: Stored) -> Pixels | None:
         file.seek(position)
     if not keeps_file:
         image.fp = None
-    if pixels is None:
-        Image.Image.load(image)  # its palette
-    return pixels
+    if image.palette is not None:
+        Image.Image.load(image)

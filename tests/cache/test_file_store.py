@@ -7,6 +7,7 @@ import hashlib
 import multiprocessing
 import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,15 @@ def put(store: Any, numbers: Iterable[int]) -> list[int]:
         number
         for number in numbers
         if store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number), number)
+    ]
+
+
+def put_until_full(store: Any) -> list[int]:
+    """Store files until some are not taken; those that were."""
+    return [
+        number
+        for number in range(300)
+        if store._append(file_table.encode(key_of(number), array_of(number), number))
     ]
 
 
@@ -191,8 +201,7 @@ def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any
     pixels = np.zeros(640, np.uint8)
     numbers = range(8000)
     assert all(store.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
-    (table,) = store._tables
-    assert len(table._plan.levels) > 4
+    assert len(store._tables[0]._plan.levels) > 4
     stored: Any = [store.get(key_of(number)) for number in numbers]
     assert [each.note for each in stored] == [(number,) for number in numbers]
     assert all(store.get(key_of(-1 - number)) is None for number in numbers)
@@ -238,16 +247,16 @@ def test_jobs_share_what_they_decode_in_both_directions(start: Any) -> None:
     assert first.ask(told, "right", range(60)) == list(range(60))
     assert first.ask(told, "put", range(60, 100)) == list(range(60, 100))
     assert right(mine, range(100)) == list(range(100))
-    assert len(mine._tables) == first.ask(num_tables) > 4
+    assert len(mine._tables) == first.ask(num_tables) == 8
 
 
 def test_jobs_that_start_together_share_one_store(start: Any) -> None:
-    """Of five that open it at once, one makes the first table, and all use it."""
+    """Of five that open it at once, one makes the tables, and all use them."""
     jobs = [start(opened, range(number, number + 1)) for number in range(5)]
     for job in jobs:
         job.answer()
     assert right(mine := shared(), range(5)) == list(range(5))
-    assert len(mine._tables) == 1
+    assert len(mine._tables) == 8
 
 
 def test_the_store_lives_as_long_as_one_of_its_jobs(start: Any, registry_folder: Any) -> None:
@@ -269,18 +278,15 @@ def test_the_store_lives_as_long_as_one_of_its_jobs(start: Any, registry_folder:
 
 
 def work_in_worker(store: Any, pipe: Any) -> None:
-    """Store until there is no room, and go on when the owner has made some."""
-    taken = put(store, range(100))
-    pipe.send(taken)
+    """Store files as often as the owner likes."""
     while pipe.recv():
-        taken = put(store, range(100))
-        pipe.send(taken)
-    pipe.send((right(store, range(100)), store._tables[0].name))
+        store._look(time.monotonic())  # interpreters that start have not been told to look at each access
+        pipe.send((put(store, range(100)), right(store, range(100))))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_workers_fill_tables_that_their_owner_makes(method: str, monkeypatch: Any) -> None:
-    """A worker makes none, which would end with it; it says that it lacks room, and finds the next table."""
+def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -> None:
+    """Those that they were started with, and those that it makes later on; they make none."""
     monkeypatch.setattr(file_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
     context: Any = multiprocessing.get_context(method)
     store = SharedFileStore(2 * MB)
@@ -288,21 +294,18 @@ def test_workers_fill_tables_that_their_owner_makes(method: str, monkeypatch: An
     worker = context.Process(target=work_in_worker, args=(store, other))
     worker.start()
     other.close()
-    taken = pipe.recv()
-    assert 0 < len(taken) < 100
-    rounds = 0
-    while len(taken) < 100 and rounds < 50:
-        store.poll()
+    for _ in range(2):
         pipe.send(True)
-        more = pipe.recv()
-        assert len(more) >= len(taken)
-        taken, rounds = more, rounds + 1
+        assert pipe.recv() == (list(range(100)), list(range(100)))
+        assert right(store, range(100)) == list(range(100))
+        assert {entry.pid for entry in registry.entries()} == {os.getpid()}
+        file_store.retire_store(store._name)
+        assert right(store, range(100)) == []
+        store.poll()
     pipe.send(False)
-    assert pipe.recv() == (list(range(100)), file_store.store_name())
     worker.join()
     pipe.close()
     worker.close()
-    assert right(store, range(100)) == list(range(100))
 
 
 def test_a_fork_that_goes_on_by_itself_can_be_found(start: Any) -> None:
@@ -360,28 +363,35 @@ def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> No
         assert np.array_equal(found[1].array, array_of(1))
 
 
-def test_while_somebody_holds_the_lock_files_are_read_and_none_is_stored() -> None:
-    """Nobody waits long, as for a process that was stopped; when the lock is free, files are stored."""
+def test_while_somebody_holds_a_lock_files_are_read_and_stored_elsewhere() -> None:
+    """Nobody waits long, as for a process that was stopped; when the locks are free, files are stored."""
     store = shared()
     put(store, range(5))
-    fd = store._tables[0].arena.segment.reopen()
-    assert flock_fd(fd)
+    fds = [table.arena.segment.reopen() for table in store._tables]
+    assert all(map(flock_fd, fds))
     assert put(store, range(10)) == right(store, range(10)) == list(range(5))
-    os.close(fd)
+    os.close(fds.pop())
+    assert put(store, range(7)) == list(range(7))
+    for fd in fds:
+        os.close(fd)
     assert put(store, range(10)) == list(range(10))
+    assert store._tables[-1].num_files == 2
 
 
 def test_while_somebody_holds_the_registry_a_store_opens_all_the_same(monkeypatch: Any) -> None:
     """It finds what is there; a process that polls does not wait."""
     monkeypatch.setattr(registry, "_CREATION_WAIT_S", 0.01)
-    put(first := shared(), range(5))
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    first = shared()
+    stored = put_until_full(first)
     with registry.creating() as is_alone:
         assert is_alone
         assert right(shared(), range(5)) == list(range(5))
-        before = first._tables
-        assert len(put(first, range(100))) < 20
-        assert first._tables == before
-    assert len(put(first, range(100))) > 80
+        tables = first._tables
+        assert len(put(first, range(500, 520))) < 10
+        assert first._tables == tables
+    assert len(put(first, range(500, 600))) > 80
+    assert len(right(first, stored)) < len(stored)
 
 
 def test_a_process_that_sees_other_files_has_another_store(start: Any) -> None:
@@ -492,15 +502,18 @@ def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch:
 # --- systems that refuse ----------------------------------------------------------------------------------
 
 
-def test_without_a_registry_workers_share_one_table(monkeypatch: Any, start: Any) -> None:
-    """It has all that the limit allows, and other jobs have their own."""
+def test_without_a_registry_workers_share_the_tables_of_their_owner(monkeypatch: Any, start: Any) -> None:
+    """Those that they were started with stay; other jobs have their own."""
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
     no_registry(monkeypatch)
     store = shared()
+    tables = store._tables
     job = start(lambda: (store, put(store, range(20))))
     job.answer()
     assert right(store, range(20)) == list(range(20))
-    assert len(put(store, range(20, 300))) > 60
-    assert len(store._tables) == 1
+    assert 80 < len(put(store, range(300))) < 130
+    store.poll()
+    assert store._tables == tables
     assert right(shared(), range(20)) == []
 
 
@@ -546,7 +559,7 @@ def test_damaged_memory_is_a_miss() -> None:
     """Bytes that a bug wrote over a record give no error."""
     store = shared()
     put(store, range(3))
-    (table,) = store._tables
+    table = store._tables[0]
     for offset in range(table._plan.space_at + 16, table._plan.space_at + 60):
         table.arena.segment.write(b"\xff", offset)
         store.get(key_of(0))

@@ -150,7 +150,7 @@ def test_a_file_is_complete_wherever_its_entry_leads_to_it(steps: list[Step]) ->
     record = encode(bytes(16), np.arange(999), None)
     assert record is not None
     steps.clear()
-    assert table.put(record, 0.0)
+    assert table.put(record)
 
     taken = next(place for place, step in enumerate(steps) if step == store("entry"))
     written = [step for step in steps[:taken] if step.place.startswith("sample")]

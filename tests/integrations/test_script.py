@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fastload.cli import main
@@ -415,8 +416,8 @@ for epoch in range(2):
 
 @pytest.mark.parametrize("loader", ["torch.utils.data", "fastload"])
 def test_files_are_remembered_for_every_loader_of_a_script(tmp_path: Path, run: Run, loader: str) -> None:
-    """With `--cache ram`, torch's and fastload's own; a line at the end says how often nothing was decoded."""
-    Image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(tmp_path / "photo.png")
+    """With `--cache ram`, torch's and fastload's own; a line at the end says how often they were found."""
+    Image.frombytes("RGB", (8, 8), bytes(range(192))).save(tmp_path / "photo.png")
     (tmp_path / "reads.py").write_text(READS.format(loader=loader))
     done = run("run", "--cache", "ram", "reads.py")
     assert done.returncode == 0, done.stderr

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
+import fcntl
 import io
 import itertools
+import os
 import pickle
 import threading
 import warnings
@@ -23,6 +26,7 @@ from PIL.PngImagePlugin import PngInfo
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache, inactive
+from fastload.readers.lazy_image import lazy_core
 from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
@@ -125,13 +129,12 @@ def plain(value: Any) -> Any:
             if name not in ("_im", "fp", "_fp", "png", "_decoder", "_exif", "tag_v2", "filename", "_fastload")
         }
         image = {
-            "class": value.__class__,
+            "class": type(value),
             "repr": repr(value).partition(" at ")[0],
             "palette": value.getpalette() if value._im is not None else None,
             "bytes": value.tobytes(),
             "readonly": value.readonly,
             "format": value.format,
-            "type": type(value),
         }
         file = getattr(value, "fp", None)
         return {**attributes, **image, "fp": file is not None and not file.closed}
@@ -295,6 +298,8 @@ def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path:
         lambda: Image.open(io.BytesIO(path.read_bytes())),
     ]
     for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
+        if title == "arrow" and name == "bmp mapped":
+            continue  # Pillow 11 and 12 crash
         with inactive():
             expected = outcome(operation, way())
         for number in range(3):
@@ -329,11 +334,85 @@ def test_what_is_not_needed_is_not_copied(name: str, active: DictStore, tmp_path
     for number in range(2):
         image = Image.open(path)
         parts = [image.convert(image.mode), image.crop((1, 1, 3, 3)), image.copy()]
-        assert [hasattr(part, "_fastload") for part in (image, *parts)] == [number > 0] * 4
+        assert [lazy_core(part) is not None for part in (image, *parts)] == [number > 0] * 4
     parts[1].load()
-    assert "_fastload" not in vars(parts[1])
-    assert type(parts[1]) is Image.Image
-    assert hasattr(parts[0], "_fastload")
+    assert [lazy_core(part) is not None for part in parts] == [True, False, True]
+
+
+@pytest.mark.parametrize("name", sorted(FILES.keys() - NEVER))
+def test_the_type_is_pillows(name: str, active: DictStore, tmp_path: Path) -> None:
+    """Exactly: datasets ask `type(image) is Image.Image`, and look types up in tables."""
+    path = tmp_path / "image"
+    path.write_bytes(content(name))
+    with inactive():
+        expected = type(Image.open(path))
+    for _ in range(3):
+        image = Image.open(path)
+        assert type(image) is expected
+        assert [type(image.convert(image.mode)), type(image.copy())] == [Image.Image] * 2
+        assert [type(image.crop((0, 0, 2, 2))), type(image.resize((3, 3)))] == [Image.Image] * 2
+        assert type(image) is expected
+
+
+def test_pillows_functions_are_found_and_pickled(active: DictStore) -> None:
+    """As attributes of classes they are Pillow's own while they are met, so what holds one can be pickled."""
+    for function in (Image.Image.convert, Image.Image.copy, Image.Image.tobytes, ImageFile.ImageFile.load):
+        assert function.__module__.startswith("PIL.")
+        assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_a_class_that_derives_keeps_its_methods(active: DictStore) -> None:
+    """An image that became one of the user's class runs the methods of that class."""
+
+    class Mine(Image.Image):
+        def _new(self, im: Any) -> Any:
+            return "mine"
+
+    for _ in range(3):
+        image: Any = Image.open(io.BytesIO(content("png"))).copy()
+        image.__class__ = Mine
+        assert [image.copy(), image.crop((1, 1, 3, 3)), image.convert("RGB")] == ["mine"] * 3
+
+
+def test_lazy_images_outlive_the_cache(active: DictStore) -> None:
+    """When the patches are gone, they are as they were, and their methods are Pillow's."""
+    file = content("png")
+    with inactive():
+        expected = Image.open(io.BytesIO(file)).convert("RGB")
+    for _ in range(2):
+        images: list[Any] = [Image.open(io.BytesIO(file)), Image.open(io.BytesIO(file)).copy()]
+        images += [images[1].copy(), images[1].crop((0, 0, WIDTH, HEIGHT)), images[1].convert("RGB")]
+    assert all(lazy_core(image) is not None for image in images)
+    met = list(patches._patches.each(type))
+    for patch in met:
+        patch.take_away()
+    try:
+        assert not any(
+            "Lazy" in type(vars(Image.Image)[name]).__name__ for name in ("copy", "crop", "convert")
+        )
+        for image in images:
+            assert image.copy().tobytes() == expected.tobytes()
+            assert image.transpose(0) == expected.transpose(0)
+    finally:
+        for patch in met:
+            patch.put()
+
+
+def test_a_lock_on_the_users_file_stays(active: DictStore, tmp_path: Path) -> None:
+    """Closing another descriptor of a file would end it, so the user's files are not duplicated."""
+    path = tmp_path / "image.png"
+    path.write_bytes(content("png"))
+    with path.open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        Image.open(file).load()
+        assert active.values
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError), path.open("r+b") as other:
+                fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 def test_the_store_never_reaches_the_user(active: DictStore, tmp_path: Path) -> None:

@@ -5,12 +5,12 @@ the `registry`. Rules:
 
 1. A process reads all tables, and appends to the oldest one that has room. It holds what it found, and the
    memory of a table goes with the last process that holds it, never under a reader.
-2. Tables are made by the processes that own loaders, ahead when the newest is three quarters full. Workers
-   end too early; one that finds no room says so in the newest table.
+2. The process that opens the store makes tables up to its limit; unwritten ones take no memory. Workers make
+   none, because they end too early. One that finds no room says so in the newest table.
 3. The tables that a process sees stay together within its own limit, so the largest limit of all processes
    holds, and each one watches the free memory of the machine while it fills a table.
-4. Nothing is evicted singly. When the limit is reached, a table goes as a whole: one that nobody used for a
-   while, or of which most files were not asked for again. Each process lets go of it soon.
+4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that no process which reads
+   files has used, or of which most files were not asked for again. Each process lets go of it soon.
 5. Processes that could see other files under the same names have stores of their own: other users, machines,
    PID and mount namespaces, and root directories.
 """
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
-from fastload.cache.ram.file_table import FileTable, decode, encode, home_and_tag
+from fastload.cache.ram.file_table import FileTable, Record, decode, encode, home_and_tag
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
 from fastload.system.budget import GrowthCheck, available_bytes, parse_memory, unused_bytes
@@ -54,7 +54,7 @@ _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S, _GROW_MAX_WAIT_S = 1.0, 60.0  # after a vain attempt, and after many
 _HOLD_EVERY_S = 0.5
-_IDLE_S = 120.0  # a table that nobody used for so long makes room for others
+_IDLE_S = 300.0  # a table that nobody used for so long makes room for others; validation can take minutes
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
 
 
@@ -94,18 +94,14 @@ class SharedFileStore:
             free_bytes = available_bytes() + self.nbytes
             self.max_bytes = max(1, min(parse_memory(max_memory, available=free_bytes), free_bytes))
             self._reserved_bytes = reserve_bytes(max_memory)
-            table_bytes = max(self.max_bytes // _NUM_TABLES, min(_MIN_TABLE_BYTES, self.max_bytes))
-            # Without a registry, workers have the tables that they were started with.
-            self._table_bytes = self.max_bytes if self._changed_ns is None else table_bytes
-            if not self._tables:
-                self._make_table(self._table_bytes)
+            self._table_bytes = max(self.max_bytes // _NUM_TABLES, min(_MIN_TABLE_BYTES, self.max_bytes))
+            self._make_tables()
 
     def _prepare(self, max_memory: str | float, name: str) -> None:
         self._max_memory, self._name = max_memory, name
         self.max_bytes = self._reserved_bytes = self._table_bytes = 0
         self._owner_pid = 0  # of the process that makes tables
         self._tables: tuple[FileTable, ...] = ()  # the oldest first
-        self._made: weakref.WeakSet[FileTable] = weakref.WeakSet()  # by this object
         self._changed_ns: int | None = None  # of the registry, when it was looked at
         self._looked_s = self._look_at_s = self._grow_at_s = 0.0
         self._grow_wait_s = _GROW_WAIT_S
@@ -150,7 +146,7 @@ class SharedFileStore:
             self._look(now_s)
         home, tag = home_and_tag(key)
         for table in self._tables:
-            stored = table.get(key, home, tag, now_s)
+            stored = table.get(key, home, tag)
             if stored is not None:
                 return stored
         return None
@@ -160,19 +156,18 @@ class SharedFileStore:
         record = encode(key, array, note)
         if record is None or record.nbytes > self._table_bytes // 2:
             return False
-        now_s = time.monotonic()
-        if self._append(record, now_s):
+        if self._append(record):
             return True
         if self._owner_pid == os.getpid():
             self.poll()
         else:
-            self._look(now_s, _LOOK_WHEN_FULL_EVERY_S)
-        return self._append(record, now_s)
+            self._look(time.monotonic(), _LOOK_WHEN_FULL_EVERY_S)
+        return self._append(record)
 
-    def _append(self, record: Any, now_s: float) -> bool:
+    def _append(self, record: Record) -> bool:
         tables = self._tables
         for table in tables:
-            if table.has_room(record.nbytes) and table.put(record, now_s):
+            if table.has_room(record.nbytes) and table.put(record):
                 return True
         if tables and not tables[-1].has_room(record.nbytes):
             tables[-1].ask_for_more()
@@ -186,13 +181,12 @@ class SharedFileStore:
     # --- tables ------------------------------------------------------------------------------------------
 
     def poll(self, *, is_in_use: bool = True) -> None:
-        """Look for other processes' tables, and make one if the newest is nearly full; call it once a batch.
+        """Look for other processes' tables, and make one if there is no room; call it once a batch.
 
         The process that calls it owns a loader. Most calls take a microsecond.
 
         Args:
-            is_in_use: Whether files are read meanwhile. If not, the process makes no table if there is one,
-                and its tables can make room.
+            is_in_use: Whether files are read meanwhile. If not, tables are only made if there is none.
         """
         if self._is_closed:
             return
@@ -203,17 +197,15 @@ class SharedFileStore:
                 self._register(table)
         if now_s >= self._look_at_s:
             self._look(now_s)
-            for table in self._made if is_in_use else ():
-                table.touch(now_s)  # a loader that reads in order comes back to it in the next epoch
         tables = self._tables
-        if (not tables or (is_in_use and tables[-1].wants_more)) and now_s >= self._grow_at_s:
+        if (not tables or (is_in_use and tables[-1].is_short)) and now_s >= self._grow_at_s:
             self._grow(now_s)
 
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
 
     def _look(self, now_s: float, every_s: float = 0.0) -> None:
-        """Let go of retired tables, and attach to new ones if the registry has changed."""
+        """Let go of retired tables, attach to new ones if the registry has changed, and keep those in use."""
         if self._is_closed or now_s < self._looked_s + every_s or not self._lock().acquire(blocking=False):
             return
         try:
@@ -224,6 +216,8 @@ class SharedFileStore:
                 is_old = time.time_ns() - changed_ns > _CLOCK_STEP_NS
                 self._changed_ns = changed_ns if is_old else 0
                 tables += self._attach(tables)
+            for table in tables:
+                table.touch(now_s)
             self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
         finally:
             self._lock().release()
@@ -249,42 +243,64 @@ class SharedFileStore:
         if entry is not None:
             weakref.finalize(table, registry.unregister, entry)
 
-    def _make_table(self, max_bytes: int) -> None:
-        table = FileTable.create(max_bytes, self._name, self._reserved_bytes)
-        self._made.add(table)
-        self._register(table)
-        self._tables = (*self._tables, table)
+    def _make_tables(self) -> bool:
+        """Make tables up to the limit; returns whether any was made."""
+        room_bytes, tables = self._room_bytes, list(self._tables)
+        try:
+            while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
+                wanted_bytes = min(room_bytes, self._table_bytes)
+                table = FileTable.create(wanted_bytes, self._name, self._reserved_bytes)
+                self._register(table)
+                tables.append(table)
+                # One that the system has made smaller is the last one.
+                room_bytes -= table.max_bytes if table.max_bytes == wanted_bytes else room_bytes
+        except SharedMemoryError as error:
+            if not tables:
+                raise
+            log.info("cache: no further table of decoded files: %s", str(error))
+        has_more, self._tables = len(tables) > len(self._tables), tuple(tables)
+        return has_more
+
+    @property
+    def _room_bytes(self) -> int:
+        return self.max_bytes - sum(table.max_bytes for table in self._tables)
+
+    def make_all_tables(self) -> None:
+        """Make the tables up to the limit now, where nobody polls; they take memory as they are filled."""
+        if self._is_closed or self._changed_ns is None:
+            return
+        with registry.creating(), self._lock():
+            self._look(time.monotonic())
+            while True:
+                room_bytes = self.max_bytes - sum(table.max_bytes for table in self._tables)
+                if room_bytes < self._table_bytes * _MIN_TABLE_SHARE:
+                    return
+                try:
+                    self._make_table(min(room_bytes, self._table_bytes))
+                except SharedMemoryError as error:
+                    log.info("cache: no further table of decoded files: %s", str(error))
+                    return
 
     def _grow(self, now_s: float) -> None:
-        """Make a table, if no other process has just made one; let another one go if the limit is reached."""
+        """Make a table unless another process just did; if the limit is reached, in place of another one."""
         if not self._lock().acquire(blocking=False):
             return
         self._grow_at_s = now_s + self._grow_wait_s
         self._grow_wait_s = min(2 * self._grow_wait_s, _GROW_MAX_WAIT_S)
         try:
             with registry.creating(wait_s=0.0) as is_alone:
-                if not is_alone and self._changed_ns is not None:
-                    return
                 self._look(now_s)
-                tables = self._tables
-                if tables and not tables[-1].wants_more:
-                    self._grow_at_s = 0.0
+                # Without a registry, workers would not find a table that is made now.
+                if not is_alone or (self._tables and not self._tables[-1].is_short):
                     return
-                if tables and self._changed_ns is None:  # workers would not find a second one
-                    self._log_full()
-                    return
-                is_tight = bool(tables) and unused_bytes() < self._reserved_bytes
-                room_bytes = self.max_bytes - sum(table.max_bytes for table in tables)
-                if is_tight or room_bytes < self._table_bytes * _MIN_TABLE_SHARE:
-                    table = self._to_retire(now_s)
-                    if table is None:
+                is_tight = bool(self._tables) and unused_bytes() < self._reserved_bytes
+                if is_tight or self._room_bytes < self._table_bytes * _MIN_TABLE_SHARE:
+                    if (table := self._to_retire(now_s)) is None:
                         self._log_full()
                         return
                     table.retire()
-                    self._tables = tuple(other for other in tables if other is not table)
-                    room_bytes += table.max_bytes
-                if room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
-                    self._make_table(min(room_bytes, self._table_bytes))
+                    self._tables = tuple(other for other in self._tables if other is not table)
+                if self._make_tables():
                     self._grow_at_s, self._grow_wait_s, self._is_full = 0.0, _GROW_WAIT_S, False
         except SharedMemoryError as error:
             log.info("cache: no further table of decoded files: %s", str(error))

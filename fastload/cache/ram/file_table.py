@@ -192,7 +192,7 @@ class FileTable:
         self._num_files = self._memory[CURSOR_AT + 8 : CURSOR_AT + 16].cast("q")
         self._levels: tuple[tuple[int, int], ...] = ()  # those in use, the newest first
         self._next_level_files = 0
-        self._touch_at_s = 0.0
+        self._is_used, self._touch_at_s = False, 0.0
 
     @classmethod
     def create(cls, max_bytes: int, name: str, reserved_bytes: int) -> FileTable:
@@ -238,22 +238,15 @@ class FileTable:
 
     def _find_levels(self) -> None:
         """Look which levels are in use; reading the others would give them memory."""
-        limits, files = self._plan.max_files[:-1], self._num_files[0]
-        number = 1 + sum(limit <= files for limit in limits)
-        self._next_level_files = [*limits, sys.maxsize][number - 1]
+        starts, files = [1, *self._plan.max_files[:-1]], self._num_files[0]
+        number = sum(start <= files for start in starts)
+        self._next_level_files = [*starts, sys.maxsize][number]
         self._levels = tuple(reversed(self._plan.levels[:number]))
 
     # --- reading -----------------------------------------------------------------------------------------
 
-    def get(self, key: bytes, home: int, tag: int, now_s: float) -> Stored | None:
-        """What is stored under a key, if anything.
-
-        Args:
-            key: The key.
-            home: As `home_and_tag` gives it.
-            tag: The same.
-            now_s: Of `time.monotonic`.
-        """
+    def get(self, key: bytes, home: int, tag: int) -> Stored | None:
+        """What is stored under a key, if anything; its home and tag are those of `home_and_tag`."""
         found = self._search(key, home, tag)
         if found is None:
             return None
@@ -264,8 +257,7 @@ class FileTable:
             entry = words[place]
             if not entry & _HIT:
                 words[place] = entry | _HIT  # its writer does not write it again
-            if now_s >= self._touch_at_s:
-                self.touch(now_s)
+        self._is_used = True
         return stored
 
     def _search(self, key: bytes, home: int, tag: int) -> tuple[int, Stored] | None:
@@ -286,8 +278,8 @@ class FileTable:
     # --- writing -----------------------------------------------------------------------------------------
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a record of ``nbytes`` fits."""
-        if self.arena.is_full:
+        """Whether a record of ``nbytes`` fits, and will stay."""
+        if self.arena.is_full or self.is_retired:
             return False
         cursor, limits = self.arena.cursor, self._plan.limits
         return (
@@ -295,18 +287,16 @@ class FileTable:
         )
 
     @property
-    def wants_more(self) -> bool:
-        """Whether another table is needed soon, because this one is nearly full, or its memory is."""
-        cursor, limits = self.arena.cursor, self._plan.limits
-        is_nearly_full = 4 * cursor.used_bytes > 3 * limits.used_bytes or 4 * cursor.rows > 3 * limits.rows
-        return bool(cursor.is_short) or is_nearly_full
+    def is_short(self) -> bool:
+        """Whether something had no room, or its memory was lacking."""
+        return bool(self.arena.cursor.is_short)
 
     def ask_for_more(self) -> None:
         """Tell the processes that make tables that something had no room."""
-        if not self.arena.cursor.is_short:
+        if not self.is_short:
             self.arena.expect_short()
 
-    def put(self, record: Record, now_s: float) -> bool:
+    def put(self, record: Record) -> bool:
         """Store a record; False if it does not fit, or another process holds the lock."""
         arena, (key, home, tag, buffers, nbytes) = self.arena, record
         taken: list[int] = []
@@ -335,8 +325,7 @@ class FileTable:
             offset = self._plan.space_at + cursor.ragged_bytes
             arena.write(buffers, offset)
             arena.publish(taken[0], tag << _TAG_SHIFT | offset // ALIGNMENT_BYTES)
-            if now_s >= self._touch_at_s:
-                self.touch(now_s)
+            self._is_used = True
         except (OSError, MemoryError) as error:  # a store that cannot grow is slower, but not an error
             arena.is_full = True
             log.warning("cache: a segment of decoded files stops growing: %s", str(error))
@@ -353,14 +342,15 @@ class FileTable:
     # --- the life of a table -----------------------------------------------------------------------------
 
     def touch(self, now_s: float) -> None:
-        """Note that the table is in use."""
-        self._touch_at_s = now_s + _TOUCH_EVERY_S
-        with contextlib.suppress(SharedMemoryError):
-            self.arena.words[TABLE_AT // ENTRY_BYTES + _USED_MS] = int(now_s * 1000)
+        """Note that this process, which reads files, has used the table; others then let it be."""
+        if self._is_used and now_s >= self._touch_at_s:
+            self._touch_at_s = now_s + _TOUCH_EVERY_S
+            with contextlib.suppress(SharedMemoryError):
+                self.arena.words[TABLE_AT // ENTRY_BYTES + _USED_MS] = int(now_s * 1000)
 
     @property
     def used_s(self) -> float:
-        """When it was used last, of `time.monotonic`, to a few seconds."""
+        """When a process read files last that has used the table, to a few seconds of `time.monotonic`."""
         return self._entries[_USED_MS] / 1000
 
     @property
