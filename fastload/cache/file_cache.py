@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.cache.format.sample_cache import BaseCache
-from fastload.cache.ram.file_store import FileStore, SharedFileStore, open_store
+from fastload.cache.ram.file_store import FileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.request import check_cache
@@ -100,8 +100,7 @@ class FileCache:
         )
 
     def close(self) -> None:
-        """Let go of the files, and of the libraries, if no other cache of this process needs them."""
-        self.store.close()
+        """Let the classes of the libraries be as they were, if no other cache of this process needs them."""
         patches.release(self)
 
 
@@ -126,9 +125,6 @@ class RememberedFiles(BaseCache):
         self.max_memory = max_memory
         self.unread = np.empty(0, np.intp)
         self._files = FileCache(store_of_process(max_memory))
-        # Of torch's loader, no code of ours runs in the process that has it while workers read.
-        if isinstance(self._files.store, SharedFileStore):
-            self._files.store.make_all_tables()
         log.info("cache: %s", self.explain())
 
     def plain_values(self) -> dict[str, Any]:

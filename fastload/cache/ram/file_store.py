@@ -265,22 +265,6 @@ class SharedFileStore:
     def _room_bytes(self) -> int:
         return self.max_bytes - sum(table.max_bytes for table in self._tables)
 
-    def make_all_tables(self) -> None:
-        """Make the tables up to the limit now, where nobody polls; they take memory as they are filled."""
-        if self._is_closed or self._changed_ns is None:
-            return
-        with registry.creating(), self._lock():
-            self._look(time.monotonic())
-            while True:
-                room_bytes = self.max_bytes - sum(table.max_bytes for table in self._tables)
-                if room_bytes < self._table_bytes * _MIN_TABLE_SHARE:
-                    return
-                try:
-                    self._make_table(min(room_bytes, self._table_bytes))
-                except SharedMemoryError as error:
-                    log.info("cache: no further table of decoded files: %s", str(error))
-                    return
-
     def _grow(self, now_s: float) -> None:
         """Make a table unless another process just did; if the limit is reached, in place of another one."""
         if not self._lock().acquire(blocking=False):
