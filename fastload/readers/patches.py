@@ -35,7 +35,7 @@ READERS = {
     "numpy": "fastload.readers.npz",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
-    "PIL.ImageFile": "fastload.readers.pillow",
+    "PIL.Image": "fastload.readers.pillow",
 }
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -96,8 +97,6 @@ class Bgr(Photos):
     """OpenCV, and a result that is written to."""
 
     def __getitem__(self, index: int) -> Any:
-        import cv2
-
         image = cv2.imread(str(self.paths[index]))
         assert image is not None
         image[image > 200] = 0
