@@ -87,6 +87,21 @@ class CacheCorruptError(CacheError, OSError):
     """A stored record is damaged."""
 
 
+class DecodeMismatchError(CacheError, ValueError):
+    """Remembered pixels differ from those that the file gives now; the message names the file."""
+
+    def __init__(self, where: Any) -> None:
+        self.where = where
+        super().__init__(
+            f"the remembered pixels of {where!r} are not those that its decoder returns now: the file was "
+            "changed without a new modification time, the decoder is not deterministic, or this is a defect "
+            "of fastload, which we would like to hear of. FASTLOAD_CACHE=off remembers no files"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where,), vars(self)
+
+
 class CacheBusyError(CacheError, OSError):
     """Another process is building this cache."""
 

@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, Sequentia
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import rank_consistency, resume
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.loader_state import recorder_of, state_of
+from fastload.epochs.loader_state import recorder_of, state_of, warn_of_few_hits
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.through_torch import torch_iterator
@@ -127,6 +127,10 @@ class DataLoader(LoaderSettings):
         max_worker_restarts: How many dead worker processes one iterator can replace; their unfinished batches
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
+        cache: ``"ram"`` remembers the pixels of files that the dataset decodes, in memory that all processes
+            of this user share; ``"ram:32G"`` takes at most so much. The dataset can be any, its code runs in
+            full on every access, and batches stay the same, bit for bit. None: what the environment variable
+            ``FASTLOAD_CACHE`` says, or nothing.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.
@@ -171,6 +175,7 @@ class DataLoader(LoaderSettings):
         on_error: Literal["raise", "replace"] | Callable[[FailedSample], Any] = "raise",
         max_errors: int | float = 0.01,
         max_worker_restarts: int = 0,
+        cache: str | None = None,
     ) -> None:
         # The signature alone lists the arguments: `locals()` has them by name, ours and torch's. torch's
         # `__setattr__` refuses some names once its constructor has run, and subclasses have their own, so
@@ -284,6 +289,7 @@ class DataLoader(LoaderSettings):
             self._iterator = None
         if self._auto_workers is not None:
             self._set_num_workers(self._chosen_number(self._auto_workers))
+        warn_of_few_hits(self)
         began_ns = time.perf_counter_ns()
         iterator = resume.make_iterator(self, super().__iter__)
         # A subclass can make its own iterators, as LitData's loader does; they are not measured.
@@ -462,6 +468,9 @@ class DataLoader(LoaderSettings):
             if iterator is not None:
                 iterator.close()
         self._iterator = None
+        if state.file_cache is not None:
+            state.file_cache.close()
+            state.file_cache = None
         state.buffers = None  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:

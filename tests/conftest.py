@@ -166,6 +166,9 @@ def leak_guard() -> Iterator[None]:
     ):
         entry_points.set_worker_source(None, is_thread=False)
         pytest.fail("left behind: transforms of this process or thread draw from a loader's streams")
+    file_cache = sys.modules.get("fastload.cache.file_cache")
+    if file_cache is not None:
+        file_cache.forget_stores()  # which a process keeps on purpose
     gc.collect()
     deadline = time.monotonic() + leaks.GRACE_S
     pause_s = 0.001

@@ -9,6 +9,7 @@ import pty
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ import fastload
 from fastload.cache.build import inventory
 from fastload.cache.format.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.cache.ram import file_store
+from fastload.cache.ram.file_store import open_store
 from fastload.cli import cache_commands, main
 from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
@@ -595,6 +598,51 @@ def test_without_a_directory_ls_lists_memory_and_the_working_directory(
     assert found["label"] == f"ImageFolder({str(tmp_path)!r})"
     assert all(part in text for part in (key, found["label"], f"{tmp_path}/on disk"))
     assert f"it is freed when process {os.getpid()} ends" in told("rm", key, "--yes", code=2)["error"]
+
+
+def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name that `ls` shows; whoever holds them lets go."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
+    monkeypatch.setattr(file_store, "_LOOK_EVERY_S", 0.0)
+    store = open_store("64MB")
+    assert store.put(bytes(16), np.arange(1000), None)
+    (listed,) = told("ls")["files"]
+    assert (listed["num_files"], listed["owners"]) == (1, [os.getpid()])
+    assert f"{listed['name']}  1 files" in run("ls").stdout
+    assert "not a terminal" in run("rm", listed["name"]).stderr
+    assert told("rm", listed["name"], "--yes")["caches"][0]["nbytes"] == listed["nbytes"]
+    assert told("ls")["files"] == []
+    assert store.get(bytes(16)) is None
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkeypatch: Any) -> None:
+    """What a process stored meanwhile is there after its end; the command says what it held."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
+    words = [sys.executable, "-m", "fastload", "cache", "hold", "--json"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as holder:
+        assert holder.stderr is not None
+        assert "holding decoded files, now 0" in holder.stderr.readline()
+        store = open_store("64MB")
+        assert store.put(bytes(16), np.arange(1000), None)
+        store.close()
+        store = open_store("64MB")
+        assert store.get(bytes(16)) is not None
+        store.close()
+        holder.send_signal(sent)
+        out, err = holder.communicate(timeout=60)
+    assert (holder.returncode, err) == (0, "")
+    assert json.loads(out)["num_files"] == 1
+
+
+def test_decoded_files_are_held_for_a_time(tmp_path: Path, monkeypatch: Any) -> None:
+    """The time is a number with a unit."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
+    assert "held 0 decoded files" in run("hold", "--for", "0.01s").stdout
+    for wrong in ("2", "h", "0s", "2x", "-1h", ""):
+        assert "--for should be a time" in told("hold", "--for", wrong, code=2)["error"]
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", "/proc/no/such")
+    assert "share no memory here" in told("hold", code=1)["error"]
 
 
 @pytest.mark.slow

@@ -239,3 +239,66 @@ def test_caches_that_fill_at_the_same_time_stay_within_a_real_limit(
     assert done.returncode == 0, done.stderr
     before, *sums = [json.loads(done.stdout)[0], *map(sum, json.loads(done.stdout)[1:])]
     assert [nbytes for nbytes in sums if not 0.6 * before < nbytes < 0.9 * before] == []
+
+
+_REMEMBERED = """
+import hashlib, json, os, signal, sys
+for file in sys.argv[1:]:
+    with open(file, "w") as procs:
+        procs.write(str(os.getpid()))
+import numpy as np
+from fastload.cache.ram.file_store import SharedFileStore
+from fastload.system.budget import available_bytes
+
+
+def array_of(number):
+    return np.full((256, 256, 3), number % 251, np.uint8)
+
+
+def key_of(number):
+    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+
+
+def fill(store, first):
+    numbers = range(first, first + count)
+    return sum(store.put(key_of(number), array_of(number), number) for number in numbers)
+
+
+before = available_bytes()
+count = int(0.75 * before) // (256 * 256 * 3)
+start, done = os.pipe(), os.pipe()
+children = []
+for child in range(2):
+    children.append(os.fork())
+    if children[-1] == 0:
+        store = SharedFileStore()
+        os.read(start[0], 1)
+        stored = fill(store, child * count)
+        os.write(done[1], b"%12d" % stored)
+        signal.pause()
+os.write(start[1], b"12")
+stored = [int(os.read(done[0], 12)) for _ in children]
+store = SharedFileStore()
+os.kill(children[0], signal.SIGKILL)
+os.waitpid(children[0], 0)
+right = wrong = 0
+for number in range(2 * count):
+    found = store.get(key_of(number))
+    if found is not None:
+        right, wrong = right + 1, wrong + (found.note != number or (found.array != number % 251).any())
+nbytes = store.nbytes
+os.kill(children[1], signal.SIGKILL)
+os.waitpid(children[1], 0)
+store.close()
+print(json.dumps([before, sum(stored), right, int(wrong), nbytes, available_bytes()]))
+"""
+
+
+def test_decoded_files_stay_within_a_real_limit(groups: list[Path], interpreter: Interpreter) -> None:
+    """Two processes put more into one store than there is; values are right, and the memory comes back."""
+    done = interpreter.run(_REMEMBERED, *(str(group / "cgroup.procs") for group in groups))
+    assert done.returncode == 0, done.stderr
+    before, stored, right, wrong, nbytes, after = json.loads(done.stdout)
+    assert (right, wrong) == (stored, 0)
+    assert 0.6 * before < nbytes < 0.9 * before
+    assert after > 0.9 * before

@@ -25,6 +25,7 @@ from tests.kit import datasets
 EXTRAS = {
     *("memory_format", "max_prefetch_memory", "seed_albumentations", "seeding", "worker_type", "device"),
     *("on_error", "batch_transform", "device_transform", "max_errors", "max_worker_restarts"),
+    "cache",
 }
 IMAGES = datasets.Made(datasets.image, 12)
 

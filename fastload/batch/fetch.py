@@ -31,6 +31,7 @@ from fastload.system.notes import add_note, short_repr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     import numpy as np
 
@@ -96,6 +97,7 @@ class Fetcher:
         seeder: Sets the generators before each sample; None lets them continue.
         dataset_state: The state from which the dataset resumes; None: from its beginning.
         worker_id: The worker, process or thread; None without workers.
+        reading: Makes what samples are read and collated in; None: nothing.
 
     Attributes:
         reader: The dataset's iterator and state.
@@ -115,8 +117,10 @@ class Fetcher:
         seeder: SampleSeeder | None,
         dataset_state: DatasetState | None = None,
         worker_id: int | None = None,
+        reading: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._dataset = dataset
+        self._reading = reading
         self._seeder = seeder
         self.reader = DatasetReader(dataset, is_iterable=settings.is_iterable, state=dataset_state)
         self._auto_collation = settings.auto_collation
@@ -165,7 +169,11 @@ class Fetcher:
         if self.reads_ahead:
             self.announce(index)
         try:
-            batch = self._fetch(index, key)
+            if self._reading is None:
+                batch = self._fetch(index, key)
+            else:
+                with self._reading():
+                    batch = self._fetch(index, key)
             if self._channels_last:
                 batch = to_channels_last(batch)
             if self._transform is not None:

@@ -15,6 +15,8 @@ plain values (see `pickled`): loaded from one, it begins with an empty cache in 
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import operator
 import os
 from dataclasses import dataclass
@@ -25,7 +27,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastload.batch.source import read_ahead, reads_ahead
 from fastload.cache.build.fill import fill
-from fastload.cache.format.sample_cache import cache_counts
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
@@ -36,6 +37,8 @@ from fastload.memory.segment import is_for_child, is_for_other_machines
 from fastload.nested.tree import private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
+from fastload.system.cache_counts import cache_counts
+from fastload.system.checks import check_arguments, one_of
 from fastload.system.logs import log
 from fastload.system.notes import add_note
 
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from typing import Self, SupportsIndex
 
     from fastload.batch.source import Allocate, BatchSource
+    from fastload.cache.file_cache import RememberedFiles
     from fastload.cache.format.sample_cache import SampleCache
     from fastload.cache.open_cache import OpenedCache
 
@@ -63,7 +67,7 @@ _DESCRIBED = "fastload.cache"  # in the state of a pickle that outlives this pro
 # The attributes that such a state describes in its own way, and those that are made again from the rest.
 _MADE_AGAIN = frozenset(
     {
-        *("cache", "_caller", "_has_warned", "_holds_images", "_jpegs"),
+        *("cache", "_caller", "_files", "_has_warned", "_holds_images", "_jpegs"),
         *("_num_samples", "_source", "_stores", "_watch"),
     }
 )
@@ -133,6 +137,11 @@ class CachedDataset(Dataset[Any]):
             crop's region is decoded, to the same pixels (needs the extra `regions`, or restart markers in the
             files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
             an eighth of the size, if the pipeline begins by shrinking the image.
+        by: What is cached: `"sample"`, samples before `transform`; or `"file"`, the decoded pixels of the
+            files that the dataset reads, as `cache="ram"` of the loader does. By file, the dataset can be
+            random and can return anything, such as PIL images: its code runs in full on every access, and its
+            samples stay the same. None: by sample if `transform`, `pre_transform`, `cache_key` or another
+            `cache` is given, or if no file was seen to be decoded when three samples were read; else by file.
 
     Attributes:
         dataset: As given.
@@ -161,9 +170,11 @@ class CachedDataset(Dataset[Any]):
         cache_key: str | None = None,
         max_memory: str | float = "auto",
         decode: Literal["exact", "fast"] = "exact",
+        by: Literal["file", "sample"] | None = None,
     ) -> None:
         _check_map_style(dataset)
         check_decode(decode)
+        check_arguments({"by": by}, {"by": one_of(None, "file", "sample")})
         for role, function in (("transform", transform), ("pre_transform", pre_transform)):
             if function is not None:
                 check_callable(role, function)
@@ -173,16 +184,37 @@ class CachedDataset(Dataset[Any]):
         self.cache_key = cache_key
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
-        from fastload.cache.open_cache import CacheRequest, open_cache  # here: it imports Pillow and LMDB
+        # Here: they import Pillow and LMDB.
+        from fastload.cache.file_cache import RememberedFiles
+        from fastload.cache.format.fingerprint import has_own_fingerprint
+        from fastload.cache.open_cache import CacheRequest, FilesSeenError, OpenedCache, open_cache
 
+        is_plain = cache == "ram" and pre_transform is None and cache_key is None
+        if by == "file" and not is_plain:
+            raise ValueError(
+                'by="file" remembers decoded files, in memory: omit cache=, cache_key= and pre_transform=, '
+                'or cache whole samples, with by="sample"'
+            )
         request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
+        # Samples with a fingerprint are known to be always the same, and faster from a cache of samples.
+        if by is None and is_plain and transform is None and not has_own_fingerprint(dataset):
+            request = dataclasses.replace(request, can_be_by_file=True)
         self.decode = decode
-        self._hold(open_cache(cache, request), stores=cache is not None)
+        try:
+            if by == "file":
+                raise FilesSeenError
+            opened = open_cache(cache, request)
+        except FilesSeenError:
+            opened = OpenedCache(RememberedFiles(len(dataset), max_memory), dataset, holds_images=False)
+        self._hold(opened, stores=cache is not None)
 
     def _hold(self, opened: OpenedCache, *, stores: bool) -> None:
+        from fastload.cache.file_cache import RememberedFiles  # here: as above
+
         self.cache, self._source, self._holds_images, self._jpegs = opened
-        self._stores = stores
-        is_watched = stores and not isinstance(self._source, LMDBDataset)
+        self._files: RememberedFiles | None = self.cache if isinstance(self.cache, RememberedFiles) else None
+        self._stores = stores and self._files is None
+        is_watched = self._stores and not isinstance(self._source, LMDBDataset)
         self._watch = DrawWatch(self._source) if is_watched else None
         self._has_warned = False
 
@@ -332,8 +364,13 @@ class CachedDataset(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         # Python calls this for attributes that it found nowhere else, also for `dataset` while it makes a
         # copy.
-        inner = self.__dict__.get("dataset")
-        if inner is None or name.startswith("_") or name in _NOT_FORWARDED:
+        inner: Any = self.__dict__.get("dataset")
+        files: RememberedFiles | None = self.__dict__.get("_files")
+        if files is not None and name == "__getitems__" and self.transform is None:
+            read = inner.__getitems__
+            return lambda indices: files.read(read, indices)
+        is_hidden = name in _NOT_FORWARDED and files is None
+        if inner is None or name.startswith("_") or is_hidden:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(inner, name)
 
@@ -347,6 +384,9 @@ class CachedDataset(Dataset[Any]):
             Exception: An error of the transform, with a note that describes its input.
         """
         transform = self.transform  # read once: other threads can set it
+        if self._files is not None:
+            read = functools.partial(self._files.read, self.dataset.__getitem__)
+            return read(index) if transform is None else self._caller_of(transform)(read, index)
         if transform is None:
             return private_copy(self._lend(index))
         return self._caller_of(transform)(self._view, index)
@@ -383,7 +423,7 @@ class CachedDataset(Dataset[Any]):
 
     def explain(self) -> str:
         """Why this cache is in use, and what is decoded on every access."""
-        text = self.cache.explain()
+        text: str = self.cache.explain()
         if not self._holds_images:
             return text
         if self.transform is None:
@@ -421,6 +461,9 @@ class CachedDataset(Dataset[Any]):
 
     def _store(self, index: int) -> bool:
         """Store a sample, unless it is random; returns whether it is stored now."""
+        if self._files is not None:
+            self._files.read(self.dataset.__getitem__, index)
+            return True
         sample, is_random = self.cache.get(index), False
         if sample is None:
             sample, is_random = self._read_and_store(index)
@@ -484,9 +527,9 @@ class CachedDataset(Dataset[Any]):
         """Whether the wrapped dataset wants to know which samples are read next."""
         return reads_ahead(self._source)
 
-    def __batch_source__(self) -> BatchSource:
+    def __batch_source__(self) -> BatchSource | None:
         """The loader reads whole batches, and lent or deferred samples; see `BatchSource`."""
-        return self
+        return self if self._files is None else None
 
     @property
     def lend(self) -> Callable[[int], Any] | None:
@@ -542,6 +585,8 @@ class CachedDataset(Dataset[Any]):
             TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
+        if self._files is not None:
+            self._files.unread = np.arange(self._num_samples)
         fill(
             self,
             self.cache,

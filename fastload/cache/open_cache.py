@@ -31,6 +31,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
+from fastload.cache.file_cache import listening
 from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
     Fingerprint,
@@ -50,7 +51,12 @@ from fastload.cache.ram.private import PrivateCache
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.cache.tiered_cache import TieredCache, split_budget
 from fastload.cache.transform import TransformCaller
-from fastload.errors import CacheMismatchError, SharedMemoryError
+from fastload.errors import (
+    CacheMismatchError,
+    NondeterministicDatasetError,
+    SharedMemoryError,
+    UnsupportedSampleError,
+)
 from fastload.files.file_systems import is_url, local_path
 from fastload.memory import segment
 from fastload.nested.tree import first_difference, leaves, structure_of
@@ -66,6 +72,10 @@ _COMPARED = 2  # samples of a shared cache, in each process that opens it
 _MEASURED = 64  # samples whose sizes decide how memory is split between decoded and undecoded ones
 _private_classes: dict[tuple[str, str, int], weakref.ref[type]] = {}  # by name and number of samples
 _IN_MEMORY_SHARE = 0.5  # of all samples; less can be a buffer of a few samples
+
+
+class FilesSeenError(Exception):
+    """Samples come from files that a reader decodes, so they need not be cached themselves."""
 
 
 class OpenedCache(NamedTuple):
@@ -97,6 +107,7 @@ class CacheRequest:
     on_error: str = "raise"
     max_errors: int | float = 0.01
     wait: bool = True
+    can_be_by_file: bool = False  # raise FilesSeenError if a sample comes from a file that a reader decodes
 
     @functools.cached_property
     def fingerprint(self) -> Fingerprint | None:
@@ -168,9 +179,21 @@ class _Samples:
         return _Samples(self.request, source, is_encoded=True, holds_images=True)
 
     def examine(self) -> list[Any]:
-        """Read a few samples, most of them twice, unless this was done before; see `probe`."""
+        """Read a few samples, most of them twice, unless this was done before; see `probe`.
+
+        Raises:
+            FilesSeenError: The request can be served by file, and files were decoded.
+        """
         if not self.is_examined and len(self):
-            self.examples = probe(self.source, look=self._look)
+            can_be_by_file = self.request.can_be_by_file
+            with listening() if can_be_by_file else contextlib.nullcontext(lambda: False) as has_decoded:
+                try:
+                    self.examples = probe(self.source, look=self._look)
+                except (NondeterministicDatasetError, UnsupportedSampleError):
+                    if not has_decoded():
+                        raise
+                if has_decoded():
+                    raise FilesSeenError
             self.is_examined = True
         return list(self.examples.values())
 

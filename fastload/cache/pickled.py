@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastload.cache.file_cache import RememberedFiles
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.cache.ram.private import PrivateCache
@@ -21,6 +22,7 @@ _KINDS: dict[str, Any] = {
     "private": PrivateCache,
     "lmdb": LMDBCache,
     "file": LMDBDataset,
+    "files": RememberedFiles,
 }
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,6 +144,21 @@ def parse_size(text: str) -> int | tuple[int, int]:
     if len(sides) > 2 or not all(side.isdecimal() and int(side) > 0 for side in sides):
         raise CommandError(f"--size should be like 256 or 224x320 (height x width), but got {text!r}")
     return int(sides[0]) if len(sides) == 1 else (int(sides[0]), int(sides[1]))
+
+
+def duration(text: str) -> float:
+    """A time in seconds.
+
+    Raises:
+        CommandError: The text is no number with one of the letters s, m, h and d, or the time is 0.
+    """
+    number, unit = text[:-1], text[-1:].lower()
+    seconds = (
+        {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(unit, 0) if re.fullmatch(r"\d+(\.\d+)?", number) else 0
+    )
+    if not seconds or not float(number):
+        raise CommandError(f"--for should be a time such as 90s, 30m or 2h, but got {text!r}")
+    return seconds * float(number)
 
 
 def parse_max_errors(text: str) -> int | float:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastload.cache.format.codecs import CACHE_CODECS, CODECS, LOSSY
-from fastload.cli.arguments import Size, Source, check_url, is_url, parse_max_errors, path_or_url
+from fastload.cli.arguments import Size, Source, check_url, duration, is_url, parse_max_errors, path_or_url
 from fastload.cli.source_argument import RemoteSource, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
 from fastload.system.humanize import fastload_command, readable_size, table
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -324,11 +325,23 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
 
 def _in_memory() -> tuple[list[str], dict[str, Any]]:
     from fastload.cache.lmdb.mirror import mirrors, mirrors_directory
+    from fastload.cache.ram.file_store import live_stores
     from fastload.cache.ram.shared import live_caches
 
+    stores = live_stores()
     live, local = live_caches(), mirrors()
     nbytes, directory = sum(mirror.disk_bytes for mirror in local), mirrors_directory()
     rows = [
+        [
+            "decoded files" if store["is_own"] else "decoded files of another container",
+            store["name"],
+            f"{store['num_files']:,} files",
+            readable_size(store["nbytes"]),
+            f"held by process {', '.join(map(str, store['owners']))}",
+        ]
+        for store in stores
+    ]
+    rows += [
         [
             cache["label"],
             cache["key"] or cache["name"],
@@ -345,7 +358,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
             f"{fastload_command('cache', 'ls', directory)} lists them, `fastload cache prune` removes them"
         )
     copied = {"directory": directory, "number": len(local), "nbytes": nbytes}
-    return lines, {"memory": live, "copies": copied}
+    return lines, {"memory": live, "files": stores, "copies": copied}
 
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -376,10 +389,13 @@ def rm(
     """Remove caches or unfinished builds, with their reports of errors.
 
     Files that are not fastload's stay, and so does a cache being built. Processes that have a cache open can
-    continue to use it. A cache in memory is freed when the last process that holds it ends.
+    continue to use it. A cache in memory is freed when the last process that holds it ends. The decoded files
+    in memory, by the name that `fastload cache ls` shows, are forgotten by all processes.
     """
     from fastload.cache.build import inventory
 
+    if len(paths) == 1 and (store := _store_named(os.path.basename(paths[0]))) is not None:
+        return _forget(store, yes=yes)
     files = [file for path in paths for file in _files_of(path)]  # raises before anything is removed
     named = paths[0] if len(paths) == 1 else f"{len(paths)} caches"
     _confirm(f"{named} and all files of it", inventory.size_of(files), yes=yes)
@@ -389,6 +405,23 @@ def rm(
         result.append({"path": path, "removed": removed, "nbytes": nbytes})
         lines.append(f"removed {path}: {readable_size(nbytes)}")
     return Answer({"caches": result}, lines)
+
+
+def _store_named(name: str) -> dict[str, Any] | None:
+    from fastload.cache.ram.file_store import NAME_PREFIX, live_stores
+
+    stores = live_stores() if name.startswith(NAME_PREFIX) else []
+    return next((store for store in stores if store["name"] == name), None)
+
+
+def _forget(store: dict[str, Any], *, yes: bool) -> Answer:
+    from fastload.cache.ram.file_store import retire_store
+
+    named = f"{store['num_files']:,} decoded files from memory"
+    _confirm(named, store["nbytes"], yes=yes)
+    nbytes = retire_store(store["name"])
+    line = f"removed {named}: the processes that hold them free {readable_size(nbytes)} when they read next"
+    return Answer({"caches": [{"path": store["name"], "removed": [], "nbytes": nbytes}]}, [line])
 
 
 def _files_of(path: str) -> list[str]:
@@ -434,6 +467,37 @@ def prune(
         lines.append("the others are in use")
     result = [{"path": mirror.path, "nbytes": mirror.disk_bytes} for mirror in removed]
     return Answer({"copies": result}, lines)
+
+
+@answers(app, short_help="Keep decoded files in memory between runs.")
+def hold(
+    limit_s: Annotated[
+        Any,  # float | None
+        typer.Option(
+            "--for",
+            parser=duration,
+            metavar="TIME",
+            show_default=False,
+            help="How long, such as 90s, 30m or 2h; until Ctrl-C or SIGTERM by default.",
+        ),
+    ] = None,
+) -> Answer:
+    """Hold the files that loaders with cache="ram" decode, so that the next run finds them in memory.
+
+    Without it, they are freed when the last process that reads them ends. It decodes nothing itself, and
+    holds what all your processes of this machine and container store, within their limits.
+    """
+    from fastload.cache.ram.file_store import hold_store
+
+    def log_start(num_files: int, nbytes: int) -> None:
+        end = f"for {limit_s:,.0f} s" if limit_s else "until Ctrl-C or SIGTERM"
+        log.info("holding decoded files, now %s in %s, %s", f"{num_files:,}", readable_size(nbytes), end)
+
+    result = hold_store(limit_s, log_start)
+    nbytes = readable_size(result["nbytes"])
+    return Answer(
+        result, [f"held {result['num_files']:,} decoded files in {nbytes} for {result['held_s']:,} s"]
+    )
 
 
 # --- what a cache holds ----------------------------------------------------------------------------------

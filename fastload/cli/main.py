@@ -10,6 +10,7 @@ Rules:
 from __future__ import annotations
 
 import functools
+import os
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -50,9 +51,19 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-CacheKind = StrEnum("CacheKind", ["RAM"])
 Seeding = StrEnum("Seeding", ["WORKER", "SAMPLE"])
 WorkerType = StrEnum("WorkerType", ["PROCESS", "THREAD"])
+
+
+def _checked_cache(cache: str | None) -> str | None:
+    from fastload.readers.request import check_cache
+
+    try:
+        check_cache(cache)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return cache
+
 
 _RUNS_A_SCRIPT: dict[str, Any] = {
     "context_settings": {"allow_interspersed_args": False},
@@ -73,10 +84,12 @@ def run(
     args: Arguments = None,
     is_module: IsModule = False,
     cache: Annotated[
-        CacheKind | None,
+        str | None,
         typer.Option(
-            help="Decode the images of an ImageFolder once, and keep them in memory. For every other "
-            "dataset, a line says why it is not cached."
+            metavar="ram|ram:SIZE",
+            callback=_checked_cache,
+            help="Remember the pixels of all files that the script's loaders decode, in memory; 'ram:32G' "
+            "takes at most so much.",
         ),
     ] = None,
     seeding: Annotated[
@@ -113,6 +126,7 @@ def run(
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import
+    from fastload.readers.request import CACHE_VARIABLE
 
     given: dict[str, Any] = {
         "seeding": seeding and seeding.value,
@@ -120,8 +134,9 @@ def run(
         "worker_type": worker_type and worker_type.value,
         "seed_albumentations": seed_albumentations,
     }
+    if cache is not None:  # for fastload's own loaders, too
+        os.environ[CACHE_VARIABLE] = cache
     patch_on_import(
-        cache=None if cache is None else cache.value,
         defaults={name: value for name, value in given.items() if value is not None},
         is_verbose=not quiet,
     )

@@ -7,10 +7,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Recorder
+from fastload.readers.request import requested_cache
+from fastload.system.logs import log
 
 if TYPE_CHECKING:
     from fastload.batch.failures import FailedSample
+    from fastload.cache.file_cache import FileCache
     from fastload.device.devices import Backend
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.iterator import EpochIterator
@@ -49,6 +53,10 @@ class LoaderState:
     # without_workers.py: buffers whose pages stay warm between epochs, and their current user
     buffers: tuple[BufferPool, weakref.ref[Any]] | None = None
 
+    # What `cache=` has opened; closed by close()
+    file_cache: FileCache | None = None
+    cache_counts: tuple[int, int] | None = None  # hits and misses when the second epoch began
+
     # rank_consistency.py: the key to compare with other ranks at the first epoch
     rank_key: str | None = None
 
@@ -71,6 +79,39 @@ def state_of(loader: Any) -> LoaderState:
     if state.owner is None or state.owner() is not loader:
         state = attributes[_NAME] = LoaderState(weakref.ref(loader))
     return state
+
+
+def file_cache_of(loader: Any) -> FileCache | None:
+    """What the `cache=` of this loader, or FASTLOAD_CACHE, has opened in this process."""
+    cache = requested_cache(loader.cache)
+    if cache is None:
+        return None
+    state = state_of(loader)
+    if state.file_cache is None:
+        state.file_cache = open_file_cache(cache)
+        log.info("cache: %s", state.file_cache.explain())
+    return state.file_cache
+
+
+def warn_of_few_hits(loader: Any) -> None:
+    """Warn when the third epoch begins if less than half of the files of the second one were remembered."""
+    state = state_of(loader)
+    if state.file_cache is None or recorder_of(loader).counts.num_epochs > 2:
+        return
+    counts = recorder_of(loader).copied_counts()
+    if counts.num_epochs < 2:
+        state.cache_counts = counts.cache_hits, counts.cache_misses
+        return
+    hits, misses = state.cache_counts or (0, 0)
+    hits, misses = counts.cache_hits - hits, counts.cache_misses - misses
+    if hits < misses:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.miss_reasons.most_common())
+        log.warning(
+            "cache: in the second epoch, %s files were found and %s were decoded again. In both epochs: %s",
+            f"{hits:,}",
+            f"{misses:,}",
+            reasons,
+        )
 
 
 def recorder_of(loader: Any) -> Recorder:

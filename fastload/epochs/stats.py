@@ -58,9 +58,11 @@ class LoaderStats:
             consumer only waits. None if there was no wait.
         worker_utilization: The share of an epoch, 0 to 1, in which workers do not wait for a task. Batches
             count when the consumer takes them from their worker. None without workers and with torch's own.
-        cache_hits: Samples of `CachedDataset`s found in the cache, including those of prefetched batches that
-            no caller received. None if no sample of one was read, and with torch's own iterators.
-        cache_misses: Samples of `CachedDataset`s read from their source, as above.
+        cache_hits: Samples of `CachedDataset`s, or files of a loader with `cache=`, found in the cache,
+            including those of prefetched batches that no caller received. None if none was read, and with
+            torch's own iterators.
+        cache_misses: Samples read from their source, or files that were decoded, as above.
+        miss_reasons: Of files that were decoded: why, and how often.
         num_copies: Batches copied because slots were scarce (the caller holds many batches, or
             `max_prefetch_memory` is small), or because objects in them hide tensors from the device.
         num_restarts: Dead workers that were replaced.
@@ -82,13 +84,14 @@ class LoaderStats:
     worker_utilization: float | None
     cache_hits: int | None
     cache_misses: int | None
+    miss_reasons: dict[str, int]
     num_copies: int
     num_restarts: int
 
     def as_dict(self) -> dict[str, float]:
         """The figures by name, without those that are None; for a metrics logger."""
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: value for name, value in fields if value is not None}
+        return {name: value for name, value in fields if isinstance(value, (int, float))}
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -113,6 +116,7 @@ class Counts:
     busy_us: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
+    miss_reasons: Counter[str] = field(default_factory=Counter)
     num_copies: int = 0
     num_restarts: int = 0
     histogram: Counter[int] = field(default_factory=Counter)  # of waits, by bucket
@@ -139,7 +143,10 @@ class Recorder:
         counts: The figures; read and changed under `lock`.
         lock: Reentrant, because a signal handler can ask for the figures while its thread counts.
         reports: Whether `log_stats` is on.
+        all_hits: Cache hits of all loaders of this process.
     """
+
+    all_hits = 0
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -159,7 +166,9 @@ class Recorder:
             counts = self.counts
             counts.busy_us += counters.busy_us
             counts.cache_hits += counters.cache_hits
+            Recorder.all_hits += counters.cache_hits
             counts.cache_misses += counters.cache_misses
+            counts.miss_reasons.update(counters.miss_reasons)
             counts.num_copies += counters.num_copies
             counts.num_restarts += counters.num_restarts
 
@@ -316,6 +325,7 @@ def stats_of(counts: Counts) -> LoaderStats:
         worker_utilization=min(1.0, counts.busy_us / _US_PER_S / workers_s) if workers_s else None,
         cache_hits=counts.cache_hits if has_cache else None,
         cache_misses=counts.cache_misses if has_cache else None,
+        miss_reasons=dict(+counts.miss_reasons),
         num_copies=counts.num_copies,
         num_restarts=counts.num_restarts,
     )
@@ -349,7 +359,9 @@ def _lines(stats: LoaderStats) -> list[str]:
     if stats.worker_utilization is not None:
         rest.append(f"workers {stats.worker_utilization:.0%} busy")
     if stats.cache_hits is not None:
-        rest.append(f"cache: {stats.cache_hits:,} hits, {stats.cache_misses:,} misses")
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in stats.miss_reasons.items())
+        why = f" ({reasons})" if reasons else ""
+        rest.append(f"cache: {stats.cache_hits:,} hits, {stats.cache_misses:,} misses{why}")
     if stats.num_copies:
         rest.append(f"{stats.num_copies:,} batches copied instead of lent")
     if stats.num_restarts:

@@ -7,6 +7,7 @@ middle.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -21,6 +22,7 @@ from fastload.batch.packing import nbytes_of
 from fastload.device.stream_prefetcher import apply_transform
 from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
+from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.transform import EpochTransform
 from fastload.rng.entry_points import THREAD, ThreadState, swap_state
 from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
@@ -30,6 +32,7 @@ from fastload.system import torch_private
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.cache.file_cache import FileCache
     from fastload.epochs.cursor import EpochCursor
     from fastload.epochs.stats import Size
     from fastload.rng.seeding import WorkerStreams
@@ -67,6 +70,9 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     if loader.seed_albumentations and loader.num_workers > 0:
         init = loader.worker_init_fn
         twin.worker_init_fn = seed_worker if init is None else seed_worker.then(init)
+    file_cache = file_cache_of(loader)
+    if file_cache is not None and loader.num_workers > 0:
+        twin.worker_init_fn = _Remembering(file_cache, twin.worker_init_fn)
     if loader.num_workers > 0:
         twin.check_worker_number_rationality()
     iterator: TorchIterator = (_TorchWorkers if loader.num_workers > 0 else _TorchLocal)(twin)
@@ -74,6 +80,9 @@ def torch_iterator(loader: LoaderSettings, reason: str, *, pins: bool = False) -
     iterator.cursor = cursor
     base_seed = cursor.base_seed = int(iterator._base_seed)  # type: ignore[attr-defined]  # torch's
     iterator.reason = reason
+    iterator.file_cache = file_cache
+    if file_cache is not None and loader.num_workers == 0:
+        iterator.reading = file_cache.reading
     iterator.begin_transform()
     if loader.seed_albumentations and loader.num_workers == 0:
         iterator.streams = local_streams(base_seed)
@@ -86,6 +95,8 @@ class TorchIterator(EpochIterator):
     Attributes:
         cursor: Of the epoch of this iterator; another iterator of the loader can be in a later one.
         reason: Why the loader must use torch's iterator.
+        file_cache: What the loader's `cache` is.
+        reading: Makes what samples are read in, without workers.
         streams: What albumentations draws from in this process, without workers.
         transform: The loader's `batch_transform`, which is applied in this process.
     """
@@ -94,6 +105,8 @@ class TorchIterator(EpochIterator):
     reason: str
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
+    file_cache: FileCache | None = None
+    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def begin_transform(self) -> None:
         """Take the loader's `batch_transform` for this epoch."""
@@ -102,11 +115,14 @@ class TorchIterator(EpochIterator):
             self.transform = EpochTransform(loader, self.cursor, "batch_transform")
 
     def _next_data(self) -> Any:
+        if self.file_cache is not None:
+            self.file_cache.poll()
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             if self.streams is not None:
                 swap_state(ThreadState(self.streams))
-            num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
+            with self.reading():
+                num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:
             self.cursor.end()
             raise
@@ -139,6 +155,19 @@ class TorchIterator(EpochIterator):
         stop: Callable[[], None] | None = getattr(self, "_shutdown_workers", None)
         if stop is not None:
             stop()
+
+
+class _Remembering:
+    """A `worker_init_fn` after which files are remembered."""
+
+    def __init__(self, file_cache: FileCache, init: Callable[[int], Any] | None) -> None:
+        self._file_cache = file_cache
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        if self._init is not None:
+            self._init(worker_id)
+        self._file_cache.read_for_good()
 
 
 class _TorchWorkers(TorchIterator, torch_private.MultiProcessingDataLoaderIter):

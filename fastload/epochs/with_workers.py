@@ -30,7 +30,7 @@ from fastload.device.pin_thread import PinThread, pin_batch, pin_error
 from fastload.device.stream_prefetcher import pin_dense
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
-from fastload.epochs.loader_state import recorder_of, state_of
+from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.errors import BatchLostError, LoaderClosedError, WorkerDiedError
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.notes import add_place, short_repr
@@ -95,7 +95,8 @@ class WorkerIterator(HostIterator):
             is_persistent=loader.persistent_workers,
             worker_type=loader.worker_type,
         )
-        self._pool = pool_type(worker_spec(loader, int(self._base_seed)), settings)
+        self._file_cache = file_cache_of(loader)
+        self._pool = pool_type(worker_spec(loader, int(self._base_seed), self._file_cache), settings)
         self._pin_thread: PinThread | None = None
         if self._pin_memory and not pool_type.uses_threads and loader.device is None:
             self._pin_thread = _make_pin_thread(self._pool, self._pin_memory_device)
@@ -214,6 +215,8 @@ class WorkerIterator(HostIterator):
                 "this DataLoader iterator belongs to the parent of this forked process; start a new one "
                 "here with iter(loader)"
             )
+        if self._file_cache is not None:
+            self._file_cache.poll()
         with self._turn:
             return self._next_batch(must_wait=must_wait)
 
@@ -260,6 +263,8 @@ class WorkerIterator(HostIterator):
 
     def _received(self, pending: PendingBatch, worker: int) -> Exception | None:
         """Record a reply, and give its worker the next request; returns the sampler's error."""
+        if self._file_cache is not None:
+            self._file_cache.store.poll()
         self._schedule.pop()
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
             self._cursor.fetched(pending.index, worker, pending.reply.dataset_state)

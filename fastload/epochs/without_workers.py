@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.batch.failures import FailureCount
 from fastload.batch.packing import nbytes_of
-from fastload.cache.format.sample_cache import cache_counts
 from fastload.device.pin_thread import pin_batch
 from fastload.epochs import resume
 from fastload.epochs.iterator import HostIterator
-from fastload.epochs.loader_state import recorder_of, state_of
+from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
 from fastload.rng.entry_points import THREAD, ThreadState, seeded_by, swap_state
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
+from fastload.system.cache_counts import cache_counts
 from fastload.system.notes import add_place
 from fastload.workers.batch_maker import dataset_state_of, make_fetcher
 from fastload.workers.messages import WorkerCounters
@@ -54,7 +54,8 @@ class LocalIterator(HostIterator):
         self._due: tuple[Any, BatchKey] | None = None
         self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
-        spec = worker_spec(loader, cursor.base_seed)
+        self._file_cache = file_cache_of(loader)
+        spec = worker_spec(loader, cursor.base_seed, self._file_cache)
         states = cursor.dataset_states
         self._keeps_state = states is not None
         is_seeded = spec.seed_albumentations and not spec.seeds_samples
@@ -75,6 +76,8 @@ class LocalIterator(HostIterator):
         return buffers
 
     def _next_data(self) -> Any:
+        if self._file_cache is not None:
+            self._file_cache.poll()
         with self._turn:
             if self._is_fetching or self._is_closed or self._has_ended:
                 self._raise_instead()
@@ -127,7 +130,8 @@ class LocalIterator(HostIterator):
             self._is_fetching = False
             self._buffers.end()
             if cache_counts.hits != hits or cache_counts.misses != misses:
-                self._recorder.add(WorkerCounters(0, cache_counts.hits - hits, cache_counts.misses - misses))
+                hits, misses = cache_counts.hits - hits, cache_counts.misses - misses
+                self._recorder.add(WorkerCounters(0, hits, misses, cache_counts.take_reasons()))
         self._due = None
         self._received(index)
         if self._fetcher.replacer is not None:

@@ -18,7 +18,7 @@ import functools
 import json
 import os
 import sys
-from typing import Any, Literal
+from typing import Any
 
 from fastload.integrations.bootstrap import install_hook
 from fastload.integrations.state import state
@@ -26,7 +26,7 @@ from fastload.integrations.state import state
 _SETTINGS = "FASTLOAD_RUN"  # the environment variable with the settings of `fastload run`, as JSON
 
 
-def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None:
+def patch_torch(**defaults: Any) -> None:
     """Let `torch.utils.data.DataLoader` build `fastload.DataLoader`, without changing the calls.
 
     Works for any name of torch's class, in modules imported before and later, and in frameworks. When a
@@ -42,11 +42,9 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
     defaults, and replaces those of the same name.
 
     Args:
-        cache: `"ram"`: samples of an ImageFolder (of torchvision with its own loader, or of fastload) are
-            decoded once and kept in memory; for any other dataset a log line says why it is not cached.
-        defaults: Arguments of `fastload.DataLoader` that torch's loader lacks, such as ``seeding="sample"``.
-            They apply unless a call sets them. An unsupported option (``seeding="sample"`` for an
-            iterable-style dataset) raises the loader's usual error.
+        defaults: Arguments of `fastload.DataLoader` that torch's loader lacks, such as ``cache="ram"``. They
+            apply unless a call sets them. An unsupported option (``seeding="sample"`` for an iterable-style
+            dataset) raises the loader's usual error.
 
     Raises:
         TypeError: An argument that `fastload.DataLoader` lacks, or that torch's loader also has.
@@ -55,8 +53,6 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
     from fastload.loader import DataLoader
     from fastload.workers.settings import OPTION_NAMES
 
-    if cache not in (None, "ram"):
-        raise ValueError(f'cache should be "ram" or None, but got {cache!r}')
     for name in defaults:
         if name not in OPTION_NAMES:
             raise TypeError(
@@ -64,7 +60,7 @@ def patch_torch(*, cache: Literal["ram"] | None = None, **defaults: Any) -> None
                 f"loader lacks: {', '.join(sorted(OPTION_NAMES))}"
             )
     DataLoader([0], **{**state.defaults, **defaults})  # type: ignore[arg-type]  # raises if they do not fit
-    _patch(cache, defaults)
+    _patch(defaults)
 
 
 def unpatch_torch() -> None:
@@ -76,7 +72,7 @@ def unpatch_torch() -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
     state.is_patched = False
-    state.defaults, state.cache = {}, None
+    state.defaults = {}
     # A library might have wrapped the hooked method in the meantime: it keeps it, which has no effect now.
     if vars(TorchLoader)["__init__"] is _hooked_init():
         _set(TorchLoader, "__init__", _hooked_init().__wrapped__)
@@ -84,15 +80,14 @@ def unpatch_torch() -> None:
         del TorchLoader.__init_subclass__
 
 
-def patch_on_import(*, cache: str | None, defaults: dict[str, Any], is_verbose: bool) -> None:
+def patch_on_import(*, defaults: dict[str, Any], is_verbose: bool) -> None:
     """Patch this process and its child processes as soon as they import torch's loader.
 
     Args:
-        cache: As for `patch_torch`.
         defaults: As for `patch_torch`; checked when the first loader is made.
         is_verbose: Write the lines of `State.say` to standard error, and the number of loaders at exit.
     """
-    settings = {"cache": cache, "defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
+    settings = {"defaults": defaults, "is_verbose": is_verbose, "pid": os.getpid()}
     os.environ[_SETTINGS] = json.dumps(settings)
     state.is_verbose = is_verbose
     atexit.register(_report, os.getpid())
@@ -105,7 +100,7 @@ def from_environment() -> None:
     if _is_child():
         state.is_verbose = settings["is_verbose"]
         atexit.register(_report, os.getpid())
-    _patch(settings["cache"], settings["defaults"])
+    _patch(settings["defaults"])
 
 
 def _report(pid: int) -> None:
@@ -114,13 +109,10 @@ def _report(pid: int) -> None:
     has_begun = hasattr(sys.modules["__main__"], "__file__")  # a script that python cannot read has none
     if os.getpid() == pid and (number or (has_begun and not _is_child())):
         loaders = f"{number} loaders of torch were" if number > 1 else f"{number or 'no'} loader of torch was"
-        uncached = ""
-        if state.cache is not None and not number:
-            uncached = (
-                f", so --cache {state.cache} has cached nothing. A script that uses fastload's DataLoader "
-                "wraps its dataset itself: fastload.CachedDataset(dataset, transform)"
-            )
-        state.say(f"{loaders} replaced in process {pid}{uncached}")
+        state.say(f"{loaders} replaced in process {pid}")
+    stats = sys.modules.get("fastload.epochs.stats")
+    if os.getpid() == pid and stats is not None and (hits := stats.Recorder.all_hits):
+        state.say(f"{hits:,} times, the pixels of a file or sample came from a cache in process {pid}")
     if os.getpid() == pid and state.seeds_pipelines and "albumentations" in sys.modules:
         state.say(
             "albumentations pipelines were seeded, differently in each worker, so their draws differ from "
@@ -133,10 +125,9 @@ def _is_child() -> bool:
     return bool(settings.get("pid") != os.getpid())
 
 
-def _patch(cache: str | None, defaults: dict[str, Any]) -> None:
+def _patch(defaults: dict[str, Any]) -> None:
     from torch.utils.data.dataloader import DataLoader as TorchLoader
 
-    state.cache = cache or state.cache
     state.defaults = {**state.defaults, **defaults}
     state.is_patched = True
     method: Any = vars(TorchLoader)["__init__"]

@@ -10,7 +10,6 @@ import torch.utils.data
 
 import fastload.loader
 from fastload.batch.loader_collate import carried_settings
-from fastload.integrations.ram_cache import cached
 from fastload.integrations.state import state
 from fastload.system.notes import add_note
 from fastload.workers.settings import default_options
@@ -39,8 +38,6 @@ class DataLoader(fastload.loader.DataLoader):
             carried = carried_settings(collate_fn, args[0] if args else kwargs.get("dataset"))
             added = {name: value for name, value in state.defaults.items() if name not in {*carried, *kwargs}}
             kwargs = {**carried, **added, **kwargs}
-            if state.cache is not None:
-                args, kwargs = _with_cache(args, kwargs)
         try:
             super().__init__(*args, **kwargs)
         except (TypeError, ValueError) as error:
@@ -55,12 +52,3 @@ class DataLoader(fastload.loader.DataLoader):
 # A derived class that calls torch's constructor by name after unpatch_torch() sets none of these.
 for _name, _default in default_options().items():
     setattr(DataLoader, _name, _default)
-
-
-def _with_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments with the dataset behind a cache, if it can be cached."""
-    if args:
-        return (cached(args[0]), *args[1:]), kwargs
-    if "dataset" in kwargs:
-        return args, {**kwargs, "dataset": cached(kwargs["dataset"])}
-    return args, kwargs  # torch's own error says what is missing

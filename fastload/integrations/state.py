@@ -16,7 +16,6 @@ class State:
     Attributes:
         is_patched: Whether `torch.utils.data.DataLoader` builds fastload's loader.
         defaults: Arguments of fastload's loader, for calls that do not set them.
-        cache: `"ram"` to wrap the datasets that can be cached; None to wrap none.
         is_verbose: Whether `fastload run` requested lines on standard error.
         num_replaced: Loaders built instead of torch's.
         seeds_pipelines: Whether one of them seeds albumentations pipelines.
@@ -24,7 +23,6 @@ class State:
 
     is_patched: bool = False
     defaults: dict[str, Any] = field(default_factory=dict)
-    cache: str | None = None
     is_verbose: bool = False
     num_replaced: int = 0
     seeds_pipelines: bool = False

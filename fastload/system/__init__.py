@@ -3,5 +3,6 @@
 Read `budget` (how much memory to take), `cpus` and `limits` first. Then, in any order: `linux`, `locks`,
 `disk` and `worker_memory` (what the system offers); `ranks`; `child_process`, `wakeup` and `remote_error`
 (processes and threads); `checks` (of arguments and files), `os_errors`, `notes`, `logs` and `humanize` (what
-users read); `torch_private` (torch's private names), `torchvision_arrays` and `lazy_exports` (public names).
+users read); `cache_counts` (hits and misses); `torch_private` (torch's private names), `torchvision_arrays`
+and `lazy_exports` (public names).
 """

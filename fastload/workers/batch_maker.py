@@ -20,11 +20,11 @@ import torch
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
-from fastload.cache.format.sample_cache import cache_counts
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
 from fastload.rng.seeding import work_as_thread
+from fastload.system.cache_counts import cache_counts
 from fastload.system.remote_error import RemoteError
 from fastload.system.torch_private import set_thread_name, set_worker_info
 from fastload.system.worker_memory import keep_freed_memory
@@ -115,7 +115,8 @@ class BatchMaker:
         hits, self._hits = self._hits, cache_counts.hits
         misses, self._misses = self._misses, cache_counts.misses
         busy_us = (self._since_ns - before_ns - idle_ns) // 1000
-        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses)
+        reasons = cache_counts.take_reasons()
+        return WorkerCounters(busy_us, self._hits - hits, self._misses - misses, reasons)
 
     def _take_process(self, spec: WorkerSpec, seed: int) -> None:
         keep_freed_memory(spec.num_workers)
@@ -209,6 +210,7 @@ def make_fetcher(
         seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
+        reading=None if spec.file_cache is None else spec.file_cache.reading,
     )
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastload.batch.packing import Packed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastload.batch.dataset_state import DatasetState
     from fastload.batch.failures import FailedSample
     from fastload.memory.ring import Slot
@@ -61,6 +63,7 @@ class FetchRequest(NamedTuple):
 
 # The last counters are the consumer's own, and workers send the others.
 _NUM_OF_CONSUMER = 2
+_NO_REASONS: Mapping[str, int] = {}
 
 
 class WorkerCounters(NamedTuple):
@@ -70,6 +73,7 @@ class WorkerCounters(NamedTuple):
         busy_us: Microseconds in which the worker did not wait for a request.
         cache_hits: Samples found in a cache; also of batches that no caller received.
         cache_misses: Samples read from the source of a cache.
+        miss_reasons: Why files were decoded, and how often.
         num_copies: Batches copied because their slot could not be lent.
         num_restarts: Workers that replaced dead ones.
     """
@@ -77,6 +81,7 @@ class WorkerCounters(NamedTuple):
     busy_us: int = 0
     cache_hits: int = 0
     cache_misses: int = 0
+    miss_reasons: Mapping[str, int] = _NO_REASONS
     num_copies: int = 0
     num_restarts: int = 0
 

@@ -26,6 +26,7 @@ from torch.utils.data import (
 from fastload.batch.failures import check_max_errors
 from fastload.batch.source import reads_ahead
 from fastload.device.devices import check_device
+from fastload.readers.request import check_cache
 from fastload.rng.sample_rng import check_dataset
 from fastload.system import budget
 from fastload.system.checks import Check, integer, one_of
@@ -39,6 +40,7 @@ from fastload.workers.worker_spec import WorkerSpec
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from fastload.cache.file_cache import FileCache
     from fastload.workers.auto_workers import AutoWorkers
     from fastload.workers.pool import WorkerPool
 
@@ -80,6 +82,7 @@ class Options:
     on_error: str | Callable[..., Any] = "raise"
     max_errors: int | float = 0.01
     max_worker_restarts: int = 0
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if self.on_error == "skip":  # the word of `fastload cache build`
@@ -93,6 +96,7 @@ class Options:
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
         check_max_errors(self.max_errors)
+        check_cache(self.cache)
         if self.max_prefetch_memory != "auto":
             budget.check_memory(self.max_prefetch_memory, name="max_prefetch_memory")
         if self.device is not None:
@@ -170,12 +174,13 @@ else:
     LoaderSettings = torch.utils.data.DataLoader
 
 
-def worker_spec(loader: LoaderSettings, base_seed: int) -> WorkerSpec:
+def worker_spec(loader: LoaderSettings, base_seed: int, file_cache: FileCache | None) -> WorkerSpec:
     """What workers run for this loader, and what runs without workers.
 
     Args:
         loader: Its settings are read; it is not kept.
         base_seed: The seed drawn when the iterator was made.
+        file_cache: What its `cache` is.
     """
     return WorkerSpec(
         dataset=loader.dataset,
@@ -191,6 +196,7 @@ def worker_spec(loader: LoaderSettings, base_seed: int) -> WorkerSpec:
         seeds_samples=loader.seeding == "sample",
         on_error=loader.on_error,
         replacements=_replacements(loader),
+        file_cache=file_cache,
         batch_transform=None if loader.batch_transform is None else compose(loader.batch_transform),
     )
 

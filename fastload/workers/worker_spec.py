@@ -24,6 +24,8 @@ from fastload.system.notes import add_note
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastload.cache.file_cache import FileCache
+
 
 @dataclass(kw_only=True)
 class WorkerSpec(FetchSettings):
@@ -36,6 +38,7 @@ class WorkerSpec(FetchSettings):
         num_workers: The number of workers of the loader.
         seed_albumentations: Whether transforms of albumentations and MONAI get random streams.
         seeds_samples: Whether each sample is seeded (``seeding="sample"``).
+        file_cache: Remembers the files that are decoded; None: nothing does.
     """
 
     dataset: Any
@@ -44,6 +47,7 @@ class WorkerSpec(FetchSettings):
     num_workers: int
     seed_albumentations: bool
     seeds_samples: bool
+    file_cache: FileCache | None = None
 
     def load(self) -> WorkerSpec:
         """This object itself: under fork nothing was pickled."""

@@ -17,6 +17,7 @@ import pytest
 
 from fastload.cache.ram import arena
 from fastload.cache.ram.arena import CURSOR_AT, TABLE_AT
+from fastload.cache.ram.file_table import FileTable, encode
 from fastload.cache.ram.shared import SharedMemoryCache
 from fastload.memory.segment import Segment
 from tests.cache.zoo import Images, RaggedImages
@@ -139,6 +140,28 @@ def test_a_sample_is_complete_wherever_its_entry_is_seen(kind: Any, steps: list[
     assert is_safe([writer, reader], "entry", on_arm)
     assert kind is RaggedImages or is_safe([writer, writer, reader], "entry", on_arm)  # which write the same
     assert not is_safe([writer, careless], "entry", on_arm)
+    assert not is_safe([without, reader], "entry", on_arm)
+    assert is_safe([without, reader], "entry", on_x86)
+
+
+def test_a_file_is_complete_wherever_its_entry_leads_to_it(steps: list[Step]) -> None:
+    """On ARM, by the fence before the entry and by addresses that are computed from it."""
+    table = FileTable.create(1 << 20, "a name", 0)
+    record = encode(bytes(16), np.arange(999), None)
+    assert record is not None
+    steps.clear()
+    assert table.put(record)
+
+    taken = next(place for place, step in enumerate(steps) if step == store("entry"))
+    written = [step for step in steps[:taken] if step.place.startswith("sample")]
+    writer = of(steps[taken + 1 :], "sample", "entry")
+    places = [step.place for step in writer if step.kind == STORE and step.place != "entry"]
+    reader = [load("entry"), *(load(place, after="entry") for place in places)]
+    without = [step for step in writer if step.kind != FENCE]
+    assert written == []
+    assert len(places) == 4
+    assert is_safe([writer, reader], "entry", on_arm)
+    assert not is_safe([writer, [load("entry"), *map(load, places)]], "entry", on_arm)
     assert not is_safe([without, reader], "entry", on_arm)
     assert is_safe([without, reader], "entry", on_x86)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from fastload.cli import main
@@ -395,11 +396,33 @@ def test_seeded_pipelines_are_told_in_one_line(tmp_path: Path, run: Run) -> None
     assert told == [1, 0]
 
 
-def test_datasets_that_are_not_cached_are_named_once(run: Run) -> None:
-    """`--cache ram` says why not, and the script works."""
-    done = run("run", "--cache", "ram", "train.py")
+READS = """
+import numpy, PIL.Image, {loader}
+from fastload.readers import identity
+identity.SETTLED_S = 0  # the photo was just written
+
+class Photos:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return numpy.array(PIL.Image.open("photo.png"))
+
+for epoch in range(2):
+    for batch in {loader}.DataLoader(Photos(), 2, num_workers=1, multiprocessing_context="fork"):
+        print(batch.sum().item())
+"""
+
+
+@pytest.mark.parametrize("loader", ["torch.utils.data", "fastload"])
+def test_files_are_remembered_for_every_loader_of_a_script(tmp_path: Path, run: Run, loader: str) -> None:
+    """With `--cache ram`, torch's and fastload's own; a line at the end says how often they were found."""
+    Image.frombytes("RGB", (8, 8), bytes(range(192))).save(tmp_path / "photo.png")
+    (tmp_path / "reads.py").write_text(READS.format(loader=loader))
+    done = run("run", "--cache", "ram", "reads.py")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("fastload: --cache ram: helper.Noise is not cached: only ImageFolder") == 1
+    assert done.stdout.splitlines() == [f"{2 * sum(range(192))}"] * 4
+    assert "7 times, the pixels of a file or sample came from a cache" in done.stderr
 
 
 # Prints each batch; the script's argument says how it ends, most often in the middle of the epoch.

@@ -14,6 +14,7 @@ from fastload.batch.source import inside_subsets, read_ahead, reads_ahead
 from fastload.cache.format.undecoded import decode_images
 from fastload.cache.lmdb.lmdb_dataset import LMDBDataset
 from fastload.images.folder import ImageFolder
+from fastload.readers.decode_cache import inactive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -77,7 +78,9 @@ def encoded_source(dataset: Any, *, is_needed: bool = True) -> Any:
 
 
 def _decoded(dataset: Any, index: int) -> Any:
-    return decode_images(dataset[index])
+    sample = dataset[index]
+    with inactive():  # the sample is cached, so its files need not be remembered
+        return decode_images(sample)
 
 
 def _encoded(dataset: Any, index: int) -> Any:

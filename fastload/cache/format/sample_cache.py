@@ -1,12 +1,11 @@
 """SampleCache: the interface that CachedDataset expects of a cache; BaseCache: what our caches inherit.
 
 A cache pickles as a handle, which becomes an empty cache where it cannot be reached. `copy.deepcopy` returns
-the same cache. `cache_counts` counts the accesses to all caches.
+the same cache.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -105,21 +104,3 @@ class BaseCache(SampleCache):
     def gather(self, indices: npt.NDArray[np.intp], allocate: Allocate) -> Any | None:
         """None: each sample is read by itself."""
         return None
-
-
-class CacheCounts(threading.local):
-    """The accesses of the calling thread to all `CachedDataset`s.
-
-    The code that fetches a batch reads these counts before and after it. The difference covers every cache
-    inside the dataset, at any depth, and no other threads.
-
-    Attributes:
-        hits: Samples found in a cache.
-        misses: Samples read from their source.
-    """
-
-    hits = 0
-    misses = 0
-
-
-cache_counts = CacheCounts()

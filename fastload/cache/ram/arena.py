@@ -237,13 +237,17 @@ class Arena:
         return False
 
     def claim(
-        self, advance: Callable[[Cursor], Cursor | None], on_short: Callable[[], object]
+        self,
+        advance: Callable[[Cursor], Cursor | None],
+        on_short: Callable[[], object],
+        reserve: Callable[[Cursor], bool] = lambda _: True,
     ) -> Cursor | None:
         """Claim space for this caller alone.
 
         Args:
             advance: Takes the cursor, and returns the cursor after the claim; None to claim nothing.
             on_short: Called at the first claim of all processes that exceeds the limits.
+            reserve: Takes the cursor, under the lock and before an allowed claim counts; False denies it.
 
         Returns:
             The cursor before the claim; None if nothing was claimed.
@@ -258,7 +262,7 @@ class Arena:
             after = advance(cursor)
             if after is None:
                 return None
-            is_allowed = self._allows(after)
+            is_allowed = self._allows(after) and reserve(cursor)
             self._set(after if is_allowed else cursor._replace(is_short=1))
         if not is_allowed and not cursor.is_short:
             on_short()
@@ -304,12 +308,9 @@ class Arena:
         Raises:
             SharedMemoryError: There is no memory for the table, or it cannot be mapped.
         """
-        offset = TABLE_AT + index * ENTRY_BYTES
-        if self._writable is None:
-            pages = self.segment.map(writable=True, nbytes=self._table_end)
-            self._writable = pages, memoryview(pages).cast("Q")
-        pages, words = self._writable
-        page = offset // PAGE_BYTES
+        pages, words = self._words()
+        place = TABLE_AT // ENTRY_BYTES + index
+        page = place * ENTRY_BYTES // PAGE_BYTES
         if page not in self._allocated:
             populate(pages, page * PAGE_BYTES, PAGE_BYTES)  # raises here, where a store would be a SIGBUS
             self._allocated.add(page)
@@ -318,7 +319,24 @@ class Arena:
         # reader sees half of it. Readers need no fence, because they compute the address of the payload from
         # the entry (see `memory.memory_model`).
         fence()
-        words[offset // ENTRY_BYTES] = entry
+        words[place] = entry
+
+    @property
+    def words(self) -> memoryview:
+        """The header and the table as words of 8 bytes that this process can write.
+
+        A store to a page that has no memory yet can end the process with a SIGBUS.
+
+        Raises:
+            SharedMemoryError: They cannot be mapped.
+        """
+        return self._words()[1]
+
+    def _words(self) -> tuple[mmap.mmap, memoryview]:
+        if self._writable is None:
+            pages = self.segment.map(writable=True, nbytes=self._table_end)
+            self._writable = pages, memoryview(pages).cast("Q")
+        return self._writable
 
 
 def _lock_denied(error: OSError) -> None:

@@ -34,7 +34,7 @@ from fastload.cache.ram.arena import (
     create_segment,
     read_description,
 )
-from fastload.errors import SharedMemoryError
+from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, Segment, round_up
 from fastload.nested.leaf import IMAGE, dtype_name, numpy_dtype
 from fastload.nested.spec import Spec, flatten
@@ -208,7 +208,10 @@ class Layout:
         Raises:
             CacheMismatchError: The segment is not a cache of this format version, or its size could change.
         """
-        return cls.from_dict(read_description(segment))
+        fields = read_description(segment)
+        if "spec" not in fields:
+            raise CacheMismatchError("not a cache of samples")
+        return cls.from_dict(fields)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Layout:

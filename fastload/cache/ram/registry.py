@@ -155,6 +155,15 @@ def entries(name: str | None = None) -> list[Entry]:
     return live
 
 
+def changed_ns() -> int | None:
+    """When an entry was added or removed last, as the clock of files counts; None without a registry."""
+    path = directory()
+    try:
+        return None if path is None else path.stat().st_mtime_ns
+    except OSError:  # just removed
+        return None
+
+
 def _is_over(path: Path, entry: Entry) -> bool:
     """Whether the time of an entry of another PID namespace is over; renews one of this namespace."""
     try:
@@ -200,8 +209,9 @@ def unregister(entry: Entry) -> None:
 
 
 @contextlib.contextmanager
-def creating() -> Iterator[bool]:
-    """Hold the user's lock on the creation of caches; yields False if it is not free within a second."""
+def creating(wait_s: float | None = None) -> Iterator[bool]:
+    """Hold the user's lock on the creation of caches; yields False if it is not free in time (a second)."""
+    wait_s = _CREATION_WAIT_S if wait_s is None else wait_s
     path = directory()
     if path is None:
         yield False
@@ -210,7 +220,7 @@ def creating() -> Iterator[bool]:
     def failed(error: OSError) -> None:
         log.info("cache: cannot lock the registry at %s: %s", path, error.strerror)
 
-    with flocked(lambda: _open(path / _LOCK_NAME), wait_s=_CREATION_WAIT_S, failed=failed) as has_lock:
+    with flocked(lambda: _open(path / _LOCK_NAME), wait_s=wait_s, failed=failed) as has_lock:
         yield has_lock
 
 

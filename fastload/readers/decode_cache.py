@@ -1,0 +1,229 @@
+"""DecodeCache: what decoders made of files, found again while a dataset is read.
+
+A dataset's code runs in full on every access; a reader asks the cache of its thread before it decodes. Rules:
+
+1. No memory of the store reaches user code: whatever a reader returns is a private copy, writable or
+   read-only as the library's own result.
+2. A value is stored only if its identity was equal before and after decoding.
+3. A key that cannot be built is no cache, never an error. Whatever is not understood is decoded.
+4. A share of the hits is decoded again and compared (`FASTLOAD_VERIFY`, 0.01 by default, 1 in the tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from fastload.errors import DecodeMismatchError
+from fastload.readers.identity import Identity, Unknown, digest
+from fastload.system.cache_counts import cache_counts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import numpy.typing as npt
+
+VERIFY_VARIABLE = "FASTLOAD_VERIFY"
+_VERIFY_SHARE = 0.01
+NEW = "new"
+FULL = "no memory left for it"
+UNUSUAL = "a result or arguments that the cache does not know"
+
+
+class Stored(NamedTuple):
+    """What was stored of a file.
+
+    Attributes:
+        array: The pixels, in the store's memory: read-only, and for readers alone.
+        note: Plain values that the reader stored beside them.
+    """
+
+    array: npt.NDArray[Any]
+    note: Any
+
+
+class DecodeStore(Protocol):
+    """Keeps arrays under keys of 16 bytes; processes and threads share it."""
+
+    def get(self, key: bytes) -> Stored | None:
+        """What is stored under a key, if anything."""
+        ...
+
+    def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
+        """Store an array and a note of plain values; False, as often as it likes, if it does not."""
+        ...
+
+
+class DecodeCache:
+    """The decoded files of datasets that are being read; `cache_counts` counts the accesses.
+
+    Args:
+        store: Where they are.
+        verify_share: Which share of the hits is decoded again and compared; None: as FASTLOAD_VERIFY says.
+
+    Attributes:
+        store: As given.
+        habits: What readers learnt from ordinary accesses.
+    """
+
+    def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
+        self.store = store
+        self.habits: dict[Any, Any] = {}
+        self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
+        self._unverified = 0.0
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[DecodeCache]:
+        """Let readers in this thread use the cache."""
+        before, _thread.cache = current(), self
+        try:
+            yield self
+        finally:
+            _thread.cache = before
+
+    def find(self, key: bytes) -> Stored | None:
+        """What is stored under a key; counts a hit."""
+        stored = self.store.get(key)
+        cache_counts.hits += stored is not None
+        return stored
+
+    def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
+        """Store what was decoded; the array is copied. Counts a miss."""
+        is_stored = self.store.put(key, array, note)
+        self.missed(NEW if is_stored else FULL)
+        return is_stored
+
+    def missed(self, reason: Unknown | str) -> None:
+        """Count that something was decoded and not stored."""
+        cache_counts.misses += 1
+        cache_counts.reasons[reason.value if isinstance(reason, Unknown) else reason] += 1
+
+    def is_verification_due(self) -> bool:
+        """Whether to decode this hit again and compare it; draws no random numbers."""
+        self._unverified += self._verify_share
+        if self._unverified < 1:
+            return False
+        self._unverified -= 1
+        return True
+
+    def array(
+        self,
+        kind: str,
+        identify: Callable[[], Identity | Unknown],
+        arguments: tuple[Any, ...],
+        decode: Callable[[], Any],
+        *,
+        where: Any,
+        pack: Callable[[Any], Packed | None] | None = None,
+        unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
+    ) -> Any:
+        """What ``decode`` returns, with memory of its own that the caller can write to.
+
+        Args:
+            kind: The function, and the versions of the libraries that its result depends on.
+            identify: Called before and after decoding.
+            arguments: All that decides the result beside the bytes.
+            decode: The library's own function.
+            where: The path or other source, for errors.
+            pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
+            unpack: Makes a result of what `pack` returned, with memory of its own.
+        """
+        pack, unpack = pack or pack_array, unpack or unpack_array
+        identity = identify()
+        key = None if isinstance(identity, Unknown) else digest(kind, identity.parts, arguments)
+        if key is None:
+            self.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
+            return decode()
+        stored = self.find(key)
+        if stored is not None:
+            if self.is_verification_due():
+                packed = pack(decode())
+                if packed is None or packed[1] != stored.note:
+                    raise DecodeMismatchError(where)
+                self.verify(stored.array, packed[0], where)
+            return unpack(stored.array, stored.note)
+        result = decode()
+        packed = pack(result)
+        if packed is None:
+            self.missed(UNUSUAL)
+        elif identify() != identity:
+            self.missed(Unknown.TOO_NEW)
+        else:
+            self.keep(key, *packed)
+        return result
+
+    def verify(self, stored: npt.NDArray[Any], decoded: Any, where: Any) -> None:
+        """Compare what is stored with what was just decoded.
+
+        Raises:
+            DecodeMismatchError: They differ.
+        """
+        if not (
+            type(decoded) is np.ndarray
+            and decoded.dtype == stored.dtype
+            and decoded.shape == stored.shape
+            and decoded.tobytes() == stored.tobytes()  # NaN equals itself, and arrays have any layout
+        ):
+            raise DecodeMismatchError(where)
+
+
+Packed = tuple["npt.NDArray[Any]", Any]
+
+
+def pack_array(result: Any) -> Packed | None:
+    """A plain array in the order of C, and whether the result is its transpose; None for other results."""
+    if type(result) is not np.ndarray or result.dtype.hasobject or result.dtype.names is not None:
+        return None
+    flags = result.flags
+    if not flags.writeable or not flags.forc or not result.size:
+        return None
+    return (result, False) if flags.c_contiguous else (result.T, True)
+
+
+def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[Any]:
+    """A copy of what `pack_array` returned, as the result was."""
+    copy = stored.copy()
+    return copy.T if is_transposed else copy
+
+
+class _Thread(threading.local):
+    cache: DecodeCache | None = None
+
+
+_thread = _Thread()
+
+
+def current() -> DecodeCache | None:
+    """The cache that is active in this thread."""
+    return _thread.cache
+
+
+@contextlib.contextmanager
+def inactive() -> Iterator[None]:
+    """Let nothing be remembered in this thread."""
+    before = current()
+    _thread.cache = None
+    try:
+        yield
+    finally:
+        _thread.cache = before
+
+
+def verify_share_of_environment() -> float:
+    """The share in FASTLOAD_VERIFY.
+
+    Raises:
+        ValueError: It is not a number from 0 to 1.
+    """
+    text = os.environ.get(VERIFY_VARIABLE) or str(_VERIFY_SHARE)
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise ValueError(f"{VERIFY_VARIABLE}={text!r} is not a share: set it to a number from 0 to 1")
+    return share

@@ -1,0 +1,164 @@
+"""What identifies the bytes that a decoder reads: a file as fstat knows it, or the content of a buffer.
+
+Rules:
+
+1. A path alone identifies nothing. A file is known by the device, inode, size, mtime and ctime of what was
+   opened. Device and inode last on some file systems only; on all others, the path that the kernel knows and
+   the mount belong to the identity.
+2. A descriptor identifies an object only if the object reads that very file: exactly an `io.FileIO`, or an
+   `io.BufferedReader` over one. The `fileno()` of a member of an archive, of a gzip file or of a spooled file
+   is that of a different file.
+3. A file that changed a moment ago has no identity, because its times could stay equal at the next change. A
+   time in the future never becomes old enough.
+4. Asking never raises and changes nothing: what cannot be identified gives the reason.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import io
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fastload.system.limits import read_text
+
+# Changes that are closer together than the resolution of a file system's clock leave equal times; the clocks
+# of servers differ. Only tests change these.
+SETTLED_S = 2.0
+SETTLED_REMOTE_S = 60.0
+
+# Here, an inode goes to another file after a deletion alone, which shows in ctime.
+_LASTING_INODES = frozenset({"ext4", "xfs", "btrfs", "zfs", "tmpfs"})
+_LOCAL = _LASTING_INODES | {"erofs", "ext2", "ext3", "f2fs", "iso9660", "overlay", "ramfs", "squashfs"}
+_MOUNTS_LAST_S = 10.0  # so long, a device number is taken for the file system that it was
+
+
+class Identity(NamedTuple):
+    """What identifies some bytes: plain values that are equal for equal bytes alone."""
+
+    parts: tuple[int | str | bytes, ...]
+
+
+class Unknown(enum.Enum):
+    """Why some bytes have no identity; the value is the reason in a report."""
+
+    TOO_NEW = "changed a moment ago, or in the future"
+    NOT_A_FILE = "not read from a plain file"
+    UNREADABLE = "could not be asked"
+
+
+class _FileSystem(NamedTuple):
+    has_lasting_inodes: bool
+    settled_s: float  # how long a file must have been unchanged
+    mount: str
+    read_s: float  # when this was read, of time.monotonic()
+
+
+_file_systems: dict[int, _FileSystem] = {}  # by device
+_DESCRIPTORS, _MOUNTS = Path("/proc/self/fdinfo"), Path("/proc/self/mountinfo")
+_PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+
+
+def identify_path(path: Any) -> Identity | Unknown:
+    """The identity of the file at a path now; ask again after reading, because the path can be switched."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        return Unknown.NOT_A_FILE
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            return Unknown.NOT_A_FILE
+        file_system = _file_systems.get(status.st_dev)
+        if file_system is None or not file_system.has_lasting_inodes or _is_old(file_system):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            try:
+                return identify_descriptor(descriptor)
+            finally:
+                os.close(descriptor)
+        return _identity_of(status, file_system, "")
+    except (OSError, ValueError):  # deleted, forbidden, or not a path
+        return Unknown.UNREADABLE
+
+
+def identify_stream(stream: Any) -> Identity | Unknown:
+    """The identity of the file that a Python file object reads, wherever its position is."""
+    raw = stream.raw if type(stream) is io.BufferedReader else stream
+    if type(raw) is not io.FileIO:
+        return Unknown.NOT_A_FILE
+    try:
+        return identify_descriptor(raw.fileno())
+    except ValueError:  # it is closed
+        return Unknown.UNREADABLE
+
+
+def identify_descriptor(descriptor: int) -> Identity | Unknown:
+    """The identity of an open file."""
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return Unknown.NOT_A_FILE
+        file_system = _file_systems.get(status.st_dev)
+        if file_system is None or _is_old(file_system):
+            file_system = _file_systems[status.st_dev] = _file_system_of(descriptor)
+        path = "" if file_system.has_lasting_inodes else os.readlink(f"/proc/self/fd/{descriptor}")
+        return _identity_of(status, file_system, path)
+    except OSError:
+        return Unknown.UNREADABLE
+
+
+def identify_content(buffer: Any) -> Identity | Unknown:
+    """The identity of the bytes in a contiguous buffer: a hash of them."""
+    try:
+        with memoryview(buffer) as view, view.cast("B") as content:
+            if "O" in view.format:  # addresses of objects
+                return Unknown.NOT_A_FILE
+            return Identity((hashlib.sha256(content).digest(), content.nbytes))
+    except (TypeError, ValueError, BufferError):
+        return Unknown.NOT_A_FILE
+
+
+def digest(*parts: Any) -> bytes | None:
+    """A key of 16 bytes for plain values: int, float, str, bytes, bool, None, and tuples of these.
+
+    None for values of any other type, whose repr might not tell them apart.
+    """
+    if not _is_plain(parts):
+        return None
+    return hashlib.blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is not tuple:
+        return type(value) in _PLAIN
+    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
+
+
+def _identity_of(status: os.stat_result, file_system: _FileSystem, path: str) -> Identity | Unknown:
+    age_ns = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+    if age_ns < file_system.settled_s * 1e9:
+        return Unknown.TOO_NEW
+    parts = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return Identity(parts if file_system.has_lasting_inodes else (*parts, path, file_system.mount))
+
+
+def _is_old(file_system: _FileSystem) -> bool:
+    return time.monotonic() - file_system.read_s > _MOUNTS_LAST_S
+
+
+def _file_system_of(descriptor: int) -> _FileSystem:
+    """The file system of an open file (proc(5)): fdinfo has the number of its mount, mountinfo the rest."""
+    numbers = [
+        line.split()[1]
+        for line in read_text(_DESCRIPTORS / str(descriptor)).splitlines()
+        if "mnt_id:" in line
+    ]
+    for line in read_text(_MOUNTS).splitlines():
+        fields, _, source = line.partition(" - ")
+        if fields.split()[0] in numbers:
+            kind = source.split()[0]
+            settled_s = SETTLED_S if kind in _LOCAL else SETTLED_REMOTE_S
+            return _FileSystem(kind in _LASTING_INODES, settled_s, line, time.monotonic())
+    return _FileSystem(False, SETTLED_REMOTE_S, "", time.monotonic())

@@ -1,0 +1,84 @@
+"""Patch: an attribute of a library that a wrapper takes the place of; see `patches` for when."""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(eq=False)
+class Patch:
+    """An attribute to replace.
+
+    Attributes:
+        owner: The module or class that has it.
+        name: Its name.
+        wrap: Makes the wrapper from the original.
+    """
+
+    owner: ModuleType | type
+    name: str
+    wrap: Callable[[Any], Any]
+
+    @functools.cached_property
+    def original(self) -> Any:
+        """The attribute when the library was first met."""
+        return vars(self.owner).get(self.name)
+
+    @functools.cached_property
+    def wrapper(self) -> Any:
+        """What takes its place."""
+        wrapper = self.wrap(self.original)
+        if not isinstance(self.owner, ModuleType):
+            return functools.wraps(self.original)(wrapper)
+        function = functools.update_wrapper(_Function(wrapper), self.original)
+        vars(function)["patch"] = self
+        return function
+
+    @property
+    def is_genuine(self) -> bool:
+        """Whether the original is the library's own."""
+        if isinstance(self.original, BuiltinFunctionType):
+            return True
+        home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
+        library = home.partition(".")[0]
+        if isinstance(self.original, FunctionType):
+            origin = str(self.original.__globals__.get("__name__", ""))
+        else:
+            origin = type(self.original).__module__
+        return origin.partition(".")[0] == library
+
+    def put(self) -> None:
+        """Replace the attribute, if it is the original."""
+        if vars(self.owner).get(self.name) is self.original and self.is_genuine:
+            setattr(self.owner, self.name, self.wrapper)
+
+    def take_away(self) -> None:
+        """Restore the attribute, if it is the wrapper."""
+        if vars(self.owner).get(self.name) is self.wrapper:
+            setattr(self.owner, self.name, self.original)
+
+    def reduce(self) -> tuple[Any, ...]:
+        """What pickles the function of a module, whether it is replaced or not."""
+        return pkgutil.resolve_name, (f"{self.owner.__name__}:{self.name}",)
+
+
+class _Function(functools.partial):  # type: ignore[type-arg]  # calls at the speed of C
+    """A wrapper of a module's function, which pickles as the original."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self  # as an attribute of a class, a built-in function is no method
+
+    def __reduce__(self) -> Any:
+        return vars(self)["patch"].reduce()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["patch"].original, name)

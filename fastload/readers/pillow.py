@@ -1,0 +1,368 @@
+"""Pillow: opened images whose file was decoded before take their pixels from the cache.
+
+`PIL.Image.open` stays real, so types, sizes, `info`, EXIF data, drafts and errors are Pillow's. While a cache
+is active, an opened image takes its pixels from the cache when it is loaded (see `lazy_image`), or from
+Pillow, and then they are kept. Rules:
+
+1. The file is identified before Pillow reads its header, and again before pixels are taken, and after pixels
+   were decoded: by the descriptor that Pillow reads, or by the content of an `io.BytesIO`.
+2. A hit leaves the object as loading did: the attributes that changed then are stored beside the pixels. If
+   one of them was not a plain value, nothing is stored.
+3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
+   own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL
+from PIL import Image, ImageFile, features
+from PIL.PngImagePlugin import iTXt
+
+from fastload.readers import lazy_image
+from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.front import Origin
+from fastload.readers.identity import (
+    Identity,
+    Unknown,
+    digest,
+    identify_content,
+    identify_descriptor,
+    identify_stream,
+)
+from fastload.readers.lazy_image import (
+    OPENED,
+    PIXEL_BYTES,
+    LazyCore,
+    LazyMethod,
+    Pixels,
+    core_of,
+    is_possible,
+)
+from fastload.readers.patch import Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastload.readers.decode_cache import Stored
+
+_MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
+_CLASSES = frozenset(
+    {
+        ("PIL.AvifImagePlugin", "AvifImageFile"),
+        ("PIL.BmpImagePlugin", "BmpImageFile"),
+        ("PIL.JpegImagePlugin", "JpegImageFile"),
+        ("PIL.MpoImagePlugin", "MpoImageFile"),
+        ("PIL.PngImagePlugin", "PngImageFile"),
+        ("PIL.TiffImagePlugin", "TiffImageFile"),
+        ("PIL.WebPImagePlugin", "WebPImageFile"),
+    }
+)
+# Its frames are stored one after another, and the first one is loaded by itself.
+_FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
+_ORIENTATION = 0x0112
+_PLAIN = (int, float, str, bytes, bool, type(None))
+_TEXT = "\0iTXt"
+_OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
+_PADDING = 255
+
+
+_patches: list[Patch] = []  # those of classes that decode by themselves are added when they are met
+
+
+def patches() -> list[Patch]:
+    """Those of opened files, and of all images."""
+    if not is_possible():
+        return []
+    _patches[:] = [
+        Patch(ImageFile.ImageFile, "__init__", _remembering),
+        Patch(ImageFile.ImageFile, "load", _loading),
+        *lazy_image.patches(),
+    ]
+    return _patches
+
+
+def _remembering(real: Callable[..., None]) -> Callable[..., None]:
+    def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
+        cache, cls = current(), type(self)
+        if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
+            real(self, fp, *args, **kwargs)
+            return
+        if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
+            _patches.append(Patch(cls, "load", _loading))
+            _patches[-1].put()
+        source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
+        real(self, fp, *args, **kwargs)
+        if self._im is None:
+            vars(self)[OPENED] = _Opened(cache, source)
+
+    return init
+
+
+def _loading(real: Callable[..., Any]) -> LazyMethod:
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = vars(self).get(OPENED)
+        if opened is None or opened.is_loading:
+            return real(self, *args, **kwargs)
+        opened.load(self)
+        return self.load(*args, **kwargs)  # without a cache now
+
+    return LazyMethod(real, load)
+
+
+class _File:
+    """A file object; it is opened once, and Pillow reads its descriptor."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._identity = identify_stream(file)
+
+    def identity(self) -> Identity | Unknown:
+        """That of the file, if it is the same as when it was opened."""
+        now = identify_stream(self._file)
+        return now if now == self._identity else Unknown.TOO_NEW
+
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
+        """Load the image, which may close the file; returns the identity of the file afterwards."""
+        if not is_closed:  # the caller's file: to close a duplicate would end its locks (see fcntl(2))
+            load()
+            return identify_stream(self._file)
+        try:
+            descriptor = os.dup(self._file.fileno())
+        except OSError:  # no descriptor is left
+            load()
+            return Unknown.UNREADABLE
+        try:
+            load()
+            return identify_descriptor(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class _Bytes:
+    """A BytesIO; the object of its content is another one after any change."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        self._file = file
+        self._content = file.getvalue()
+        self._identity: Identity | Unknown | None = None
+
+    def identity(self) -> Identity | Unknown:
+        """That of the content, if it is the same as when it was opened."""
+        if self._file.closed or self._file.getvalue() is not self._content:
+            return Unknown.TOO_NEW
+        if self._identity is None:
+            self._identity = identify_content(self._content)
+        return self._identity
+
+    def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
+        """Load the image; returns the identity of the content before, which cannot change for Pillow."""
+        identity = self.identity()
+        load()
+        return identity
+
+
+class _Opened:
+    """An opened file that is not loaded.
+
+    Args:
+        cache: The cache that was active.
+        source: What it reads.
+    """
+
+    def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
+        self._cache = cache
+        self._source = source
+        self._lock = threading.RLock()
+        self.is_loading = False
+
+    def load(self, image: Any) -> None:
+        """Load an image from the cache, or by Pillow; other threads wait until it is loaded."""
+        with self._lock:
+            if self.is_loading:  # in this thread, or it is done
+                return
+            self.is_loading = True
+            try:
+                self._load(image)
+            finally:
+                vars(image).pop(OPENED, None)
+
+    def _load(self, image: Any) -> None:
+        cache = self._cache
+        if current() is not cache or image._im is not None or image.fp is None:
+            return
+        reason: Unknown | str | None = _why_not(image)
+        identity = self._source.identity()
+        key = None
+        if reason is None and isinstance(identity, Identity):
+            key = _key(image, identity)
+        if key is None:
+            cache.missed(reason or (identity if isinstance(identity, Unknown) else UNUSUAL))
+            return
+        stored = cache.find(key)
+        if stored is None or cache.is_verification_due():
+            self._decode(image, key, identity, stored)
+        else:
+            _restore(image, stored, Origin(cache, key))
+
+    def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
+        """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
+        before, info = _snapshot(vars(image)), _snapshot(image.info)
+        file, cache = image.fp, self._cache
+        with inactive():
+            identity_after = self._source.decode(image.load, is_closed=image._exclusive_fp)
+        if identity_after != identity:
+            if stored is None:
+                cache.missed(Unknown.TOO_NEW)
+            return
+        learned = _learned(image, before, info, file)
+        if learned is None:
+            if stored is None:
+                cache.missed(UNUSUAL)
+            return
+        raw, pixels = _pixels_of(image)
+        if stored is None:
+            cache.keep(key, pixels, (raw, *learned))
+        else:
+            cache.verify(stored.array, pixels, image.filename or "an image in memory")
+
+
+def _why_not(image: Any) -> str | None:
+    """Why an image cannot come from the cache; None if it can."""
+    name = type(image).__name__
+    if image.mode not in _MODES:
+        return UNUSUAL
+    if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
+        return "a frame of several"
+    if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
+        return UNUSUAL  # loading turns it, and changes its tags
+    return None
+
+
+def _key(image: Any, identity: Identity) -> bytes | None:
+    cls = type(image)
+    return digest(
+        _versions(),
+        identity.parts,
+        (cls.__module__, cls.__name__, image.mode, tuple(image.size)),
+        tuple(map(tuple, image.tile)),
+        tuple(image.decoderconfig),
+        bool(ImageFile.LOAD_TRUNCATED_IMAGES),
+        bool(image._exclusive_fp),  # Pillow closes such a file
+        getattr(image, "tile_prefix", b""),
+    )
+
+
+@functools.cache
+def _versions() -> bytes | None:
+    names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
+    codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
+    return digest("Pillow", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
+
+
+def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
+    """The attributes before loading, which changes some lists and dicts in place."""
+    return {
+        name: value.copy() if type(value) in (list, dict) else value for name, value in attributes.items()
+    }
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+    """The entries that loading has changed."""
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in before
+        or (before[name] != value if type(value) in (list, dict) else before[name] is not value)
+    }
+
+
+def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any) -> Any:
+    """What loading has done, as a note to `_restore`; None if it did something unusual."""
+    attributes, entries = _changed(before, vars(image)), _changed(info, image.info)
+    for name in ("_im", "fp", "tile", "info", *(["_exif"] if _is_tiff(image) else [])):
+        attributes.pop(name, None)
+    readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
+    attributes[readonly] = vars(image)[readonly]
+    note = (
+        image.mode,
+        image.size,
+        _packed(attributes),
+        _packed(entries),
+        image.fp is not None,
+        None if file.closed else file.tell(),
+    )
+    is_usual = (
+        vars(image).get("map") is None
+        and (image.fp is None or image.fp is file)
+        and not image.tile
+        and before.keys() - {OPENED} <= vars(image).keys()
+        and info.keys() <= image.info.keys()
+        and _is_plain(note)
+    )
+    return note if is_usual else None
+
+
+def _packed(value: Any) -> Any:
+    """A value, with the international texts of PNG as tuples, which nothing else begins like."""
+    if type(value) is dict:
+        return {name: _packed(part) for name, part in value.items()}
+    return (_TEXT, str(value), value.lang, value.tkey) if type(value) is iTXt else value
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _unpacked(part) for name, part in value.items()}
+    return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN
+
+
+def _pixels_of(image: Any) -> tuple[str, Any]:
+    """The raw mode that holds all of a loaded image, and its pixels in it, `(n,) uint8`."""
+    raw = image.mode
+    if raw == "RGB" and image.format not in _OPAQUE:
+        # Its fourth byte shows in Arrow and in the raw mode RGBX.
+        content = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint32)
+        if content.min() >> 24 != _PADDING:
+            return "RGBX", content.view(np.uint8)
+    return raw, np.frombuffer(image.tobytes(), np.uint8)
+
+
+def _is_tiff(image: Any) -> bool:
+    return bool(image.format == "TIFF")
+
+
+def _restore(image: Any, stored: Stored, origin: Origin) -> None:
+    """Leave an image as loading did."""
+    raw, mode, size, attributes, entries, keeps_file, position = stored.note
+    file = image.fp
+    if raw in PIXEL_BYTES and image.palette is None:
+        image.im = LazyCore(Pixels.of(mode, raw, size, stored.array), origin)
+    else:
+        image.im = core_of(mode, raw, size, stored.array)
+    image.tile = []
+    if _is_tiff(image):
+        image.load_end()  # reads the EXIF data while the file is open
+    vars(image).update(_unpacked(attributes))
+    image.info.update(_unpacked(entries))
+    if position is None:
+        file.close()
+    else:
+        file.seek(position)
+    if not keeps_file:
+        image.fp = None
+    if image.palette is not None:
+        Image.Image.load(image)

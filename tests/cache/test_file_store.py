@@ -1,0 +1,598 @@
+"""The store of decoded files: what comes back, how it grows and lets go, and who shares it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import multiprocessing
+import os
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from fastload.cache.ram import arena, file_store, file_table, registry
+from fastload.cache.ram.file_store import PrivateFileStore, SharedFileStore, open_store
+from fastload.memory import segment
+from fastload.system import budget
+from fastload.system.locks import flock_fd
+from fastload.system.logs import say_once
+from tests.kit import faults
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MB = 1 << 20
+KB = 1 << 10
+pytestmark = pytest.mark.usefixtures("registry_folder")
+
+
+def key_of(number: int) -> bytes:
+    """The key of a file."""
+    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
+
+
+def array_of(number: int, nbytes: int = 8 * KB) -> Any:
+    """What decoding a file gives."""
+    return np.random.RandomState(number % 2**32).randint(0, 256, nbytes + number % 7, np.uint8)
+
+
+def put(store: Any, numbers: Iterable[int]) -> list[int]:
+    """Store what is not there, as readers do; the files that are there then."""
+    return [
+        number
+        for number in numbers
+        if store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number), number)
+    ]
+
+
+def put_until_full(store: Any) -> list[int]:
+    """Store files until some are not taken; those that were."""
+    return [
+        number
+        for number in range(300)
+        if store._append(file_table.encode(key_of(number), array_of(number), number))
+    ]
+
+
+def right(store: Any, numbers: Iterable[int]) -> list[int]:
+    """The files that are there, each of which is right."""
+    there = []
+    for number in numbers:
+        stored = store.get(key_of(number))
+        if stored is not None:
+            assert stored.note == number
+            assert np.array_equal(stored.array, array_of(number))
+            there.append(number)
+    return there
+
+
+@pytest.fixture(autouse=True)
+def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables of 128 KB, levels that fill up soon, and processes that look for tables at each access."""
+    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
+    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
+    for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
+        monkeypatch.setattr(file_store, name, 0.0)
+
+
+def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(registry.DIRECTORY_VARIABLE, "/proc/no/such")
+
+
+def shared() -> SharedFileStore:
+    return SharedFileStore(MB)
+
+
+def private() -> PrivateFileStore:
+    return PrivateFileStore(MB, "a test", 0)
+
+
+STORES = pytest.mark.parametrize("make", [shared, private])
+
+# --- what comes back --------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "image": array_of(1, 3000)[:3000].reshape(25, 40, 3),
+    "gray": np.arange(12, dtype=np.uint8).reshape(3, 4),
+    "mask": np.array([[True, False], [False, True]]),
+    "big-endian": np.arange(6, dtype=">u2").reshape(2, 3),
+    "half": np.arange(4, dtype=np.float16),
+    "complex": np.arange(4, dtype=np.complex64),
+    "times": np.array(["2020-01-01", "NaT"], "datetime64[ms]"),
+    "text": np.array(["a", "bcd"]),
+    "bytes": np.array([b"a", b"bcd"]),
+    "NaN": np.array([np.nan, -0.0, np.inf]),
+    "number": np.array(7, np.int16),
+    "empty": np.zeros((0, 5, 3), np.uint8),
+    "Fortran": np.asfortranarray(np.arange(24.0).reshape(2, 3, 4)),
+    "reversed": np.arange(24, dtype=np.int32).reshape(4, 6)[::-1, ::2],
+    "BGR": np.arange(24, dtype=np.uint8).reshape(2, 4, 3)[..., ::-1],
+    "broadcast": np.broadcast_to(np.uint8(3), (4, 5)),
+}
+NOTES = [None, ("RGB", {"dpi": (72.0, 72.0), "exif": b"\0\1"}, [True, 2**80, -1.5, "\udcff"]), "\0"]
+
+
+@STORES
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("note", NOTES)
+def test_an_array_comes_back_bit_for_bit(make: Any, name: str, note: Any) -> None:
+    """With its dtype, shape and order in memory, and the note; read-only, and nobody can make it writable."""
+    store, array = make(), ARRAYS[name]
+    assert store.put(key_of(1), array, note)
+    stored = store.get(key_of(1))
+    assert (stored.array.dtype, stored.array.shape) == (array.dtype, array.shape)
+    assert stored.array.tobytes() == array.tobytes()
+    assert stored.array.flags.fnc == array.flags.fnc
+    assert (stored.note, type(stored.note)) == (note, type(note))
+    assert not stored.array.flags.writeable
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        stored.array.flags.writeable = True
+
+
+class Pixels(np.ndarray):
+    """A subclass."""
+
+
+ODD = {
+    "objects": np.array([None]),
+    "fields": np.zeros(2, [("a", "u1"), ("b", "f4")]),
+    "masked": np.ma.masked_array([1, 2], [True, False]),
+    "subclass": np.zeros(3).view(Pixels),
+}
+ODD_NOTES = [np.int64(3), (1, np.float32(2)), bytearray(b"x"), np.zeros(2), object(), {"a": [np.bool_(True)]}]
+
+
+@STORES
+@pytest.mark.parametrize("odd", [*ODD, *range(len(ODD_NOTES))])
+def test_what_would_not_come_back_as_it_is_is_not_stored(make: Any, odd: Any) -> None:
+    """Arrays of objects and of fields, subclasses; notes that marshal would change, or refuses."""
+    store = make()
+    array, note = (ODD[odd], None) if odd in ODD else (np.zeros(3), ODD_NOTES[odd])
+    assert store.put(key_of(1), array, note) is False
+    assert store.get(key_of(1)) is None
+    assert store.num_files == 0
+
+
+@STORES
+def test_a_file_is_stored_once(make: Any) -> None:
+    """What is there already counts as stored, and takes no more memory."""
+    store = make()
+    first = store.put(key_of(1), array_of(1), 1)
+    before = store.nbytes
+    assert first
+    assert make is private or store.put(key_of(1), array_of(1), 1)
+    assert (store.nbytes, store.num_files) == (before, 1)
+
+
+@STORES
+def test_files_are_stored_up_to_the_limit(make: Any) -> None:
+    """Then they are decoded; what is stored stays right."""
+    store = make()
+    taken = put(store, range(300))
+    assert 0.8 * MB < store.nbytes <= MB == store.max_bytes
+    assert 80 < len(taken) < 130
+    assert right(store, range(300)) == taken
+    assert store.num_files == len(taken)
+    assert f"{len(taken)} files" in store.explain()
+
+
+@STORES
+def test_arrays_outlive_the_store(make: Any) -> None:
+    """After close(), reads are misses and nothing is stored; arrays that were handed out have not changed."""
+    store = make()
+    assert put(store, range(5)) == list(range(5))
+    arrays = [store.get(key_of(number)).array for number in range(5)]
+    store.close()
+    store.poll()
+    assert right(store, range(5)) == put(store, range(5)) == []
+    del store
+    gc.collect()
+    assert all(np.array_equal(array, array_of(number)) for number, array in enumerate(arrays))
+
+
+def test_the_index_grows_with_the_files_and_takes_little_memory(monkeypatch: Any) -> None:
+    """Through several levels, whose size follows that of the table; under 300 bytes beside the pixels."""
+    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 16 * MB)
+    store = SharedFileStore(16 * MB)
+    pixels = np.zeros(640, np.uint8)
+    numbers = range(8000)
+    assert all(store.put(key_of(number), pixels + number % 251, (number,)) for number in numbers)
+    assert len(store._tables[0]._plan.levels) > 4
+    stored: Any = [store.get(key_of(number)) for number in numbers]
+    assert [each.note for each in stored] == [(number,) for number in numbers]
+    assert all(store.get(key_of(-1 - number)) is None for number in numbers)
+    assert store.num_files == 8000
+    assert store.nbytes / 8000 - 640 < 300
+
+
+def test_keys_that_share_their_tag_and_their_place_are_told_apart() -> None:
+    """The key in the record decides; the search goes on behind another one."""
+    store = shared()
+    keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(20)]
+    assert len({file_table.home_and_tag(key) for key in keys}) == 1
+    assert all(store.put(key, np.full(9, number), number) for number, key in enumerate(keys[1:]))
+    assert [stored and stored.note for stored in map(store.get, keys)] == [None, *range(19)]
+
+
+# --- several processes ------------------------------------------------------------------------------------
+
+
+def opened(numbers: Iterable[int] = ()) -> Any:
+    """A job opens the store and fills it."""
+    store = shared()
+    return store, put(store, numbers)
+
+
+def told(store: Any, work: str, numbers: Any) -> Any:
+    """A job stores, or reads and compares."""
+    return {"put": put, "right": right}[work](store, numbers)
+
+
+def num_tables(store: Any) -> int:
+    store.poll()
+    return len(store._tables)
+
+
+def test_jobs_share_what_they_decode_in_both_directions(start: Any) -> None:
+    """With no agreement about datasets; each finds the tables that the other makes later on."""
+    first = start(opened, range(10))
+    assert first.answer() == list(range(10))
+    mine = shared()
+    assert right(mine, range(12)) == list(range(10))
+    assert put(mine, range(10, 60)) == list(range(10, 60))
+    assert first.ask(told, "right", range(60)) == list(range(60))
+    assert first.ask(told, "put", range(60, 100)) == list(range(60, 100))
+    assert right(mine, range(100)) == list(range(100))
+    assert len(mine._tables) == first.ask(num_tables) == 8
+
+
+def test_jobs_that_start_together_share_one_store(start: Any) -> None:
+    """Of five that open it at once, one makes the tables, and all use them."""
+    jobs = [start(opened, range(number, number + 1)) for number in range(5)]
+    for job in jobs:
+        job.answer()
+    assert right(mine := shared(), range(5)) == list(range(5))
+    assert len(mine._tables) == 8
+
+
+def test_the_store_lives_as_long_as_one_of_its_jobs(start: Any, registry_folder: Any) -> None:
+    """What a killed job stored stays while another one holds it; the last one takes it along."""
+    first = start(opened, range(30))
+    first.answer()
+    second = start(opened)
+    second.answer()
+    first.kill()
+    third = start(opened)
+    assert third.answer() == []
+    second.kill()
+    assert third.ask(told, "right", range(30)) == list(range(30))
+    third.kill()
+    assert right(shared(), range(30)) == []
+    gc.collect()
+    assert registry.entries() == []
+    assert os.listdir(registry_folder) == ["lock"]
+
+
+def work_in_worker(store: Any, pipe: Any) -> None:
+    """Store files as often as the owner likes."""
+    while pipe.recv():
+        store._look(time.monotonic())  # interpreters that start have not been told to look at each access
+        pipe.send((put(store, range(100)), right(store, range(100))))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -> None:
+    """Those that they were started with, and those that it makes later on; they make none."""
+    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
+    context: Any = multiprocessing.get_context(method)
+    store = SharedFileStore(2 * MB)
+    pipe, other = context.Pipe()
+    worker = context.Process(target=work_in_worker, args=(store, other))
+    worker.start()
+    other.close()
+    for _ in range(2):
+        pipe.send(True)
+        assert pipe.recv() == (list(range(100)), list(range(100)))
+        assert right(store, range(100)) == list(range(100))
+        assert {entry.pid for entry in registry.entries()} == {os.getpid()}
+        file_store.retire_store(store._name)
+        assert right(store, range(100)) == []
+        store.poll()
+    pipe.send(False)
+    worker.join()
+    pipe.close()
+    worker.close()
+
+
+def test_a_fork_that_goes_on_by_itself_can_be_found(start: Any) -> None:
+    """From its first poll on, it holds the store for others, as its parent did."""
+    store = shared()
+    put(store, range(5))
+    job = start(lambda: (store, num_tables(store)))
+    job.answer()
+    store.close()
+    gc.collect()
+    assert {entry.pid for entry in registry.entries()} == {job.pid}
+    assert right(shared(), range(5)) == list(range(5))
+
+
+def test_a_pickle_that_outlives_the_process_is_the_store_of_the_machine(monkeypatch: Any) -> None:
+    """A checkpoint has no handle in it; it opens what is there, with its own limit."""
+    store = shared()
+    put(store, range(5))
+    again = pickle.loads(pickle.dumps(store))
+    assert right(again, range(5)) == list(range(5))
+    assert again.max_bytes == MB
+    assert type(pickle.loads(pickle.dumps(private()))) is PrivateFileStore
+
+
+def test_threads_read_and_store_at_once() -> None:
+    """Each value is right; what one left out, because another one held the lock, is stored next time."""
+    store = shared()
+
+    def work(seed: int) -> int:
+        order = np.random.RandomState(seed).permutation(60).tolist()
+        return len(put(store, order)) + len(right(store, order))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert min(pool.map(work, range(4))) > 0
+    assert put(store, range(60)) == right(store, range(60)) == list(range(60))
+
+
+def test_writers_at_the_same_time_take_different_entries(monkeypatch: Any) -> None:
+    """One that comes to the same place while another writes; of the same file, either record is right."""
+    one, two, write = shared(), shared(), arena.Arena.write
+    keys = [key_of(0)[:4] + bytes([number]) + key_of(0)[5:] for number in range(3)]
+
+    def meanwhile(*args: Any) -> None:
+        monkeypatch.undo()
+        assert two.put(keys[1], array_of(1), 1)
+        assert two.put(keys[0], array_of(0), 0)
+        write(*args)
+
+    monkeypatch.setattr(arena.Arena, "write", meanwhile)
+    assert one.put(keys[0], array_of(0), 0)
+    for store in (one, two):
+        found: Any = [store.get(key) for key in keys]
+        assert [stored and stored.note for stored in found] == [0, 1, None]
+        assert np.array_equal(found[0].array, array_of(0))
+        assert np.array_equal(found[1].array, array_of(1))
+
+
+def test_while_somebody_holds_a_lock_files_are_read_and_stored_elsewhere() -> None:
+    """Nobody waits long, as for a process that was stopped; when the locks are free, files are stored."""
+    store = shared()
+    put(store, range(5))
+    fds = [table.arena.segment.reopen() for table in store._tables]
+    assert all(map(flock_fd, fds))
+    assert put(store, range(10)) == right(store, range(10)) == list(range(5))
+    os.close(fds.pop())
+    assert put(store, range(7)) == list(range(7))
+    for fd in fds:
+        os.close(fd)
+    assert put(store, range(10)) == list(range(10))
+    assert store._tables[-1].num_files == 2
+
+
+def test_while_somebody_holds_the_registry_a_store_opens_all_the_same(monkeypatch: Any) -> None:
+    """It finds what is there; a process that polls does not wait."""
+    monkeypatch.setattr(registry, "_CREATION_WAIT_S", 0.01)
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    first = shared()
+    stored = put_until_full(first)
+    with registry.creating() as is_alone:
+        assert is_alone
+        assert right(shared(), range(5)) == list(range(5))
+        tables = first._tables
+        assert len(put(first, range(500, 520))) < 10
+        assert first._tables == tables
+    assert len(put(first, range(500, 600))) > 80
+    assert len(right(first, stored)) < len(stored)
+
+
+def test_a_process_that_sees_other_files_has_another_store(start: Any) -> None:
+    """A mount namespace has a store of its own."""
+    put(mine := shared(), range(5))
+
+    def elsewhere() -> Any:
+        if not faults.mount_over("/mnt"):
+            return None, None
+        store = shared()
+        return store, (right(store, range(5)), store._name)
+
+    answer = start(elsewhere).answer()
+    if answer is None:
+        pytest.skip("this user makes no namespaces")
+    assert answer[0] == []
+    assert answer[1] != mine._name
+
+
+@pytest.mark.parametrize("limit", [2 * MB, MB // 2])
+def test_the_larger_of_two_limits_holds(limit: int, start: Any) -> None:
+    """A job with a smaller limit reads and fills what is there, and makes no more; it says so."""
+    job = start(opened, range(200))
+    stored = job.answer()
+    mine = SharedFileStore(limit)
+    assert right(mine, range(200)) == stored
+    more = put(mine, range(1000, 1200))
+    assert (len(more) > 80) == (limit > MB)
+    assert mine.nbytes <= max(limit, MB)
+    assert ("larger limit" in mine.explain()) == (limit < MB)
+
+
+# --- letting go -------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: Any, start: Any) -> None:
+    """A table that was idle goes as a whole; another job lets go of it, and arrays stay as they are."""
+    job = start(opened, range(200))
+    stored = job.answer()
+    mine: Any = SharedFileStore(MB)
+    held = [(number, mine.get(key_of(number)).array) for number in stored]
+    assert put(mine, range(1000, 1010)) == []
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    taken = put(mine, range(1000, 1200))
+    assert len(taken) > 80
+    assert right(mine, range(1000, 1200))
+    assert len(right(mine, stored)) < 20
+    assert len(job.ask(told, "right", range(1000, 1200))) > 80  # in tables that are not retired yet
+    job.kill()
+    gc.collect()
+    assert mine.nbytes <= MB
+    assert all(np.array_equal(array, array_of(number)) for number, array in held)
+
+
+def test_what_is_in_use_is_not_retired() -> None:
+    """Neither what is hit, nor what the loader that polls has stored, though it reads it late."""
+    store = shared()
+    stored = put(store, range(200))
+    for _ in range(5):
+        put(store, range(200, 240))
+        store.poll()
+    assert right(store, range(200)) == stored
+
+
+def test_dead_files_do_not_fill_the_store_for_good(monkeypatch: Any) -> None:
+    """A table of which most files are not asked for again goes, although some of them are."""
+    store = shared()
+    stored = put(store, range(200))
+    alive = stored[::5]
+    for _ in range(10):
+        assert right(store, alive) == alive
+    assert len(put(store, range(1000, 1080))) > 60
+
+
+def test_a_table_that_is_read_completely_stays() -> None:
+    """However often it is read, and although a part of it is read more often."""
+    store = shared()
+    stored = put(store, range(200))
+    for _ in range(12):
+        assert right(store, stored) == stored
+        assert right(store, stored[:10]) == stored[:10]
+        put(store, range(1000, 1020))
+    assert right(store, stored) == stored
+
+
+def test_memory_that_others_take_stops_the_store_and_idle_tables_go(monkeypatch: Any, caplog: Any) -> None:
+    """It leaves free what it promised, says so, and goes on when memory is free again."""
+    free_bytes = [1 << 40]
+    for module in (arena, file_store):
+        monkeypatch.setattr(module, "unused_bytes", lambda: free_bytes[0])
+    monkeypatch.setattr(budget, "_CHECK_EVERY_S", 0.0)
+    monkeypatch.setattr(arena, "_CREDIT_BYTES", 0)
+    store = shared()
+    assert len(put(store, range(30))) == 30
+    say_once.cache_clear()
+    free_bytes[0] = 0
+    tables = store._tables
+    for _ in range(5):
+        assert put(store, range(100, 120)) == []
+        store.poll()
+    assert store._tables == tables
+    assert sum("until memory becomes free" in text for text in caplog.messages) == 1
+    assert right(store, range(30)) == list(range(30))
+    free_bytes[0] = 1 << 40
+    assert len(put(store, range(100, 120))) == 20
+
+
+# --- systems that refuse ----------------------------------------------------------------------------------
+
+
+def test_without_a_registry_workers_share_the_tables_of_their_owner(monkeypatch: Any, start: Any) -> None:
+    """Those that they were started with stay; other jobs have their own."""
+    monkeypatch.setattr(file_store, "_IDLE_S", -1.0)
+    no_registry(monkeypatch)
+    store = shared()
+    tables = store._tables
+    job = start(lambda: (store, put(store, range(20))))
+    job.answer()
+    assert right(store, range(20)) == list(range(20))
+    assert 80 < len(put(store, range(300))) < 130
+    store.poll()
+    assert store._tables == tables
+    assert right(shared(), range(20)) == []
+
+
+def test_without_shared_memory_each_process_has_its_own(monkeypatch: Any, caplog: Any) -> None:
+    """With the same interface, and a warning."""
+    say_once.cache_clear()
+    monkeypatch.setattr(segment, "why_unsupported", lambda: "a test")
+    store = open_store(MB)
+    assert put(store, range(5)) == right(store, range(9)) == list(range(5))
+    store.poll()
+    store.close()
+    assert "each process remembers files for itself: a test" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["write", "publish"])
+def test_what_the_system_refuses_is_decoded(name: str, monkeypatch: Any) -> None:
+    """An error of the system while a file is stored costs that file; all others stay right."""
+    store = shared()
+    put(store, range(5))
+
+    def refuse(*_: Any) -> None:
+        raise OSError(12, "no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.Arena, name, refuse)
+        assert put(store, range(5, 10)) == []
+    assert right(store, range(10)) == list(range(5))
+
+
+def test_a_limit_on_the_address_space_gives_smaller_tables() -> None:
+    """Down to what the system grants."""
+    import resource
+
+    with faults.limited(resource.RLIMIT_AS, faults.mapped_bytes() + 64 * MB):
+        store = SharedFileStore("1TB")
+        taken = put(store, range(50))
+        assert taken
+        assert right(store, range(50)) == taken
+        assert store.max_bytes <= 64 * MB
+
+
+def test_damaged_memory_is_a_miss() -> None:
+    """Bytes that a bug wrote over a record give no error."""
+    store = shared()
+    put(store, range(3))
+    table = store._tables[0]
+    for offset in range(table._plan.space_at + 16, table._plan.space_at + 60):
+        table.arena.segment.write(b"\xff", offset)
+        store.get(key_of(0))
+    assert store.get(key_of(0)) is None
+    assert right(store, range(1, 3)) == [1, 2]
+
+
+# --- the command line's view ------------------------------------------------------------------------------
+
+
+def test_stores_are_listed_and_let_go(start: Any) -> None:
+    """With their files, bytes and holders; every process drops what was removed, and can store it again."""
+    job = start(opened, range(30))
+    job.answer()
+    mine = shared()
+    (listed,) = file_store.live_stores()
+    assert (listed["num_files"], listed["nbytes"], listed["is_own"]) == (30, mine.nbytes, True)
+    assert listed["owners"] == sorted([os.getpid(), job.pid])
+    assert file_store.retire_store(listed["name"]) == listed["nbytes"]
+    assert file_store.live_stores() == []
+    assert right(mine, range(30)) == job.ask(told, "right", range(30)) == []
+    assert put(mine, range(30)) == job.ask(told, "right", range(30)) == list(range(30))
+
+
+def test_a_store_that_is_only_held_makes_room(monkeypatch: Any, start: Any) -> None:
+    """`cache hold` keeps what others store, makes no table while there is one, and uses none."""
+    holder = shared()
+    job = start(opened, range(60))
+    job.answer()
+    holder.poll(is_in_use=False)
+    job.kill()
+    assert right(shared(), range(60)) == list(range(60))
+    before = holder._tables[0].used_s
+    monkeypatch.setattr(holder._tables[0], "_touch_at_s", 0.0)
+    holder.poll(is_in_use=False)
+    assert holder._tables[0].used_s == before

@@ -1,0 +1,312 @@
+"""DecodeCache: private memory, nothing that changed meanwhile, no error that the decoder would not raise."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from fastload.errors import DecodeMismatchError
+from fastload.readers.decode_cache import (
+    FULL,
+    NEW,
+    UNUSUAL,
+    VERIFY_VARIABLE,
+    DecodeCache,
+    current,
+    inactive,
+    verify_share_of_environment,
+)
+from fastload.readers.identity import Identity, Unknown, identify_path
+from fastload.system.cache_counts import cache_counts
+from tests.kit.decoding import DictStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+ONE = Identity((1,))
+
+
+def read(cache: DecodeCache, result: Any = PIXELS, identity: Any = ONE, arguments: Any = ()) -> Any:
+    """What the cache returns for a decoder that returns copies of a result."""
+    decode = partial(np.copy, result, order="K") if type(result) is np.ndarray else lambda: result
+    return cache.array("kind", lambda: identity, arguments, decode, where="a file")
+
+
+def _by_torch(array: Any) -> None:
+    pixels = torch.from_numpy(array)
+    pixels[pixels > 3] = 0
+
+
+def _by_dlpack(array: Any) -> None:
+    torch.from_dlpack(array).zero_()
+
+
+def _by_address(array: Any) -> None:
+    ctypes.memset(array.ctypes.data, 0, array.nbytes)
+
+
+def _by_base(array: Any) -> None:
+    while array is not None:
+        array[...] = 0
+        array = array.base
+
+
+WRITERS = [_by_torch, _by_dlpack, _by_address, _by_base, lambda array: array.sort(axis=0)]
+
+
+@pytest.mark.parametrize("write", WRITERS, ids=["torch", "dlpack", "address", "base", "in place"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_writes_never_reach_the_store(
+    cache: DecodeCache, store: DictStore, write: Callable[[Any], None], order: Any
+) -> None:
+    """Whatever writes to a result, stored or found, changes no memory of the store."""
+    pixels = np.array(PIXELS[::-1], order=order)
+    write(read(cache, pixels))
+    before = store.checksum()
+    for _ in range(3):
+        result = read(cache, pixels)
+        assert np.array_equal(result, pixels)
+        write(result)
+        assert not np.array_equal(result, pixels)
+    assert store.checksum() == before
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        PIXELS,
+        np.asfortranarray(PIXELS),
+        np.array(3.5),
+        np.array([np.nan, -0.0, 0.0]),
+        PIXELS.astype(">i2"),
+        np.array(["a", "bc"]),
+        np.array([b"a", b"bc"]),
+        np.arange(3).astype("M8[s]"),
+        PIXELS > 5,
+        PIXELS.astype(complex),
+    ],
+    ids=lambda pixels: f"{pixels.dtype} {pixels.flags.c_contiguous}",
+)
+def test_what_is_found_is_as_it_was_decoded(cache: DecodeCache, store: DictStore, pixels: Any) -> None:
+    """A hit has the dtype, bytes, strides and flags of the decoder's own result."""
+    read(cache, pixels)
+    result = read(cache, pixels)
+    assert len(store.values) == 1
+    assert (result.dtype, result.shape, result.strides) == (pixels.dtype, pixels.shape, pixels.strides)
+    assert result.tobytes() == pixels.tobytes()
+    assert result.flags.writeable
+
+
+def _read_only() -> Any:
+    pixels = PIXELS.copy()
+    pixels.flags.writeable = False
+    return lambda: pixels
+
+
+UNUSUAL_RESULTS: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "bytes": lambda: b"content",
+    "objects": lambda: np.array([None, 1]),
+    "fields": lambda: np.zeros(3, [("a", "i4"), ("b", "O")]),
+    "scalar": lambda: np.float32(1),
+    "masked": lambda: np.ma.array([1, 2], mask=[0, 1]),
+    "matrix": lambda: PIXELS.view(np.recarray),
+    "read-only": _read_only(),
+    "scattered": lambda: np.zeros((4, 8))[:, ::2],
+    "empty": lambda: np.zeros((0, 3)),
+    "list": lambda: [PIXELS],
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL_RESULTS)
+def test_other_results_are_returned_as_they_are(cache: DecodeCache, store: DictStore, name: str) -> None:
+    """A result that is no plain array of its own is the decoder's, each time, and nothing is stored."""
+    for _ in range(2):
+        result = UNUSUAL_RESULTS[name]()
+        assert cache.array("kind", lambda: ONE, (), lambda value=result: value, where=name) is result
+    assert not store.values
+
+
+@pytest.mark.parametrize("arguments", [([1],), (np.int64(1),), (Ellipsis,)], ids=repr)
+def test_a_key_that_cannot_be_built_is_no_cache(cache: DecodeCache, store: DictStore, arguments: Any) -> None:
+    """Arguments of unknown types go to the decoder."""
+    cache_counts.take_reasons()
+    assert np.array_equal(read(cache, arguments=arguments), PIXELS)
+    assert cache_counts.take_reasons() == {UNUSUAL: 1}
+    assert not store.values
+
+
+@pytest.mark.parametrize("reason", Unknown)
+def test_what_has_no_identity_is_decoded(cache: DecodeCache, store: DictStore, reason: Unknown) -> None:
+    """The reason why a file has no identity is counted."""
+    cache_counts.take_reasons()
+    assert np.array_equal(read(cache, identity=reason), PIXELS)
+    assert cache_counts.take_reasons() == {reason.value: 1}
+    assert not store.values
+
+
+def test_kind_identity_and_arguments_are_the_key(cache: DecodeCache, store: DictStore) -> None:
+    """Each of them tells results apart."""
+    for number, (kind, identity, flag) in enumerate([("a", 1, 0), ("b", 1, 0), ("a", 2, 0), ("a", 1, 1)]):
+        expected = np.full(3, number)
+        for _ in range(2):
+            result = cache.array(kind, lambda i=identity: Identity((i,)), (flag,), expected.copy, where=None)
+            assert np.array_equal(result, expected)
+    assert len(store.values) == 4
+
+
+def test_a_full_store_is_no_error(settled: None, counts: Any) -> None:
+    """Files that do not fit are decoded each time, and counted as such."""
+    cache = DecodeCache(DictStore(is_full=True), verify_share=1)
+    cache_counts.take_reasons()
+    for _ in range(2):
+        assert np.array_equal(read(cache), PIXELS)
+    assert cache_counts.take_reasons() == {FULL: 2}
+    assert counts() == (0, 2)
+
+
+def test_hits_and_misses_are_counted_once(cache: DecodeCache, counts: Any) -> None:
+    """A verified hit is one hit."""
+    cache_counts.take_reasons()
+    read(cache)
+    assert cache_counts.take_reasons() == {NEW: 1}
+    assert counts() == (0, 1)
+    read(cache)
+    assert counts() == (1, 0)
+
+
+def test_an_error_of_the_decoder_is_raised_as_it_is(cache: DecodeCache, store: DictStore) -> None:
+    """A decoder that fails stores nothing, and fails again the next time."""
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            cache.array("kind", lambda: ONE, (), lambda: 1 // 0, where="a file")
+    assert not store.values
+
+
+def _switch(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.with_name("other"))
+
+
+def _rewrite(path: Path) -> None:
+    target = path.resolve()
+    times = target.stat()
+    target.write_bytes(b"others")
+    os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_switch, _rewrite, os.unlink], ids=["switched", "rewritten", "deleted"])
+def test_a_file_that_changes_while_it_is_decoded_is_not_stored(
+    cache: DecodeCache, store: DictStore, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """A link that is switched, or a file that is rewritten with its old time, between stat and open."""
+    (tmp_path / "one").write_bytes(b"things")
+    (tmp_path / "other").write_bytes(b"others")
+    link = tmp_path / "link"
+    link.symlink_to("one")
+
+    def decode() -> Any:
+        before = (tmp_path / "one").stat().st_ctime_ns
+        while (tmp_path / "one").exists() and (tmp_path / "one").stat().st_ctime_ns == before:
+            change(link)  # again, until the clock of the file system has ticked
+            if not link.exists() or link.resolve() != tmp_path / "one":
+                break
+        return np.frombuffer(b"others", np.uint8).copy()
+
+    result = cache.array("kind", partial(identify_path, link), (), decode, where=link)
+    assert result.tobytes() == b"others"
+    assert not store.values
+
+
+def test_verification_finds_a_difference(settled: None) -> None:
+    """A hit that differs from what its decoder returns now raises an error with the name of the file."""
+    cache = DecodeCache(DictStore(), verify_share=1)
+    read(cache)
+    for different in (PIXELS + 1, PIXELS.astype(np.int8), PIXELS[:1], np.asfortranarray(PIXELS), None):
+        with pytest.raises(DecodeMismatchError, match="a file"):
+            read(cache, different)
+
+
+def test_a_share_of_the_hits_is_verified(settled: None) -> None:
+    """With a share of a quarter, every fourth hit is decoded again, and no random number is drawn."""
+    cache, num_decodes = DecodeCache(DictStore(), verify_share=0.25), [0]
+
+    def decode() -> Any:
+        num_decodes[0] += 1
+        return PIXELS.copy()
+
+    state = random.getstate()
+    decodes = []
+    for _ in range(9):
+        cache.array("kind", lambda: ONE, (), decode, where=None)
+        decodes.append(num_decodes[0])
+    assert decodes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(("text", "share"), [("", 0.01), ("0", 0), ("1", 1), ("0.5", 0.5)])
+def test_the_share_is_in_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, share: float) -> None:
+    """FASTLOAD_VERIFY is a number from 0 to 1."""
+    monkeypatch.setenv(VERIFY_VARIABLE, text)
+    assert verify_share_of_environment() == share
+
+
+@pytest.mark.parametrize("text", ["2", "-1", "nan", "often"])
+def test_other_shares_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Anything else in FASTLOAD_VERIFY is an error that says what to set."""
+    monkeypatch.setenv(VERIFY_VARIABLE, text)
+    with pytest.raises(ValueError, match="FASTLOAD_VERIFY"):
+        verify_share_of_environment()
+
+
+def test_a_cache_is_active_in_one_thread(cache: DecodeCache) -> None:
+    """Other threads, also those that the reading thread starts, have no cache."""
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(current()))
+    thread.start()
+    thread.join()
+    assert seen == [None]
+    assert current() is cache
+
+
+def test_caches_nest(cache: DecodeCache) -> None:
+    """The inner cache is active, then the outer one again, after an error, too."""
+    inner = DecodeCache(DictStore(), verify_share=1)
+    with contextlib.suppress(KeyError), inner.active():
+        assert current() is inner
+        with inactive():
+            assert current() is None
+        assert current() is inner
+        raise KeyError
+    assert current() is cache
+
+
+def test_many_threads_read_one_cache(settled: None) -> None:
+    """Threads that ask at once each get pixels of their own, and the right ones."""
+    cache, errors = DecodeCache(DictStore(), verify_share=1), []
+
+    def work() -> None:
+        with cache.active():
+            for number in [*range(20)] * 5:
+                result = read(cache, np.full(50, number), Identity((number,)))
+                if not (result == number).all():
+                    errors.append(number)
+                result[:] = -1
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors

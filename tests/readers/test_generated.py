@@ -1,0 +1,113 @@
+"""Random datasets have the same samples, bit for bit, while their files are remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fastload.readers import patches
+from fastload.readers.decode_cache import DecodeCache
+from tests.kit.decoding import DictStore
+from tests.readers.generated import NUM_FILES, TRANSFORMS, Generated, draw_recipe, write_files, write_image
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without the warnings of the libraries."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def seed_all(number: int) -> None:
+    """Seed all generators."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def change(folder: Path, rng: random.Random) -> None:
+    """Change a file: write it in place with its old times, replace it, link it, or touch its status."""
+    path = folder / f"{rng.randrange(NUM_FILES):02}"
+    before, probe = path.stat(), folder / "probe"
+    probe.write_bytes(b"")
+    while probe.stat().st_ctime_ns <= before.st_ctime_ns:  # the clock of the file system ticks slowly
+        probe.unlink()
+        probe.write_bytes(b"")
+    how = rng.choice(["in place", "replaced", "linked", "chmod", "deleted"])
+    if how == "chmod":
+        path.chmod(0o600)
+        return
+    target = path.with_name("new")
+    write_image(target, rng)
+    if how == "in place":
+        path.write_bytes(target.read_bytes())
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    elif how == "replaced":
+        target.replace(path)
+    elif how == "linked":
+        path.unlink()
+        path.symlink_to(shutil.move(target, path.with_name(f"linked{rng.random()}")))
+    else:
+        path.unlink()
+        path.write_bytes(b"")
+
+
+def compare(seed: int, folder: Path, transforms: tuple[str, ...] = TRANSFORMS) -> tuple[int, int]:
+    """Compare a random dataset with itself under a cache, over three epochs; returns hits and samples."""
+    rng = random.Random(seed)
+    write_files(folder, rng)
+    recipe = draw_recipe(rng, transforms)
+    plain, remembered = Generated(recipe, folder), Generated(recipe, folder)
+    store = DictStore()
+    cache = DecodeCache(store, verify_share=rng.choice([0, 1]))
+    num_hits, find = [0], cache.find
+
+    def counted(key: bytes) -> Any:
+        stored = find(key)
+        num_hits[0] += stored is not None
+        return stored
+
+    cache.find = counted  # type: ignore[method-assign]
+    checksums: dict[int, int] = {}
+    for epoch in range(3):
+        for index in range(NUM_FILES):
+            if rng.random() < 0.05:
+                change(folder, rng)
+            seed_all(index + 100 * epoch)
+            expected = plain[index]
+            seed_all(index + 100 * epoch)
+            with patches.installed(), cache.active():
+                sample = remembered[index]
+            if sample != expected:
+                raise AssertionError(f"seed {seed}, sample {index}, epoch {epoch}: {recipe}")
+        checksums[len(store.values)] = checksums.get(len(store.values), store.checksum())
+        if checksums[len(store.values)] != store.checksum():
+            raise AssertionError(f"seed {seed}: the store was written to: {recipe}")
+    return num_hits[0], 3 * NUM_FILES
+
+
+@pytest.mark.usefixtures("settled")
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 32))
+def test_samples_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
+    """Over three epochs, while files change, samples under a cache are those without."""
+    folder = tmp_path / str(seed)
+    folder.mkdir(exist_ok=True)
+    with quietly():
+        compare(seed, folder, ("none", "albumentations"))
+    shutil.rmtree(folder)

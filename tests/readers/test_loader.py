@@ -1,0 +1,365 @@
+"""`cache="ram"` of a loader, and CachedDataset by file: the same batches, and nothing is decoded twice."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+from PIL import Image
+
+import fastload
+from fastload.cache.file_cache import forget_stores
+from fastload.cache.ram.file_store import SharedFileStore
+from fastload.errors import DecodeMismatchError
+from fastload.readers import identity
+from fastload.readers.decode_cache import VERIFY_VARIABLE
+from fastload.readers.request import CACHE_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SIZE = 12
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Files count as unchanged at once, in child processes too; the store is this test's own."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv(VERIFY_VARIABLE, "1")
+    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Photographs."""
+    rng = np.random.default_rng(0)
+    for number in range(SIZE):
+        content = rng.integers(0, 256, (20 + number, 24, 3), np.uint8)
+        Image.fromarray(content).save(tmp_path / f"{number:02d}.jpg")
+    return tmp_path
+
+
+class Photos(tud.Dataset[Any]):
+    """As people write them: Pillow, random crops and flips, a label, and a dict."""
+
+    def __init__(self, folder: Path) -> None:
+        identity.SETTLED_S = 0.0  # also in a spawned worker
+        self.paths = sorted(folder.glob("*.jpg"))
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state)
+        identity.SETTLED_S = 0.0
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        image = Image.open(self.paths[index]).convert("RGB")
+        left, top = random.randrange(8), int(torch.randint(4, ()))
+        image = image.crop((left, top, left + 16, top + 16))
+        if random.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return {"image": np.asarray(image).copy(), "label": index % 3, "path": str(self.paths[index])}
+
+
+class Batched(Photos):
+    """The loader asks it for lists of samples."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Stream(tud.IterableDataset[Any]):
+    """The same samples in a row, shared among workers."""
+
+    def __init__(self, photos: Photos) -> None:
+        self.photos = photos
+
+    def __iter__(self) -> Iterator[Any]:
+        info = tud.get_worker_info()
+        start, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for index in range(start, len(self.photos), step):
+            yield self.photos[index]
+
+
+class Bgr(Photos):
+    """OpenCV, and a result that is written to."""
+
+    def __getitem__(self, index: int) -> Any:
+        image = cv2.imread(str(self.paths[index]))
+        assert image is not None
+        image[image > 200] = 0
+        return image[:16, :16], index
+
+
+def plain(batch: Any) -> Any:
+    """A batch that can be compared."""
+    if isinstance(batch, dict):
+        return {name: plain(value) for name, value in batch.items()}
+    if isinstance(batch, (torch.Tensor, np.ndarray)):
+        return str(batch.dtype), batch.tolist()
+    return [plain(value) for value in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def epochs(loader: Any, number: int = 3) -> list[Any]:
+    """The batches of some epochs, from equal seeds."""
+    torch.manual_seed(5)
+    random.seed(5)
+    return [plain(batch) for _ in range(number) for batch in loader]
+
+
+KINDS = {
+    "map": Photos,
+    "batched": Batched,
+    "stream": lambda folder: Stream(Photos(folder)),
+    "subset": lambda folder: tud.Subset(Photos(folder), range(1, 11)),
+    "opencv": Bgr,
+}
+WORKERS: list[Any] = [
+    pytest.param({}, id="none"),
+    pytest.param({"num_workers": 2, "multiprocessing_context": "fork"}, id="fork"),
+    pytest.param(
+        {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}, id="persistent"
+    ),
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
+    pytest.param({"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}, id="torch's"),
+]
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("kind", ["map", "batched", "stream", "subset", "opencv"])
+def test_batches_are_those_of_torch_and_files_are_decoded_once(
+    kind: str, options: dict[str, Any], folder: Path
+) -> None:
+    """Three epochs, with every hit decoded again and compared."""
+    dataset: Any = KINDS[kind](folder)
+    shuffle = {} if kind == "stream" else {"shuffle": True}
+    expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
+    with fastload.DataLoader(dataset, 4, cache="ram", **shuffle, **options) as loader:
+        assert epochs(loader) == expected
+    if options.get("in_order", True):  # torch's own iterators count nothing
+        number = len(dataset) if kind != "stream" else SIZE
+        stats = loader.stats()
+        assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
+        assert stats.miss_reasons == {"new": number}
+        assert "hits" in str(stats)
+
+
+def test_threads_share_the_files(folder: Path) -> None:
+    """Each file is decoded once or, if two threads ask at the same moment, twice."""
+    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache="ram")
+    expected = [plain(batch) for batch in tud.DataLoader(Bgr(folder), 4)]
+    for _ in range(3):
+        assert [plain(batch) for batch in loader] == expected
+    assert loader.stats().cache_hits == 2 * SIZE
+    loader.close()
+
+
+def test_a_cell_that_runs_again_decodes_nothing(folder: Path) -> None:
+    """New objects of the same script, the old ones dropped, find the files in the store of the process."""
+    for number in range(5):
+        loader: Any = fastload.DataLoader(Photos(folder), 4, cache="ram")
+        list(loader)
+        assert loader.stats().cache_misses == (0 if number else SIZE)
+        loader.close()
+        del loader
+
+
+JOB = """
+import sys
+from pathlib import Path
+import fastload
+from tests.readers.test_loader import Photos
+photos = Photos(Path(sys.argv[1]))
+loader = fastload.DataLoader(photos, 4, num_workers=2, multiprocessing_context="fork", cache="ram")
+list(loader)
+print(loader.stats().cache_misses)
+"""
+
+
+def test_a_second_job_decodes_nothing(folder: Path) -> None:
+    """While the first one lives, another process with its own dataset finds its files."""
+    loader = fastload.DataLoader(
+        Photos(folder), 4, num_workers=1, multiprocessing_context="fork", cache="ram"
+    )
+    list(loader)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(folder)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
+    loader.close()
+
+
+def test_train_and_val_and_copies_share_the_files(folder: Path) -> None:
+    """Loaders of different datasets over the same files, alive at once, with different limits."""
+    train = fastload.DataLoader(Photos(folder), 4, cache="ram")
+    list(train)
+    val = fastload.DataLoader(tud.Subset(Photos(folder), range(6)), 4, cache="ram:100MB")
+    list(val)
+    assert val.stats().cache_misses == 0
+    train.close()
+    assert [batch["label"].tolist() for batch in val] == [[0, 1, 2, 0], [1, 2]]
+    val.close()
+
+
+def test_the_environment_decides_for_loaders_that_name_no_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FASTLOAD_CACHE=ram turns it on, and off turns all off; another value is an error."""
+    monkeypatch.setenv(CACHE_VARIABLE, "ram")
+    loader = fastload.DataLoader(Photos(folder), 4)
+    list(loader)
+    assert loader.stats().cache_misses == SIZE
+    loader.close()
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
+    loader = fastload.DataLoader(Photos(folder), 4, cache="ram")
+    list(loader)
+    assert loader.stats().cache_misses is None
+    monkeypatch.setenv(CACHE_VARIABLE, "disk")
+    with pytest.raises(ValueError, match="FASTLOAD_CACHE"):
+        iter(fastload.DataLoader(Photos(folder), 4))
+
+
+@pytest.mark.parametrize("cache", ["disk", "ram:", "ram:lots", "lmdb:photos", 3, True])
+def test_other_caches_are_errors_at_once(cache: Any, folder: Path) -> None:
+    """What a loader cannot do names what it can."""
+    with pytest.raises(ValueError, match="cache"):
+        fastload.DataLoader(Photos(folder), cache=cache)
+
+
+class Archive(tud.Dataset[Any]):
+    """One array of a compressed archive."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "volume.npz"
+        np.savez_compressed(self.path, image=np.zeros(3))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return np.load(self.path)["image"]
+
+
+def test_a_wrong_hit_is_an_error_that_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FASTLOAD_VERIFY=1, a value that is not what the decoder returns now stops the epoch."""
+    loader = fastload.DataLoader(Archive(folder), cache="ram")
+    list(loader)
+    real = SharedFileStore.get
+
+    def wrong(self: Any, key: bytes) -> Any:
+        stored = real(self, key)
+        return stored and stored._replace(array=stored.array + 1)
+
+    monkeypatch.setattr(SharedFileStore, "get", wrong)
+    with pytest.raises(DecodeMismatchError, match=r"volume\.npz"):
+        list(loader)
+    loader.close()
+
+
+def test_few_hits_are_told_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If files keep changing, a warning after the second epoch says why they were decoded again."""
+    loader = fastload.DataLoader(Photos(folder), 4, cache="ram")
+    identity.SETTLED_S = 1e9
+    with caplog.at_level(logging.WARNING, "fastload"):
+        for _ in range(4):
+            list(loader)
+    told = [record.getMessage() for record in caplog.records if "second epoch" in record.getMessage()]
+    assert len(told) == 1
+    assert "24 changed a moment ago" in told[0]
+    loader.close()
+
+
+class TestByFile:
+    """CachedDataset(dataset): by file where files are decoded."""
+
+    def test_random_datasets_are_cached(self, folder: Path) -> None:
+        """With workers of torch's loader, the samples are those of the dataset; nothing is decoded twice."""
+        dataset = fastload.CachedDataset(Photos(folder))
+        assert "on every access" in dataset.explain()
+        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "shuffle": True}
+        expected = epochs(tud.DataLoader(Photos(folder), 4, **options))
+        assert epochs(tud.DataLoader(dataset, 4, **options)) == expected
+        assert dataset.cache_info().num_cached == SIZE
+        dataset.cache.close()
+
+    def test_pil_images_come_as_they_are(self, folder: Path) -> None:
+        """Of the same type and content, opened or loaded."""
+
+        class Images(Photos):
+            def __getitem__(self, index: int) -> Any:
+                image = Image.open(self.paths[index])
+                return image, image.convert("RGB"), {"crop": image.crop((1, 1, 9, 9))}
+
+        dataset = fastload.CachedDataset(Images(folder))
+        for _ in range(2):
+            for fresh, cached in zip(Images(folder), dataset, strict=True):
+                pairs = [*zip(fresh[:2], cached[:2], strict=True), (fresh[2]["crop"], cached[2]["crop"])]
+                assert [type(one) for pair in pairs for one in pair] == [
+                    type(pair[0]) for pair in pairs for _ in pair
+                ]
+                assert all(one.tobytes() == other.tobytes() for one, other in pairs)
+        dataset.cache.close()
+
+    def test_a_transform_or_a_key_asks_for_samples(self, folder: Path) -> None:
+        """As do arrays in memory, a fingerprint, and by="sample"."""
+
+        class Still(Photos):
+            def __getitem__(self, index: int) -> Any:
+                return np.asarray(Image.open(self.paths[index]))
+
+        for options in ({"transform": len}, {"cache_key": "key"}, {"by": "sample"}, {"pre_transform": len}):
+            dataset = fastload.CachedDataset(Still(folder), **options)  # type: ignore[arg-type]
+            assert dataset.cache.layout != "files"
+            dataset.cache.close()
+        dataset = fastload.CachedDataset(Still(folder))
+        assert dataset.cache.layout == "files"
+        assert np.array_equal(dataset[1], Still(folder)[1])
+        dataset.cache.close()
+        with pytest.raises(ValueError, match="by="):
+            fastload.CachedDataset(Still(folder), by="file", cache_key="key")
+
+    def test_attributes_epochs_and_lists_of_samples_pass_through(self, folder: Path) -> None:
+        """The dataset's own set_epoch, state_dict and __getitems__ are used, as without a cache."""
+
+        class Own(Batched):
+            epoch = 0
+
+            def set_epoch(self, epoch: int) -> None:
+                self.epoch = epoch
+
+        dataset = fastload.CachedDataset(Own(folder))
+        dataset.set_epoch(3)
+        assert dataset.epoch == 3
+        assert len(dataset.__getitems__([1, 2])) == 2
+        assert not hasattr(fastload.CachedDataset(Photos(folder)), "__getitems__")
+        dataset.cache.close()
+
+    def test_it_fills_and_pickles(self, folder: Path) -> None:
+        """fill() decodes all files; a pickle of a checkpoint is a dataset by file again."""
+        dataset = fastload.CachedDataset(Photos(folder), max_memory="50MB")
+        info = dataset.fill(num_workers=1, progress=False)
+        assert (info.num_cached, info.layout) == (SIZE, "files")
+        again = pickle.loads(pickle.dumps(dataset))
+        assert again.cache.layout == "files"
+        random.seed(1)
+        torch.manual_seed(1)
+        first = again[2]
+        random.seed(1)
+        torch.manual_seed(1)
+        assert plain(first) == plain(Photos(folder)[2])
+        for one in (dataset, again):
+            one.cache.close()
+        forget_stores()
