@@ -178,7 +178,8 @@ class RememberedFiles(BaseCache):
 
 _stores: dict[str | float, FileStore] = {}  # by limit
 _stores_lock = threading.Lock()
-os.register_at_fork(after_in_child=lambda: globals().update(_stores_lock=threading.Lock()))
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=lambda: globals().update(_stores_lock=threading.Lock()))
 
 
 def store_of_process(max_memory: str | float) -> FileStore:
@@ -196,6 +197,7 @@ def forget_stores() -> None:
         _stores.clear()
     for store in stores:
         store.close()
+    patches.release(forget_stores)  # a cache that was dropped and not closed has released nothing
 
 
 def open_file_cache(cache: str) -> FileCache:

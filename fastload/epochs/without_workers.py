@@ -108,6 +108,7 @@ class LocalIterator(HostIterator):
 
     def _fetch(self, index: Any, key: BatchKey) -> Any:
         hits, misses = cache_counts.hits, cache_counts.misses
+        cache_counts.take_reasons()  # of what this thread has read outside of loaders
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             self._is_fetching = True

@@ -89,7 +89,8 @@ class _Patches:
 
 
 _patches = _Patches()
-os.register_at_fork(after_in_child=_patches.after_fork)
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_patches.after_fork)
 
 
 @contextlib.contextmanager

@@ -289,6 +289,8 @@ def test_workers_fill_the_tables_of_their_owner(method: str, monkeypatch: Any) -
     """Those that they were started with, and those that it makes later on; they make none."""
     monkeypatch.setattr(file_table, "_FIRST_LEVEL", 4096)  # as in interpreters that start
     context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        multiprocessing.forkserver._forkserver._stop()  # it can have other limits
     store = SharedFileStore(2 * MB)
     pipe, other = context.Pipe()
     worker = context.Process(target=work_in_worker, args=(store, other))

@@ -86,7 +86,7 @@ def test_pil_images_are_converted_by_prepare(library: str, request: Any, cached:
     for index in range(NUM_SAMPLES):
         assert_same_samples(dataset[index], (np.array(picture(index)), index))
     with pytest.raises(UnsupportedSampleError, match=r'^\$\[("image"|0)\]: PIL\..*pre_transform=function'):
-        fastload.CachedDataset(source)
+        fastload.CachedDataset(source, by="sample")
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,9 @@ def test_rows_with_a_format_are_cached_as_they_are(rows: Any, kind: str, cached:
     """Arrays, tensors, dicts of bytes, and what a transform gives; a random transform is refused."""
     formatted = FORMATS[kind](rows)
     assert_same_samples(cached(formatted)[3], formatted[3])
+    transformed = rows.with_transform(lambda batch: {"pixels": [np.random.rand(2)]})
     with pytest.raises(NondeterministicDatasetError, match=r'\$\["pixels"\] differs'):
-        fastload.CachedDataset(rows.with_transform(lambda batch: {"pixels": [np.random.rand(2)]}))
+        fastload.CachedDataset(transformed, by="sample")
 
 
 def test_rows_with_a_seed_for_each_sample(rows: Any) -> None:

@@ -137,7 +137,7 @@ IMG = "is a dict of {'img': array (32, 24, 3) uint8, "
 @pytest.mark.parametrize(
     ("make", "function", "said", "note"),
     [
-        (lambda i, n: (i, n, i[..., 0]), FLIP, r"element 2 .*\"mask\"", ""),  # it would miss the transform
+        (lambda i, n: (i, n, i[..., 0]), FLIP, r"sample\[2\] .*\"mask\"", ""),  # it would miss the transform
         *((make, FLIP, "the dataset returned a", "") for make in (lambda i, n: n, lambda i, n: (n, i))),
         (lambda i, n: (), FLIP, "the dataset returned a", ""),
         *((lambda i, n, put=put: put(torch.from_numpy(i)), A.HorizontalFlip(p=1), A_TENSOR, "")

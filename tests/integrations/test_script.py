@@ -308,16 +308,6 @@ def test_without_torch_nothing_is_imported(tmp_path: Path) -> None:
     assert err.startswith("fastload: no loader of torch was replaced in process ")
 
 
-@pytest.mark.parametrize("module", ["torch.utils.data", "fastload"])
-def test_a_cache_that_serves_no_loader_is_named(tmp_path: Path, run: Run, module: str) -> None:
-    """A script that imports fastload's loader wraps its dataset itself."""
-    text = f"from {module} import DataLoader\nfor batch in DataLoader([1, 2]):\n    pass\n"
-    (tmp_path / "train.py").write_text(text)
-    done = run("run", "--cache", "ram", "train.py")
-    assert done.returncode == 0
-    assert ("--cache ram has cached nothing" in done.stderr) == (module == "fastload")
-
-
 @pytest.mark.parametrize("words", [["run", "-q", "-m", "show"], ["profile", "show.py"]])
 def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words: list[str]) -> None:
     """Also those that are options of ours; --quiet prints no line of ours, and no file is written."""

@@ -1,4 +1,4 @@
-"""A dataset that draws (a caption of five, an offset, a flip) is refused by a cache, with the generator named."""
+"""A dataset that draws (a caption of five, an offset, a flip) is refused by a cache of samples, with the generator named."""
 
 import random
 
@@ -29,7 +29,7 @@ draws = {
 for name, draw in draws.items():
     dataset = Random(draw)
     try:
-        cached = fastload.CachedDataset(dataset)
+        cached = fastload.CachedDataset(dataset, by="sample")
     except fastload.errors.NondeterministicDatasetError as error:
         assert "transform" in str(error)
     else:  # no sample that was looked at draws; those that do are never kept
