@@ -51,7 +51,9 @@ def worker_dies(subject: Subject, rng: random.Random) -> None:
     del reader
     if not is_error and subject.case.is_persistent:
         # The killed worker had no task left, and it may have no task in the next epoch either.
-        with contextlib.suppress(fastload.errors.WorkerDiedError):  # iter(loader) can be the first to notice it
+        with contextlib.suppress(
+            fastload.errors.WorkerDiedError
+        ):  # iter(loader) can be the first to notice it
             _is_death_an_error(subject.read(loader), death, held)
         loader.close()
     held.rest(subject.read(loader))
