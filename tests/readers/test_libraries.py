@@ -301,7 +301,8 @@ class _Operators:
     def __init__(self) -> None:
         self.library = torch.library.Library("image", "FRAGMENT")
         self.num_decodes = 0
-        if not hasattr(torch.ops.image, "decode_image"):
+        self.is_needed = not hasattr(torch.ops.image, "decode_image")
+        if self.is_needed:
             self.library.define("decode_image(Tensor data, int mode, bool apply_exif) -> Tensor")
             self.library.impl("decode_image", self._decode, "CPU")
 
@@ -312,6 +313,7 @@ class _Operators:
         return pixels.clone().permute(2, 0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
 def test_torchvision_is_met_at_its_operators(
     folder: Path, store: DictStore, settled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,8 +327,8 @@ def test_torchvision_is_met_at_its_operators(
 
     monkeypatch.setattr("torchvision.io.image._assert_has_image_ops", lambda: None)
     operators = _Operators()
-    met = torchvision_io.patches()
-    assert [patch.name for patch in met] == ["decode_image"]
+    met = [patch for patch in torchvision_io.patches() if patch.name == "decode_image"]
+    assert len(met) == 1
     data = torch.from_numpy(np.fromfile(folder / "photo.jpg", np.uint8))
     expected = {mode: decode_image(data, mode) for mode in ("RGB", "GRAY")}
     operators.num_decodes = 0
@@ -347,4 +349,4 @@ def test_torchvision_is_met_at_its_operators(
     finally:
         for patch in met:
             patch.take_away()
-    assert operators.num_decodes == 3
+    assert operators.num_decodes == (3 if operators.is_needed else 0)
