@@ -44,6 +44,7 @@ LAST = [
     "test_stats.py",
 ]
 LAST += ["test_gpu_checks.py", "test_train.py", "test_launchers.py", "test_bottlenecks.py"]
+os.environ.setdefault("FASTLOAD_VERIFY", "1")  # each remembered file is decoded again and compared
 # What training scripts import; an optimizer imports torch's compiler. Warnings are errors, as in the scripts.
 # One thread computes: threads that wait for each other take longer than small models do.
 READY = """

@@ -76,7 +76,7 @@ class FileCache:
         return FileCache, (self.store,)
 
     def poll(self) -> None:
-        """Let the store grow; the process that owns a loader calls it once a batch."""
+        """Let the store replace what it let go of; the process that owns a loader calls it once a batch."""
         self.store.poll()
 
     @contextlib.contextmanager

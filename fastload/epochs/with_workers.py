@@ -263,8 +263,6 @@ class WorkerIterator(HostIterator):
 
     def _received(self, pending: PendingBatch, worker: int) -> Exception | None:
         """Record a reply, and give its worker the next request; returns the sampler's error."""
-        if self._file_cache is not None:
-            self._file_cache.store.poll()
         self._schedule.pop()
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
             self._cursor.fetched(pending.index, worker, pending.reply.dataset_state)

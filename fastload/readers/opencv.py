@@ -24,6 +24,8 @@ from fastload.readers.patch import Patch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_THREADS = "OPENCV_FOR_THREADS_NUM"
+
 
 def patches() -> list[Patch]:
     """What is replaced in cv2."""
@@ -33,7 +35,9 @@ def patches() -> list[Patch]:
 
 
 def _kind(name: str) -> str:
-    settings = sorted(item for item in os.environ.items() if item[0].startswith("OPENCV_"))
+    # Workers have a number of threads of their own, which changes no pixel.
+    names = sorted(name for name in os.environ if name.startswith("OPENCV_") and name != _THREADS)
+    settings = [(name, os.environ[name]) for name in names]
     setup = hashlib.sha256(f"{cv2.getBuildInformation()}{settings}".encode(errors="surrogatepass"))
     return f"cv2.{name} {cv2.__version__} {setup.hexdigest()}"
 

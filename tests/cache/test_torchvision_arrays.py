@@ -14,6 +14,7 @@ import torch
 import fastload
 from fastload.cache.dataset import CachedDataset
 from tests.cache.zoo import Made
+from tests.rng.draws_zoo import Chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,18 +66,6 @@ class Clamp(StandIn):
     _transformed_types = (type("Boxes", (torch.Tensor,), {}),)
 
 
-class Compose:
-    """Calls one transform after another."""
-
-    def __init__(self, *transforms: Any) -> None:
-        self.transforms = transforms
-
-    def __call__(self, sample: Any) -> Any:
-        for transform in self.transforms:
-            sample = transform(sample)
-        return sample
-
-
 @pytest.fixture(autouse=True)
 def _torchvision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module of the same shape as torchvision's."""
@@ -107,7 +96,7 @@ class Holding:
 @pytest.mark.parametrize("role", ["transform", "pre_transform"])
 @pytest.mark.parametrize(
     "transform",
-    [Flip(), Compose(Clamp(), Flip(), ToImage()), around(Flip()), Holding(Compose(Flip(), ToImage()))],
+    [Flip(), Chain(Clamp(), Flip(), ToImage()), around(Flip()), Holding(Chain(Flip(), ToImage()))],
 )
 def test_a_transform_that_passes_the_image_is_an_error(transform: Any, role: str, label: Any) -> None:
     """Also inside a function or a class of the user's, and where it would flip a label instead."""
@@ -119,7 +108,7 @@ def test_a_transform_that_passes_the_image_is_an_error(transform: Any, role: str
 @pytest.mark.parametrize("wrap", [lambda transform: transform, around, Holding])
 def test_a_pipeline_that_begins_with_toimage_is_right(wrap: Any) -> None:
     """Arrays beside the image, and transforms of boxes alone, are no errors."""
-    transform = wrap(Compose(ToImage(), Clamp(), Flip()))
+    transform = wrap(Chain(ToImage(), Clamp(), Flip()))
     sample = CachedDataset(Made(lambda index: (IMAGE, index)), transform)[1]
     image = next(iter(sample.values())) if isinstance(sample, dict) else sample[0]
     assert torch.equal(image.as_subclass(torch.Tensor), torch.as_tensor(IMAGE).permute(2, 0, 1).flip(-1))

@@ -166,6 +166,16 @@ def test_threads_share_the_files(folder: Path) -> None:
     loader.close()
 
 
+@pytest.mark.slow
+def test_workers_and_their_parent_share_the_files(folder: Path) -> None:
+    """What a spawned worker decodes is found without workers: OpenCV's number of threads changes no pixel."""
+    options: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    for number, workers in enumerate((options, {})):
+        with fastload.DataLoader(Bgr(folder), 4, cache="ram", **workers) as loader:
+            list(loader)
+            assert loader.stats().cache_misses == (0 if number else SIZE)
+
+
 def test_a_cell_that_runs_again_decodes_nothing(folder: Path) -> None:
     """New objects of the same script, the old ones dropped, find the files in the store of the process."""
     for number in range(5):
