@@ -635,6 +635,19 @@ def test_decoded_files_are_held_until_a_signal(sent: int, tmp_path: Path, monkey
     assert json.loads(out)["num_files"] == 1
 
 
+def test_a_thread_that_blocks_no_signal_does_not_end_the_holder(tmp_path: Path, monkeypatch: Any) -> None:
+    """Libraries start threads when they are imported, and the kernel may give a signal to any of them."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))
+    code = (
+        "import os, signal, threading\n"
+        "from fastload.cache.ram.file_store import hold_store\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "hold_store(None, lambda *_: os.kill(os.getpid(), signal.SIGTERM)); print('ended')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "ended\n")
+
+
 def test_decoded_files_are_held_for_a_time(tmp_path: Path, monkeypatch: Any) -> None:
     """The time is a number with a unit."""
     monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "registry"))

@@ -17,10 +17,13 @@ the `registry`. Rules:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
+import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -435,26 +438,42 @@ def hold_store(limit_s: float | None, log_start: Callable[[int, int], object]) -
     Raises:
         SharedMemoryError: This system has no memory that processes share, or they could not find it.
     """
-    signals = {signal.SIGINT, signal.SIGTERM}
     store = open_store(_MIN_TABLE_BYTES)
     if isinstance(store, PrivateFileStore) or registry.changed_ns() is None:
         raise SharedMemoryError("processes share no memory here that others could find later")
     started_s = now_s = time.monotonic()
-    # Blocked signals wait until they are asked for, so that none ends the process half-way.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
+    with _signals_as_bytes({signal.SIGINT, signal.SIGTERM}) as came, contextlib.closing(store):
         log_start(store.num_files, store.nbytes)
         while limit_s is None or now_s < started_s + limit_s:
             left_s = _HOLD_EVERY_S if limit_s is None else min(_HOLD_EVERY_S, started_s + limit_s - now_s)
-            if signal.sigtimedwait(signals, left_s) is not None:
+            if select.select([came], [], [], left_s)[0]:
                 break
             store.poll(is_in_use=False)
             now_s = time.monotonic()
         held_s = round(time.monotonic() - started_s, 1)
         return {"num_files": store.num_files, "nbytes": store.nbytes, "held_s": held_s}
-    finally:
-        store.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _signals_as_bytes(signals: set[signal.Signals]) -> Iterator[socket.socket]:
+    """A socket that becomes readable when one of `signals` comes; none ends or interrupts the process.
+
+    They are not blocked: a mask holds for one thread, and the kernel would give them to another one.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def write(_number: int, _frame: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            writer.send(b"s")
+
+    with reader, writer:
+        before = {each: signal.signal(each, write) for each in signals}
+        try:
+            yield reader
+        finally:
+            for each, handler in before.items():
+                signal.signal(each, signal.SIG_DFL if handler is None else handler)
 
 
 def _live_tables() -> dict[str, dict[int, FileTable]]:
