@@ -86,9 +86,6 @@ class WorkerIterator(HostIterator):
             elif self._pin_memory:
                 pin = _pinning(self._pin_memory_device)
         self._in_order = loader.in_order
-        # Where a sample's draws depend neither on its worker nor on the worker's earlier batches, any worker
-        # can make any batch: a slow one then delays only those that its own worker already has.
-        self._is_any_worker = loader.seeding == "sample" and self._cursor.dataset_states is None
         settings = PoolSettings(
             count=recorder_of(loader).add,
             pin=pin,
@@ -147,12 +144,7 @@ class WorkerIterator(HostIterator):
             if states is not None and not cursor.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
         self._pool.begin_epoch(epoch, states)
-        self._schedule = Schedule(
-            self._num_workers,
-            cursor.next_worker,
-            in_order=self._in_order,
-            count_unfinished=self._pool.count_unfinished if self._is_any_worker else None,
-        )
+        self._schedule = Schedule(self._num_workers, cursor.next_worker, in_order=self._in_order)
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()

@@ -133,10 +133,6 @@ class WorkerPool(abc.ABC):
         """
 
     @abc.abstractmethod
-    def count_unfinished(self, worker_id: int) -> int:
-        """How many requests the worker has not replied to, as far as it is known here."""
-
-    @abc.abstractmethod
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until `take` has something to do: a reply, a death, or the end of the pool.
 

@@ -172,14 +172,6 @@ class ProcessPool(SlotPool[_ProcessHandle]):
                 return None
             self._accept(worker, received)
 
-    def count_unfinished(self, worker_id: int) -> int:
-        """How many requests the worker has not replied to."""
-        with self.lock:
-            worker = self._workers[worker_id]
-            while (received := worker.channel.receive()) is not None:
-                self._accept(worker, received)
-            return len(worker.waiting) + sum(pending.reply is None for pending in worker.sent)
-
     @property
     def was_interrupted(self) -> bool:
         """Whether Ctrl-C has ended a worker."""

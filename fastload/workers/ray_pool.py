@@ -322,12 +322,6 @@ class RayPool(SlotPool[_ActorHandle]):
         pending.reference = None  # frees the object
         return pending
 
-    def count_unfinished(self, worker_id: int) -> int:
-        """How many requests the worker has not replied to, as far as it is known here."""
-        with self.lock:
-            self._note_local(0.0)
-            return sum(pending.reference not in self._local for pending in self._workers[worker_id].sent)
-
     def _note_local(self, timeout_s: float) -> None:
         """Note which replies are on this machine; Ray begins to fetch those that exist elsewhere.
 

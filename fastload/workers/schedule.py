@@ -14,10 +14,6 @@ Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.D
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Schedule:
@@ -27,28 +23,16 @@ class Schedule:
         num_workers: How many workers there are; all start active.
         first_worker: The worker that makes the first batch.
         in_order: Whether batches are delivered in the order of the requests.
-        count_unfinished: Returns how many requests a worker has to finish; then a request goes to an active
-            worker that has the fewest. None: rules 2 and 3.
 
     Attributes:
         num_assigned: The batches that were requested.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        first_worker: int = 0,
-        *,
-        in_order: bool = True,
-        count_unfinished: Callable[[int], int] | None = None,
-    ) -> None:
+    def __init__(self, num_workers: int, first_worker: int = 0, *, in_order: bool = True) -> None:
         self._active = [True] * num_workers
         self._cursor = first_worker
         self._in_order = in_order
         self._pending: deque[int] = deque()  # the workers of the requests, the oldest first
-        self._count = count_unfinished
-        if count_unfinished is None and not in_order:
-            self._count = self._pending.count
         self.num_assigned = 0
 
     def assign(self) -> int | None:
@@ -58,7 +42,7 @@ class Schedule:
         active = [worker for worker in in_turn if self._active[worker]]
         if not active:
             return None
-        worker = active[0] if self._count is None else min(active, key=self._count)
+        worker = active[0] if self._in_order else min(active, key=self._pending.count)
         self._cursor = (worker + 1) % num_workers
         self.num_assigned += 1
         self._pending.append(worker)

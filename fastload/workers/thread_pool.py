@@ -111,12 +111,6 @@ class ThreadPool(WorkerPool):
                     return worker.sent.popleft()
         return None
 
-    def count_unfinished(self, worker_id: int) -> int:
-        """How many requests the worker has not replied to."""
-        worker = self._workers[worker_id]
-        with worker.sent_lock:
-            return sum(pending.reply is None for pending in worker.sent)
-
     def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until the worker, or any, has replied, or `close` was called."""
         self._workers[worker_id or 0].wakeup.wait(deadline)  # all have the same one if any can be asked

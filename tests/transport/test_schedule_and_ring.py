@@ -408,17 +408,3 @@ class Transport(RuleBasedStateMachine):
 
 TestTransport = pytest.mark.slow(Transport.TestCase)
 TestTransport.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
-
-
-def test_an_idle_worker_gets_the_next_batch_where_any_worker_may_make_it() -> None:
-    """In the cycle's order among those with the fewest unfinished; batches still come in order."""
-    unfinished = [2, 0, 1, 0]
-    schedule = Schedule(4, count_unfinished=unfinished.__getitem__)
-    first = schedule.assign()
-    unfinished[1] += 1
-    schedule.exhaust(3)
-
-    assert (first, schedule.assign(), schedule.assign()) == (1, 2, 1)
-    assert schedule.due() == 1
-    with pytest.raises(ValueError, match="not in deque"):
-        schedule.remove(0)
