@@ -157,7 +157,7 @@ class Slow(datasets.Made):
 
     def __getitem__(self, index: int) -> int:
         if index % 5 == 1:
-            threading.Event().wait(0.02)
+            threading.Event().wait(0.005)
         return index
 
 
@@ -168,7 +168,7 @@ class Slow(datasets.Made):
     ways=st.lists(st.sampled_from(WAYS), min_size=4, max_size=4),
     seeding=st.sampled_from(["worker", "sample"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_batch_comes_once_over_any_number_of_resumes(
     size: int, counts: list[int], ways: list[dict[str, Any]], seeding: Any
 ) -> None:
