@@ -97,7 +97,8 @@ def _pickler_type() -> Any:
             return reduced
 
         def _is_found(self, value: Any) -> bool:
-            name, module = getattr(value, "__qualname__", None), getattr(value, "__module__", None)
+            name: Any = getattr(value, "__qualname__", None)
+            module: Any = getattr(value, "__module__", None)
             if type(name) is not str or not self._finds_module(module):
                 return False
             found: Any = sys.modules[module]
