@@ -21,7 +21,7 @@ import fastload
 from fastload.cache.file_cache import forget_stores
 from fastload.cache.ram.file_store import SharedFileStore
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity
+from fastload.readers import identity, patches
 from fastload.readers.decode_cache import VERIFY_VARIABLE
 from fastload.readers.request import CACHE_VARIABLE
 from tests.kit import torchs_own
@@ -175,6 +175,30 @@ def test_workers_and_their_parent_share_the_files(folder: Path) -> None:
     for number, workers in enumerate((options, {})):
         with fastload.DataLoader(Bgr(folder), 4, cache="ram", **workers) as loader:
             list(loader)
+            assert loader.stats().cache_misses == (0 if number else SIZE)
+
+
+@pytest.mark.slow
+def test_workers_remember_the_files_of_a_dataset_that_pickle_cannot_send(folder: Path) -> None:
+    """A local class with lambdas, which took a function of OpenCV before it was replaced or while it was."""
+
+    class Local(Bgr):
+        def __init__(self) -> None:
+            super().__init__(folder)
+            self.read = cv2.imread
+            self.flip = lambda image: image[::-1].copy()
+
+        def __getitem__(self, index: int) -> Any:
+            image, number = super().__getitem__(index)
+            return self.flip(image), number, self.read(str(self.paths[index]))[:16]
+
+    with patches.installed():
+        meanwhile = Local()
+    expected = [plain(batch) for batch in tud.DataLoader(Local(), 4)]
+    options: Any = {"num_workers": 1, "multiprocessing_context": "forkserver", "cache": "ram"}
+    for number, dataset in enumerate((Local(), meanwhile)):
+        with fastload.DataLoader(dataset, 4, **options) as loader:
+            assert [plain(batch) for batch in loader] == expected
             assert loader.stats().cache_misses == (0 if number else SIZE)
 
 
