@@ -116,6 +116,12 @@ _METHODS = (
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_pre_hooks", "_forward_hooks")
 
 
+def _library_of(function: Any) -> str:
+    """The package that a function is of; below a check that this library has put around it."""
+    package = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+    return _library_of(function.__wrapped__) if package == "fastload" else package
+
+
 class _Class(NamedTuple):
     """A class of steps, as its library made it.
 
@@ -142,29 +148,33 @@ class _Class(NamedTuple):
         places: list[tuple[Any, str]] = [(kind, name) for name in _METHODS if hasattr(kind, name)]
         places += [] if function is None else [(sys.modules[function[0]], function[1])]
         functions = tuple((owner, name, getattr(owner, name)) for owner, name in places)
-        for _, _, value in functions:
-            library = getattr(value, "__globals__", {}).get("__name__", "").partition(".")[0]
-            if library not in ("torch", "torchvision", "timm"):
-                return None
+        if not all(_library_of(value) in ("torch", "torchvision", "timm") for _, _, value in functions):
+            return None
         return cls(does, frozenset(attributes), _HOOKS if is_module else (), functions)
 
-    def made(self, step: Any) -> bool:
-        """Whether a step of this class is as it was made, and does what the library's code says."""
-        attributes = vars(step)
-        if attributes.keys() != self.attributes or any(attributes[hooks] for hooks in self.hooks):
-            return False
+    @property
+    def is_current(self) -> bool:
+        """Whether a step still calls these functions."""
         return all(getattr(owner, name, None) is value for owner, name, value in self.functions)
+
+    def made(self, step: Any) -> bool:
+        """Whether a step of this class is as it was made."""
+        attributes = vars(step)
+        return attributes.keys() == self.attributes and not any(attributes[hooks] for hooks in self.hooks)
 
 
 _classes: dict[type, _Class] = {}
+_tried: dict[Any, bool] = {}  # whether an end of some steps gives what the steps give
 
 
 def _class_of(kind: type) -> _Class | None:
-    found = _classes.get(kind)
-    if found is None:
-        found = _Class.of(kind)
-        if found is not None:
-            _classes[kind] = found
+    known = _classes.get(kind)
+    if known is not None and known.is_current:
+        return known
+    found = _Class.of(kind)
+    if found is not None:
+        _tried.clear()
+        _classes[kind] = found
     return found
 
 
@@ -222,8 +232,6 @@ def _is_usable(numbers: Any, num_channels: int) -> bool:
 
 
 # --- doing it ---------------------------------------------------------------------------------------------
-
-_tried: dict[Any, bool] = {}  # whether an end of some steps gives what the steps give
 
 
 def _fused(steps: Sequence[Any], number: int, image: Image.Image) -> tuple[Any, int] | None:
