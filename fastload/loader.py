@@ -27,6 +27,7 @@ from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.through_torch import torch_iterator
 from fastload.epochs.with_workers import WorkerIterator
 from fastload.epochs.without_workers import LocalIterator
+from fastload.readers import patches
 from fastload.rng.generators import warn_of_unseeded
 from fastload.system import cpus
 from fastload.system.logs import log, say_once
@@ -464,6 +465,7 @@ class DataLoader(LoaderSettings):
         if state.file_cache is not None:
             state.file_cache.close()
             state.file_cache = None
+        patches.release(state)
         state.buffers = None  # those that a loader without workers keeps between its epochs
 
     def __enter__(self) -> Self:

@@ -7,7 +7,6 @@ middle.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import operator
@@ -24,12 +23,14 @@ from fastload.epochs import resume
 from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.transform import EpochTransform
+from fastload.readers import patches
 from fastload.rng.entry_points import THREAD, ThreadState, swap_state
 from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable
 
     from fastload.cache.file_cache import FileCache
@@ -106,7 +107,7 @@ class TorchIterator(EpochIterator):
     streams: WorkerStreams | None = None
     transform: EpochTransform | None = None
     file_cache: FileCache | None = None
-    reading: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    reading: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(patches.without_cache)
 
     def begin_transform(self) -> None:
         """Take the loader's `batch_transform` for this epoch."""

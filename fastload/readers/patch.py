@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+import threading
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class _Thread(threading.local):
+    """What the current thread does.
+
+    Attributes:
+        num_fetches: How many fetches it is in, one within another.
+    """
+
+    num_fetches = 0
+
+
+thread = _Thread()
 
 
 @dataclass(eq=False)

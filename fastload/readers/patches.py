@@ -14,29 +14,35 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import importlib
 import os
+import pkgutil
 import sys
 import threading
 import weakref
 from types import BuiltinFunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from fastload.readers.patch import thread
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
+    from contextlib import AbstractContextManager
 
     from fastload.readers.patch import Patch
 
-# By the library whose import makes a reader useful. A reader has a function `patches()`.
+# By the library whose import makes a reader useful: a function, by default `patches` of the reader.
 READERS = {
     "cv2": "fastload.readers.opencv",
     "numpy": "fastload.readers.npz",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",
+    "torchvision.transforms": "fastload.readers.torchvision_end",
+    "torchvision.transforms.v2": "fastload.readers.torchvision_end:patches_of_v2",
 }
+# Those that remember nothing, so they need no cache.
+_WITHOUT_CACHE = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
 
 
 def _reduce_builtin(function: Any) -> Any:
@@ -47,34 +53,43 @@ def _reduce_builtin(function: Any) -> Any:
     return function.__reduce__()
 
 
+def _is_imported(library: str) -> bool:
+    """Whether the import of a library is complete."""
+    module = sys.modules.get(library)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
 class _Patches:
     """Those of this process."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.by_reader: dict[str, list[Patch]] = {}
+        self.lock = threading.RLock()  # a handler of a signal can close a loader at any time
+        self.by_library: dict[str, list[Patch]] = {}
         self.num_fetches = 0
-        self.fetching = threading.local()  # num: those of a thread
         self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def meet(self) -> None:
-        """Meet the libraries that were imported since the last time."""
-        copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
-        for library, reader in READERS.items():
-            if library in sys.modules and reader not in self.by_reader:
-                try:
-                    self.by_reader[reader] = importlib.import_module(reader).patches()
-                except Exception as error:  # noqa: BLE001  # a release that the reader does not know
-                    self.by_reader[reader] = []
-                    log.info("files read by %s are not remembered: %r", library, error)
+    def meet(self, libraries: Collection[str]) -> None:
+        """Meet those of the libraries that were imported since the last time."""
+        for library in libraries:
+            if library in self.by_library or not _is_imported(library):
+                continue
+            reader, _, function = READERS[library].partition(":")
+            try:
+                self.by_library[library] = pkgutil.resolve_name(f"{reader}:{function or 'patches'}")()
+            except Exception as error:  # noqa: BLE001  # a release that the reader does not know
+                self.by_library[library] = []
+                log.info("%s is not met: %r", library, error)
+        if any(True for _ in self.each(ModuleType, libraries)):
+            copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
 
-    def each(self, kind: type) -> Iterator[Patch]:
-        for patches in list(self.by_reader.values()):
-            yield from (patch for patch in patches if isinstance(patch.owner, kind))
+    def each(self, kind: type, libraries: Collection[str] | None = None) -> Iterator[Patch]:
+        for library, patches in list(self.by_library.items()):
+            if libraries is None or library in libraries:
+                yield from (patch for patch in patches if isinstance(patch.owner, kind))
 
     def count_fetch(self, change: int) -> None:
         self.num_fetches += change
-        self.fetching.num = getattr(self.fetching, "num", 0) + change
+        thread.num_fetches += change
 
     def take_away(self, kind: type) -> None:
         for patch in self.each(kind):
@@ -82,8 +97,8 @@ class _Patches:
 
     def after_fork(self) -> None:
         """In a child, only the thread that forked can be fetching."""
-        self.lock = threading.Lock()
-        self.num_fetches = getattr(self.fetching, "num", 0)
+        self.lock = threading.RLock()
+        self.num_fetches = thread.num_fetches
         if not self.num_fetches:
             self.take_away(ModuleType)
 
@@ -94,12 +109,13 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[None]:
-    """Meet the libraries during a fetch."""
+def installed(libraries: Collection[str] | None = None) -> Iterator[None]:
+    """Meet the libraries, names in READERS, during a fetch; None: all."""
+    libraries = READERS if libraries is None else libraries
     with _patches.lock:
-        _patches.meet()
+        _patches.meet(libraries)
         _patches.count_fetch(1)
-        for patch in _patches.each(object):
+        for patch in _patches.each(object, libraries):
             patch.put()
     try:
         yield
@@ -108,6 +124,11 @@ def installed() -> Iterator[None]:
             _patches.count_fetch(-1)
             if not _patches.num_fetches:
                 _patches.take_away(ModuleType)
+
+
+def without_cache() -> AbstractContextManager[None]:
+    """Meet the libraries that need no cache, if they are imported, during a fetch."""
+    return installed(_WITHOUT_CACHE) if "torchvision.transforms" in sys.modules else contextlib.nullcontext()
 
 
 def retain(cache: object) -> None:

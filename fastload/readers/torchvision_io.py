@@ -52,7 +52,7 @@ def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _identify(data: torch.Tensor) -> Identity | Unknown:
     is_plain = data.device.type == "cpu" and data.dtype == torch.uint8 and data.layout == torch.strided
-    return identify_content(_memory(data)) if is_plain and data.is_contiguous() else Unknown.NOT_A_FILE
+    return identify_content(memory_of(data)) if is_plain and data.is_contiguous() else Unknown.NOT_A_FILE
 
 
 def _pack(tensor: Any) -> tuple[npt.NDArray[Any], Any] | None:
@@ -62,13 +62,13 @@ def _pack(tensor: Any) -> tuple[npt.NDArray[Any], Any] | None:
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes or tensor.untyped_storage().nbytes() != nbytes or tensor.requires_grad:
         return None
-    return _memory(tensor), (str(tensor.dtype), tuple(tensor.shape), tensor.stride())
+    return memory_of(tensor), (str(tensor.dtype), tuple(tensor.shape), tensor.stride())
 
 
 def _unpack(memory: npt.NDArray[Any], note: Any) -> torch.Tensor:
     dtype, shape, stride = note
     tensor = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype.split(".")[1]), device="cpu")
-    np.copyto(_memory(tensor), memory)
+    np.copyto(memory_of(tensor), memory)
     return tensor
 
 
@@ -82,5 +82,6 @@ class _Memory:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": data}
 
 
-def _memory(tensor: torch.Tensor) -> npt.NDArray[Any]:
+def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The bytes of a tensor without gaps, `(n,) uint8`, without a copy; it can still be resized later."""
     return np.asarray(_Memory(tensor))

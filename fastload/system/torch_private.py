@@ -246,3 +246,19 @@ def is_compiled(function: Any) -> bool:
         or getattr(part, "_compiled_call_impl", None) is not None
         for part in parts
     )
+
+
+# Hooks of all modules: since 1.8, those before the backward pass since 2.0.
+_HOOKS_OF_ALL = tuple(
+    _find(torch.nn.modules.module, f"_global_{name}_hooks", {}, "hooks of all modules are not seen")
+    for name in ("forward_pre", "forward", "backward_pre", "backward")
+)
+_NO_MODES = "modes that change functions of torch are not seen"
+# How many modes that change functions of torch are on in this thread: since 1.13 and 2.0.
+_num_function_modes = _find(torch._C, "_len_torch_function_stack", lambda: 0, _NO_MODES)
+_num_dispatch_modes = _find(torch._C, "_len_torch_dispatch_stack", lambda: 0, _NO_MODES)
+
+
+def has_hooks_or_modes() -> bool:
+    """Whether modules or functions of torch may do more here than they say."""
+    return any(_HOOKS_OF_ALL) or _num_function_modes() > 0 or _num_dispatch_modes() > 0

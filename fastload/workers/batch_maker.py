@@ -20,6 +20,7 @@ import torch
 from fastload.batch.dataset_state import DatasetState
 from fastload.batch.fetch import Fetcher
 from fastload.batch.stacking import install_slot_rules
+from fastload.readers import patches
 from fastload.rng import seeding
 from fastload.rng.entry_points import set_worker_source
 from fastload.rng.sample_rng import SampleSeeder
@@ -210,7 +211,7 @@ def make_fetcher(
         seeder=seeder,
         dataset_state=dataset_state,
         worker_id=worker_id,
-        reading=None if spec.file_cache is None else spec.file_cache.reading,
+        reading=patches.without_cache if spec.file_cache is None else spec.file_cache.reading,
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 import fastload
-from fastload.readers import identity
+from fastload.readers import identity, torchvision_end
 from tests.readers.generated import ByBatch, Generated, Stream, draw_recipe, write_files
 
 EPOCHS, BATCH = 3, 4
@@ -98,6 +98,7 @@ def main() -> int:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     identity.SETTLED_S = 0
+    torchvision_end._MIN_PIXELS = 0
     counts: Counter[str] = Counter()
     seed = arguments.seed
     while counts["batches"] < arguments.batches:

@@ -265,11 +265,29 @@ def _torchvision(rng: random.Random, version: str) -> Any:
             *([t.Resize(32), t.RandomCrop(24)], [t.RandomCrop(20, pad_if_needed=True)]),
         ]
     )
-    tensor = [t.ToTensor()] if version == "v1" else [t.ToImage(), t.ToDtype(torch.float32, scale=True)]
-    end = rng.choice([[], [t.PILToTensor()], tensor, [*tensor, t.Normalize([0.5] * 3, [0.2] * 3)]])
+    end = _end(rng, version)
     end = [*end, t.RandomErasing()] if end and rng.random() < 0.3 else end
     steps = [*front, *rng.sample(choices, k=rng.randrange(3)), *end]
     return t.Compose(steps or [choices[0]])
+
+
+def _end(rng: random.Random, version: str) -> list[Any]:
+    """The steps that make a tensor, now and then those of the other version."""
+    import torchvision.transforms as v1
+    from torchvision.transforms import v2
+
+    t: Any = {"v1": v1, "v2": v2}[version if rng.random() < 0.9 else rng.choice(["v1", "v2"])]
+    scaled = [[t.PILToTensor(), t.ConvertImageDtype(torch.float32)]]
+    if t is v2:
+        scaled += [[v2.ToImage(), v2.ToDtype(torch.float32, scale=rng.random() < 0.9)]] * 3
+    else:
+        scaled += [[v1.ToTensor()]] * 3
+    tensor = rng.choice(scaled)
+    num_channels, inplace = rng.choice([1, 3, 3]), rng.random() < 0.2
+    mean, std = [[rng.choice([0.5, rng.random()]) for _ in range(num_channels)] for _ in range(2)]
+    normalize = t.Normalize(mean, rng.choice([tuple, list])(std), inplace=inplace)
+    pure = [v2.ToPureTensor()] if version == "v2" and rng.random() < 0.3 else []
+    return rng.choice([[], [t.PILToTensor()], tensor, [*tensor, normalize, *pure], [*tensor, normalize]])
 
 
 TRANSFORMS = ("none", "v1", "v2", "albumentations")

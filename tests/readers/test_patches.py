@@ -213,7 +213,7 @@ def test_a_release_that_a_reader_does_not_know_is_no_error(
     broken.patches = lambda: cv2.gone  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "broken_reader", broken)
     monkeypatch.setattr(patches, "READERS", {"cv2": "broken_reader"})
-    monkeypatch.setattr(patches._patches, "by_reader", {})
+    monkeypatch.setattr(patches._patches, "by_library", {})
     for _ in range(2):
         with patches.installed():
             assert cv2.imread is IMREAD

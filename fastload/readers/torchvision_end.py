@@ -1,0 +1,314 @@
+"""The end of torchvision's pipelines, in a fraction of its time: ToTensor, Normalize, and their likes.
+
+To make floats of an image, torchvision writes it five times, to fresh memory, and pixel by pixel where the
+channels are not planes. Here the bytes of a Pillow image are written to the memory of the result once, and
+the same operations follow in place, along planes or whole rows. They are met at `Compose`, v1's and v2's,
+which calls all other steps as ever. Rules:
+
+1. The result has the same bits, type and strides: the same operations, in the same order. For each sequence
+   of steps, that is tried once, on all 256 levels of each channel.
+2. Arguments such as `Normalize.mean` are read at every call. Nothing is written into objects of the user.
+3. This is for steps as torchvision made them. A subclass, a class or function that other code has replaced,
+   a module with hooks, and an image that is no plain Pillow image in RGB or L take the ordinary way. So does
+   whatever would raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fastload.readers.patch import Patch, thread
+from fastload.readers.torchvision_io import memory_of
+from fastload.system.torch_private import has_hooks_or_modes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy.typing as npt
+
+FUSE_VARIABLE = "FASTLOAD_FUSE"
+_V1, _V2 = "torchvision.transforms", "torchvision.transforms.v2"
+_BANDS = {"RGB": ("R", "G", "B"), "L": ("L",)}
+_MIN_PIXELS = 4096  # to ask what the steps are takes as long as is gained on less
+_MIN_SIDE = 2  # the stride along a side of one pixel is arbitrary
+_NUM_LEVELS = 256
+_TINY, _MAX = 1e-37, 2.0**53  # beyond, torch and NumPy can make other floats of a number
+
+
+def patches() -> list[Patch]:
+    """What is replaced in torchvision.transforms."""
+    return [] if _is_off() else [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)]
+
+
+def patches_of_v2() -> list[Patch]:
+    """What is replaced in torchvision.transforms.v2."""
+    return [] if _is_off() else [Patch(sys.modules[_V2].Compose, "forward", _of_v2)]
+
+
+def _is_off() -> bool:
+    return os.environ.get(FUSE_VARIABLE) == "off"
+
+
+def _of_v1(real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, img: Any) -> Any:  # the names are v1's
+        return _composed(self.transforms, img) if thread.num_fetches else real(self, img)
+
+    return call
+
+
+def _of_v2(real: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(self: Any, *inputs: Any) -> Any:
+        if not thread.num_fetches or len(inputs) != 1 or not self.transforms:
+            return real(self, *inputs)
+        return _composed(self.transforms, inputs[0])
+
+    return forward
+
+
+def _composed(steps: Any, value: Any) -> Any:
+    """What the steps make of a value, one after another."""
+    if type(steps) not in (list, tuple):
+        for step in steps:
+            value = step(value)
+        return value
+    number = 0
+    while number < len(steps):  # as a loop over them: a step can change the list
+        fused = _fused(steps, number, value) if type(value) is Image.Image else None
+        value, number = fused or (steps[number](value), number + 1)
+    return value
+
+
+# --- what steps do ----------------------------------------------------------------------------------------
+
+# What classes do, by module and name, and the function that does it.
+# "planes": to scaled floats, in planes. "rows", "image": to bytes, in rows; the latter as a tv_tensors.Image.
+_STEPS = {
+    (f"{_V1}.transforms", "ToTensor"): ("planes", (f"{_V1}.functional", "to_tensor")),
+    ("timm.data.transforms", "MaybeToTensor"): ("planes", (f"{_V1}.functional", "to_tensor")),
+    (f"{_V2}._deprecated", "ToTensor"): ("planes", (f"{_V1}.functional", "to_tensor")),
+    (f"{_V1}.transforms", "PILToTensor"): ("rows", (f"{_V1}.functional", "pil_to_tensor")),
+    (f"{_V2}._type_conversion", "PILToTensor"): ("rows", (f"{_V2}.functional", "pil_to_tensor")),
+    (f"{_V2}._type_conversion", "ToImage"): ("image", (f"{_V2}.functional", "to_image")),
+    (f"{_V1}.transforms", "ConvertImageDtype"): ("divide", (f"{_V1}.functional", "convert_image_dtype")),
+    (f"{_V2}._misc", "ConvertImageDtype"): ("multiply", (f"{_V2}.functional", "to_dtype")),
+    (f"{_V2}._misc", "ToDtype"): ("multiply", (f"{_V2}.functional", "to_dtype")),
+    (f"{_V1}.transforms", "Normalize"): ("normalize", (f"{_V1}.functional", "normalize")),
+    (f"{_V2}._misc", "Normalize"): ("normalize v2", (f"{_V2}.functional", "normalize")),
+    (f"{_V2}._type_conversion", "ToPureTensor"): ("pure", None),
+}
+_BEGIN = frozenset({"planes", "rows", "image"})
+_ATTRIBUTES = {
+    "ConvertImageDtype": {"dtype"},
+    "ToDtype": {"dtype", "scale"},
+    "Normalize": {"mean", "std", "inplace"},
+}
+_METHODS = (
+    *("__call__", "_call_impl", "__getattr__", "forward", "transform"),
+    *("check_inputs", "make_params", "_call_kernel", "_needs_transform_list"),
+)
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_pre_hooks", "_forward_hooks")
+
+
+def _library_of(function: Any) -> str:
+    """The package that a function is of; below a check that this library has put around it."""
+    package = str(getattr(function, "__globals__", {}).get("__name__", "")).partition(".")[0]
+    return _library_of(function.__wrapped__) if package == "fastload" else package
+
+
+class _Class(NamedTuple):
+    """A class of steps, as its library made it.
+
+    Attributes:
+        does: What its steps do.
+        attributes: Those of an instance that was not changed.
+        hooks: Those of them that must be empty.
+        functions: What a step calls: owner, name, and function.
+    """
+
+    does: str
+    attributes: frozenset[str]
+    hooks: tuple[str, ...]
+    functions: tuple[tuple[Any, str, Any], ...]
+
+    @classmethod
+    def of(cls, kind: type) -> _Class | None:
+        """None for a class that is no step of an end, or that other code has changed."""
+        does, function = _STEPS.get((kind.__module__, kind.__qualname__), ("", None))
+        if not does:
+            return None
+        is_module = issubclass(kind, torch.nn.Module)
+        attributes = {*(vars(torch.nn.Module()) if is_module else ()), *_ATTRIBUTES.get(kind.__name__, ())}
+        places: list[tuple[Any, str]] = [(kind, name) for name in _METHODS if hasattr(kind, name)]
+        places += [] if function is None else [(sys.modules[function[0]], function[1])]
+        functions = tuple((owner, name, getattr(owner, name)) for owner, name in places)
+        if not all(_library_of(value) in ("torch", "torchvision", "timm") for _, _, value in functions):
+            return None
+        return cls(does, frozenset(attributes), _HOOKS if is_module else (), functions)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether a step still calls these functions."""
+        return all(getattr(owner, name, None) is value for owner, name, value in self.functions)
+
+    def made(self, step: Any) -> bool:
+        """Whether a step of this class is as it was made."""
+        attributes = vars(step)
+        return attributes.keys() == self.attributes and not any(attributes[hooks] for hooks in self.hooks)
+
+
+_classes: dict[type, _Class] = {}
+_tried: dict[Any, bool] = {}  # whether an end of some steps gives what the steps give
+
+
+def _class_of(kind: type) -> _Class | None:
+    known = _classes.get(kind)
+    if known is not None and known.is_current:
+        return known
+    found = _Class.of(kind)
+    if found is not None:
+        _tried.clear()
+        _classes[kind] = found
+    return found
+
+
+class _End(NamedTuple):
+    """Steps that are done at once.
+
+    Attributes:
+        steps: What each does; with them, all but the numbers is known.
+        mean: Of the channels, or of all; empty: the image is not normalized.
+        std: The same.
+    """
+
+    steps: tuple[str, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+def _end_at(steps: Sequence[Any], number: int, num_channels: int) -> _End | None:
+    """The longest end that begins with a step; None if there is none of use."""
+    does: list[str] = []
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    for step in steps[number:]:
+        known = _class_of(type(step))
+        if known is None or (known.does in _BEGIN) != (not does) or not known.made(step):
+            break
+        is_image, is_float = does[:1] == ["image"], does[:1] == ["planes"] or len(does) > 1
+        if known.does in ("divide", "multiply"):
+            # v1's steps know nothing of tv_tensors
+            if is_float or (is_image and known.does == "divide") or step.dtype is not torch.float32:
+                break
+            if getattr(step, "scale", True) is not True:
+                break
+        elif known.does in ("normalize", "normalize v2"):
+            if not is_float or mean or (is_image and known.does == "normalize") or "pure" in does:
+                break
+            if not (_is_usable(step.mean, num_channels) and _is_usable(step.std, num_channels)):
+                break
+            if min(map(abs, step.std)) < _TINY:
+                break  # it can raise
+            mean, std = tuple(step.mean), tuple(step.std)
+        elif known.does == "pure" and not is_float:
+            break
+        does.append(known.does)
+    is_float = does[:1] == ["planes"] or len(does) > 1
+    return _End(tuple(does), mean, std) if is_float else None
+
+
+def _is_usable(numbers: Any, num_channels: int) -> bool:
+    return (
+        type(numbers) in (list, tuple)
+        and len(numbers) in (1, num_channels)
+        and all(isinstance(number, (int, float)) and abs(number) < _MAX for number in numbers)
+    )
+
+
+# --- doing it ---------------------------------------------------------------------------------------------
+
+
+def _fused(steps: Sequence[Any], number: int, image: Image.Image) -> tuple[Any, int] | None:
+    """What the end that begins with a step makes of an image, and the number of the step after it.
+
+    None if the step is to be called.
+    """
+    known = _class_of(type(steps[number]))
+    if known is None or known.does not in _BEGIN:
+        return None
+    bands = _BANDS.get(image.mode)
+    width, height = image.size
+    if bands is None or width * height < _MIN_PIXELS or min(width, height) < _MIN_SIDE:
+        return None
+    if torch.get_default_dtype() is not torch.float32 or has_hooks_or_modes():
+        return None
+    end = _end_at(steps, number, len(bands))
+    if end is None:
+        return None
+    stop = number + len(end.steps)
+    key = end.steps, image.mode, len(end.mean), len(end.std), *(type(step) for step in steps[number:stop])
+    if key not in _tried:
+        _tried[key] = _is_equal(steps[number:stop], end, image.mode)
+    return (_computed(end, image, bands), stop) if _tried[key] else None
+
+
+def _computed(end: _End, image: Image.Image, bands: tuple[str, ...]) -> torch.Tensor:
+    """The floats of an image, `(C, H, W) float32`, in memory of their own."""
+    (width, height), channels = image.size, len(bands)
+    result: torch.Tensor
+    if end.steps[0] == "planes" and channels > 1:
+        result = work = torch.empty((channels, height, width), dtype=torch.float32, device="cpu")
+        planes = memory_of(result).view(np.float32).reshape(channels, -1)
+        for plane, band in zip(planes, bands, strict=True):
+            np.copyto(plane, np.frombuffer(image.tobytes("raw", band), np.uint8))
+        shape: tuple[int, ...] = channels, 1, 1
+    else:
+        size, strides = (channels, height, width), (1, channels * width, channels)
+        result = torch.empty_strided(size, strides, dtype=torch.float32, device="cpu")
+        work = result.permute(1, 2, 0).view(height, width * channels)
+        np.copyto(memory_of(result).view(np.float32), np.frombuffer(image.tobytes(), np.uint8))
+        shape = (width * channels,)  # the loops along a row are long
+    if "multiply" in end.steps:
+        work.mul_(1.0 / 255)
+    else:
+        work.div_(255)
+    if end.mean:
+        work.sub_(torch.from_numpy(_operand(end.mean, shape)))
+        work.div_(torch.from_numpy(_operand(end.std, shape)))
+    if end.steps[0] == "image" and "pure" not in end.steps:
+        result = result.as_subclass(sys.modules["torchvision.tv_tensors"].Image)
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _operand(numbers: tuple[float, ...], shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Numbers of the channels, repeated to this shape."""
+    return np.resize(np.array(numbers, np.float32), shape)
+
+
+def _is_equal(steps: Sequence[Any], end: _End, mode: str) -> bool:
+    """Whether the steps make of all levels what their end makes of them."""
+    levels = np.arange(_NUM_LEVELS, dtype=np.uint8).reshape(8, -1)
+    bands = _BANDS[mode]
+    planes = [np.roll(levels, 85 * number) for number in range(len(bands))]
+    image = Image.fromarray(np.stack(planes, axis=2) if len(bands) > 1 else levels)
+    expected: Any = image
+    try:
+        for step in steps:
+            expected = step(expected)
+        result = _computed(end, image, bands)
+    except Exception:  # noqa: BLE001  # the steps raise it again
+        return False
+    return _facts(result) == _facts(expected)
+
+
+def _facts(tensor: Any) -> tuple[Any, ...]:
+    plain = tensor.as_subclass(torch.Tensor)
+    facts = type(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+    return *facts, plain.contiguous().numpy().tobytes()

@@ -1,0 +1,651 @@
+"""torchvision_end: torchvision's last steps, done at once, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import os
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import fastload
+from fastload.readers import patches, torchvision_end
+from fastload.system import torchvision_arrays
+from tests.kit.torchvision import import_torchvision
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+import_torchvision()
+import torchvision.transforms as v1  # noqa: E402
+from torchvision import tv_tensors  # noqa: E402
+from torchvision.transforms import functional, v2  # noqa: E402
+
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+V1_CALL, V2_FORWARD = v1.Compose.__call__, v2.Compose.forward
+
+pytestmark = pytest.mark.filterwarnings("ignore:The transform `ToTensor:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The ends that were done at once, of images of any size; afterwards, torchvision is as it was."""
+    ends: list[Any] = []
+    real = torchvision_end._computed
+
+    def computed(end: Any, image: Any, bands: Any) -> Any:
+        ends.append(end)
+        return real(end, image, bands)
+
+    monkeypatch.setattr(torchvision_end, "_computed", computed)
+    monkeypatch.setattr(torchvision_end, "_MIN_PIXELS", 0)
+    monkeypatch.setattr(torchvision_end, "_tried", {})
+    yield ends
+    patches.release(ends_owner)
+    assert v1.Compose.__call__ is V1_CALL
+    assert v2.Compose.forward is V2_FORWARD
+
+
+class _Owner:
+    """Stands for a loader."""
+
+
+ends_owner = _Owner()
+
+
+def picture(height: int = 20, width: int = 30, mode: str = "RGB", seed: int = 0) -> Any:
+    """A random image."""
+    rng = np.random.default_rng(seed)
+    size = (height, width) if mode == "L" else (height, width, len(mode))
+    return Image.fromarray(rng.integers(0, 256, size, np.uint8))
+
+
+def facts(value: Any) -> Any:
+    """All that can be seen of a value."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value if not isinstance(value, Image.Image) else value.tobytes()
+    seen = type(value), value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad
+    plain = value.as_subclass(torch.Tensor)
+    return *seen, plain.untyped_storage().nbytes(), plain.contiguous().numpy().tobytes()
+
+
+def outcome(pipeline: Any, *inputs: Any) -> Any:
+    """The facts of what a pipeline returns, or its error, and where the generator is afterwards."""
+    torch.manual_seed(0)
+    try:
+        result = facts(pipeline(*inputs))
+    except Exception as error:  # noqa: BLE001  # is compared
+        result = type(error), str(error)
+    return result, torch.rand(1)
+
+
+def same(pipeline: Any, *inputs: Any) -> bool:
+    """Whether a pipeline does the same in a fetch."""
+    expected = outcome(pipeline, *copy.deepcopy(inputs))
+    with patches.without_cache():
+        return bool(outcome(pipeline, *inputs) == expected)
+
+
+def end_of_v1(**arguments: Any) -> list[Any]:
+    """ToTensor and Normalize."""
+    return [v1.ToTensor(), v1.Normalize(MEAN, STD, **arguments)]
+
+
+def end_of_v2() -> list[Any]:
+    """ToImage, ToDtype and Normalize."""
+    return [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+
+
+# --- equal bits -------------------------------------------------------------------------------------------
+
+NUMBERS = st.floats(-3, 3, width=32) | st.integers(0, 2) | st.sampled_from([0.485, 1e-3, -0.0, 2.0**-20])
+STEPS = st.sampled_from(
+    [
+        *(v1.ToTensor, v1.PILToTensor, v2.ToImage, v2.PILToTensor, v2.ToTensor, v2.ToPureTensor),
+        *(functools.partial(kind, torch.float32) for kind in (v1.ConvertImageDtype, v2.ConvertImageDtype)),
+        functools.partial(v2.ToDtype, torch.float32, scale=True),
+        functools.partial(v2.ToDtype, torch.float32),
+        functools.partial(v2.ToDtype, torch.float16, scale=True),
+        functools.partial(v2.ToDtype, {tv_tensors.Image: torch.float32, "others": None}, scale=True),
+        functools.partial(v1.RandomErasing, p=1),
+        functools.partial(v1.RandomHorizontalFlip, 0.5),
+        *(v1.ToPILImage, v2.RandomVerticalFlip),
+    ]
+)
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> list[Any]:
+    """Steps in an order that is usual, or in any order."""
+    usual: list[list[Any]] = [
+        *([v1.ToTensor()], [v2.ToTensor()]),
+        *([v1.PILToTensor(), v1.ConvertImageDtype(torch.float32)],),
+        *([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)],),
+        *([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)],),
+        *([v2.ToImage(), v2.ConvertImageDtype(torch.float32)],),
+    ]
+    steps = draw(st.sampled_from(usual) | st.lists(STEPS.map(lambda make: make()), max_size=4))
+    count = st.sampled_from([3, 3, 3, 1, 2])
+    for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2]))):
+        numbers = st.lists(NUMBERS, min_size=(size := draw(count)), max_size=size)
+        mean, std = draw(numbers), draw(numbers)
+        kind = draw(st.sampled_from([v1.Normalize, v2.Normalize]))
+        steps = [*steps, kind(mean, std, inplace=draw(st.booleans()))]
+    if draw(st.booleans()):
+        steps.insert(draw(st.integers(0, len(steps))), draw(STEPS)())
+    return steps or [v1.ToTensor()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    steps=pipelines(),
+    compose=st.sampled_from([v1.Compose, v2.Compose]),
+    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    mode=st.sampled_from(["RGB", "RGB", "L", "RGBA", "LA"]),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.filterwarnings("ignore")
+def test_any_pipeline_does_in_a_fetch_what_it_does_elsewhere(
+    steps: Any, compose: Any, size: Any, mode: str, seed: int
+) -> None:
+    """Bits, type, dtype, strides, errors and draws of random pipelines, for images of any size and mode."""
+    assert same(compose(steps), picture(*size, mode, seed))
+
+
+ENDS: dict[str, Callable[[], list[Any]]] = {
+    "v1": end_of_v1,
+    "v1, in place": lambda: end_of_v1(inplace=True),
+    "v1, scaled": lambda: [v1.ToTensor()],
+    "v1, converted": lambda: [
+        *(v1.PILToTensor(), v1.ConvertImageDtype(torch.float32), v1.Normalize(tuple(MEAN), STD)),
+    ],
+    "v2": end_of_v2,
+    "v2, scaled": lambda: end_of_v2()[:2],
+    "v2, pure": lambda: [*end_of_v2(), v2.ToPureTensor()],
+    "v2, converted": lambda: [v2.PILToTensor(), v2.ConvertImageDtype(torch.float32), v2.Normalize(MEAN, STD)],
+    "v2, deprecated": lambda: [v2.ToTensor(), v2.Normalize([0.5], [0.5])],
+}
+
+
+@pytest.mark.parametrize("compose", [v1.Compose, v2.Compose])
+@pytest.mark.parametrize("name", ENDS)
+def test_an_end_is_done_at_once(name: str, compose: Any, fused: list[Any]) -> None:
+    """The usual ends, in RGB, alone and between other steps: equal bit for bit, and no step of them runs."""
+    end = ENDS[name]()
+    others = [v1.RandomHorizontalFlip(1.0)], [v1.RandomErasing(p=1)] if "image" not in name else []
+    for steps in (end, [*others[0], *end, *others[1]]):
+        fused.clear()
+        assert same(compose(steps), picture())
+        assert [len(one.steps) for one in fused][-1:] == [len(end)]
+
+
+@pytest.mark.parametrize("name", ["v1, scaled", "v2, scaled", "v2, deprecated"])
+def test_grey_images_too(name: str, fused: list[Any]) -> None:
+    """The mode L, whose strides are the same for all of them."""
+    assert same(v1.Compose(ENDS[name]()), picture(mode="L"))
+    assert fused
+
+
+def test_large_images_are_equal(fused: list[Any]) -> None:
+    """More pixels than a vector or a block of threads has."""
+    for end in (end_of_v1(), end_of_v2()):
+        assert same(v1.Compose(end), picture(375, 501))
+    assert len(fused) == 4
+
+
+def test_a_result_has_memory_of_its_own_that_can_be_resized() -> None:
+    """Two results share nothing, and their storage is torch's."""
+    for end in (end_of_v1(), end_of_v2()):
+        pipeline, image = v1.Compose(end), picture()
+        with patches.without_cache():
+            one, other = pipeline(image), pipeline(image)
+        before = facts(other)
+        one.fill_(0)
+        one.resize_(3, 100, 100)
+        assert facts(other) == before
+
+
+def test_timms_step_is_known(fused: list[Any]) -> None:
+    """MaybeToTensor, a subclass of ToTensor."""
+    transforms = pytest.importorskip("timm.data.transforms")
+    pipeline = v1.Compose([transforms.MaybeToTensor(), v1.Normalize(torch.tensor(MEAN), torch.tensor(STD))])
+    assert same(pipeline, picture())
+    assert same(pipeline, torch.rand(3, 20, 30))
+    assert {one.steps for one in fused} == {("planes",)}
+
+
+# --- values are those of the call -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_a_changed_argument_takes_effect_at_once(name: str, fused: list[Any]) -> None:
+    """mean, std and the list of steps, changed between two calls, in place or not."""
+    steps = ENDS[name]()
+    pipeline, image = v1.Compose(steps), picture()
+    changes: list[Callable[[], Any]] = [
+        lambda: setattr(steps[-1], "mean", [0.1, 0.2, 0.3]),
+        lambda: steps[-1].mean.__setitem__(0, 0.7),
+        lambda: setattr(steps[-1], "std", (2, 3, 4)),
+        lambda: setattr(steps[-1], "std", [0.0, 1.0, 1.0]),
+        lambda: setattr(steps[-1], "std", STD),
+        lambda: setattr(steps[-1], "mean", torch.tensor(MEAN)),
+        lambda: setattr(steps[-1], "inplace", True),
+        lambda: steps.pop(),
+    ]
+    seen = set()
+    for change in changes:
+        change()
+        with patches.without_cache():
+            in_fetch = outcome(pipeline, image)
+        assert in_fetch == outcome(pipeline, image)
+        seen.add(in_fetch[0])
+    assert len(seen) > 5
+    assert fused
+
+
+def test_the_default_dtype_decides(fused: list[Any]) -> None:
+    """ToTensor makes tensors of torch's default dtype, whenever that changes."""
+    pipeline = v1.Compose(end_of_v1())
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert same(pipeline, picture())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(fused) == 3  # one to try it
+
+
+def test_a_step_can_change_the_list_of_steps(fused: list[Any]) -> None:
+    """As in a loop over a list: steps that were inserted and removed meanwhile."""
+
+    def pipeline(image: Any) -> Any:
+        steps: list[Any] = []
+
+        def change(image: Any) -> Any:
+            steps.pop()
+            steps.append(v1.Normalize([0.1] * 3, STD))
+            steps.append(v1.RandomHorizontalFlip(1.0))
+            return image
+
+        steps += [change, v1.ToTensor(), v1.Normalize(MEAN, STD)]
+        return v1.Compose(steps)(image)
+
+    assert same(pipeline, picture())
+    assert fused
+
+
+def test_nothing_is_written_to_objects_of_the_user(fused: list[Any]) -> None:
+    """Steps, pipelines and images have the same attributes before and after."""
+    pipeline, image = v2.Compose(end_of_v2()), picture()
+    objects = [pipeline, image, *pipeline.transforms]
+    before = [dict(vars(one)) for one in objects]
+    with patches.without_cache():
+        pipeline(image)
+    assert [vars(one) for one in objects] == before
+    assert fused
+
+
+# --- the ordinary way -------------------------------------------------------------------------------------
+
+
+class OwnTensor(v1.ToTensor):
+    """A step that does something else."""
+
+    def __call__(self, pic: Any) -> Any:
+        return super().__call__(pic) * 2
+
+
+class OwnNormalize(v2.Normalize):
+    """A subclass."""
+
+
+class OwnList(list):  # type: ignore[type-arg]
+    """A list whose items are what it likes."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index)
+
+
+class OwnImage(Image.Image):
+    """An image of a class of the user."""
+
+
+class Doubled(TorchFunctionMode):
+    """Changes a function of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.div else result
+
+
+def _with(step: Any, **attributes: Any) -> Any:
+    for name, value in attributes.items():
+        setattr(step, name, value)
+    return step
+
+
+def _hooked(step: Any) -> Any:
+    step.register_forward_hook(lambda module, inputs, output: output + 1)
+    return step
+
+
+def _prehooked(step: Any) -> Any:
+    step.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    return step
+
+
+def _of_own_class(image: Any) -> Any:
+    image.__class__ = OwnImage
+    return image
+
+
+UNUSUAL: dict[str, Callable[[], Any]] = {
+    "a subclass of ToTensor": lambda: [OwnTensor(), v1.Normalize(MEAN, STD)],
+    "an attribute": lambda: [_with(v1.ToTensor(), note=1)],
+    "an own forward": lambda: [v2.ToImage(), _with(end_of_v2()[1], forward=lambda image: 3)],
+    "an own transform": lambda: [_with(v2.ToImage(), transform=lambda image, params: 3)],
+    "no float32": lambda: [v2.ToImage(), v2.ToDtype(torch.float64, scale=True)],
+    "no scale": lambda: [v2.ToImage(), v2.ToDtype(torch.float32)],
+    "no floats": lambda: [v2.ToImage()],
+    "bytes alone": lambda: [v1.PILToTensor()],
+    "bytes to Normalize": lambda: [v1.PILToTensor(), v1.Normalize(MEAN, STD)],
+    "an Image to v1's step": lambda: [v2.ToImage(), v1.ConvertImageDtype(torch.float32)],
+    "a compiled step": lambda: [_with(v2.ToImage(), _compiled_call_impl=lambda image: 3)],
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_steps_run_themselves(name: str, fused: list[Any]) -> None:
+    """Steps that are not as torchvision made them, or do something else."""
+    assert same(v1.Compose(UNUSUAL[name]()), picture())
+    assert not fused
+
+
+NORMALIZE: dict[str, Callable[[], Any]] = {
+    "a subclass": lambda: OwnNormalize(MEAN, STD),
+    "a forward hook": lambda: _hooked(v1.Normalize(MEAN, STD)),
+    "a hook before it": lambda: _prehooked(v2.Normalize(MEAN, STD)),
+    "a tensor": lambda: v1.Normalize(torch.tensor(MEAN), torch.tensor(STD)),
+    "an array": lambda: v1.Normalize(np.array(MEAN), np.array(STD)),
+    "a tensor that requires a gradient": lambda: v1.Normalize(torch.tensor(MEAN, requires_grad=True), STD),
+    "an own list": lambda: v1.Normalize(OwnList(MEAN), STD),
+    "not a number": lambda: v1.Normalize([float("nan")] * 3, STD),
+    "infinite": lambda: v1.Normalize(MEAN, [float("inf")] * 3),
+    "zero": lambda: v1.Normalize(MEAN, [1, 0, 1]),
+    "nearly zero": lambda: v1.Normalize(MEAN, [1, 1e-50, 1]),
+    "nearly zero, v2": lambda: v2.Normalize(MEAN, [1, 1e-50, 1]),
+    "denormal": lambda: v1.Normalize(MEAN, [1e-39] * 3),
+    "too many": lambda: v1.Normalize([0.5] * 4, [0.5] * 4),
+    "two": lambda: v2.Normalize([0.5] * 2, [0.5] * 2),
+    "none": lambda: v1.Normalize([], []),
+    "text": lambda: v1.Normalize("abc", STD),
+    "a huge number": lambda: v1.Normalize([10**400, 0, 0], STD),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZE)
+def test_an_unusual_normalize_runs_itself(name: str, fused: list[Any]) -> None:
+    """What comes before it is done at once; it does, or raises, what it does elsewhere."""
+    pipeline, image = v1.Compose([v1.ToTensor(), NORMALIZE[name]()]), picture()
+    assert same(pipeline, image)
+    assert all(one.mean == () for one in fused)
+
+
+def test_numbers_of_numpy_are_numbers(fused: list[Any]) -> None:
+    """float64 is a float of Python; float32 is not, and its Normalize runs itself."""
+    for kind, num_steps in ((np.float64, 2), (np.float32, 1)):
+        fused.clear()
+        assert same(v1.Compose([v1.ToTensor(), v1.Normalize([kind(0.3)] * 3, STD)]), picture())
+        assert len(fused[-1].steps) == num_steps
+
+
+IMAGES: dict[str, Callable[[], Any]] = {
+    "RGBA": lambda: picture(mode="RGBA"),
+    "palette": lambda: picture().quantize(8),
+    "16 bits": lambda: Image.fromarray(np.arange(600, dtype=np.uint16).reshape(20, 30)),
+    "bits": lambda: picture(mode="L").convert("1"),
+    "floats": lambda: picture(mode="L").convert("F"),
+    "YCbCr": lambda: picture().convert("YCbCr"),
+    "array": lambda: np.asarray(picture()).copy(),
+    "tensor": lambda: torch.zeros(3, 20, 30, dtype=torch.uint8),
+    "one row": lambda: picture(1, 30),
+    "one column": lambda: picture(30, 1),
+    "empty": lambda: Image.new("RGB", (0, 5)),
+    "a subclass": lambda: _of_own_class(picture()),
+    "text": lambda: "an image",
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("end", ["v1", "v2"])
+@pytest.mark.filterwarnings("ignore")
+def test_other_inputs_take_the_ordinary_way(name: str, end: str, fused: list[Any]) -> None:
+    """What is no plain Pillow image in RGB or L, and what has one row or column."""
+    assert same(v1.Compose(ENDS[end]()), IMAGES[name]())
+    assert not fused
+
+
+def test_an_opened_file_takes_the_ordinary_way(fused: list[Any]) -> None:
+    """Images that are not loaded, whole or cut, give or raise what they do elsewhere."""
+    file = io.BytesIO()
+    picture(90, 90).save(file, "PNG")
+    content = file.getvalue()
+    pipeline = v1.Compose([io.BytesIO, Image.open, *end_of_v1()])
+    assert same(pipeline, content)
+    assert same(pipeline, content[: len(content) // 2])
+    assert not fused
+
+
+def test_v2s_joint_inputs_take_the_ordinary_way(fused: list[Any]) -> None:
+    """An image with its mask, or in a dict."""
+    pipeline, image = v2.Compose(end_of_v2()), picture()
+    with patches.without_cache():
+        (one, label), structure = pipeline(image, 3), pipeline({"image": image, "label": 3})
+    assert not fused
+    assert (label, structure["label"]) == (3, 3)
+    assert facts(one) == facts(structure["image"]) == facts(pipeline(image))
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "ToTensor": (v1.ToTensor, "__call__"),
+    "to_tensor": (functional, "to_tensor"),
+    "Normalize, v1": (v1.Normalize, "forward"),
+    "normalize, v1": (functional, "normalize"),
+    "ToImage": (v2.ToImage, "transform"),
+    "ToDtype": (v2.ToDtype, "transform"),
+    "Normalize": (v2.Normalize, "transform"),
+    "to_image": (v2.functional, "to_image"),
+    "Transform": (v2.Transform, "forward"),
+    "every module": (nn.Module, "__call__"),
+}
+
+
+@pytest.mark.parametrize("is_met_before", [True, False])
+@pytest.mark.parametrize("name", PLACES)
+def test_what_other_code_replaced_is_called(
+    name: str, is_met_before: bool, monkeypatch: pytest.MonkeyPatch, fused: list[Any]
+) -> None:
+    """A method or function that a program has put in place of torchvision's, before or after it was met."""
+    monkeypatch.setattr(torchvision_end, "_classes", {})
+    pipelines = [v1.Compose(end_of_v1()), v1.Compose(end_of_v2())]
+    if is_met_before:
+        assert all(same(pipeline, picture()) for pipeline in pipelines)
+    owner, attribute = PLACES[name]
+    original = getattr(owner, attribute)
+    calls = []
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, replaced)
+        for pipeline in pipelines:
+            pipeline(picture())
+        num_calls = len(calls)
+        assert num_calls
+        assert all(same(pipeline, picture()) for pipeline in pipelines)
+        assert len(calls) == 3 * num_calls
+    fused.clear()
+    assert all(same(pipeline, picture()) for pipeline in pipelines)
+    assert len(fused) >= 2  # restored, they are done at once again
+
+
+def test_what_this_library_replaced_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, fused: list[Any]
+) -> None:
+    """Its check of arrays that v2's steps get, put in place after they were met."""
+    checked = v2.Transform._needs_transform_list
+    monkeypatch.setattr(v2.Transform, "_needs_transform_list", getattr(checked, "__wrapped__", checked))
+    pipeline = v2.Compose(end_of_v2())
+    assert same(pipeline, picture())
+    torchvision_arrays.reject_arrays()
+    fused.clear()
+    assert same(pipeline, picture())
+    assert fused
+
+
+def test_hooks_of_all_modules_and_modes_are_seen(fused: list[Any]) -> None:
+    """A global hook, and a mode that changes torch's functions."""
+    pipeline = v1.Compose(end_of_v1())
+    handle = nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output + 1)
+    try:
+        assert same(pipeline, picture())
+    finally:
+        handle.remove()
+    with Doubled():
+        assert same(pipeline, picture())
+    assert not fused
+
+
+def test_a_release_with_another_arithmetic_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, fused: list[Any]
+) -> None:
+    """If the steps make something else of any level, they run themselves."""
+    real = torchvision_end._computed
+
+    def wrong(end: Any, image: Any, bands: Any) -> Any:
+        result = real(end, image, bands)
+        result.view(-1)[result.numel() // 2] += 1e-6
+        return result
+
+    monkeypatch.setattr(torchvision_end, "_computed", wrong)
+    assert same(v1.Compose(end_of_v1()), picture())
+    assert len(fused) == 1  # it was tried
+
+
+@pytest.mark.parametrize("cls", [v1.Compose, v2.Compose])
+def test_a_subclass_of_compose_that_others_wrote_is_called(cls: Any, fused: list[Any]) -> None:
+    """Its own method decides, and what it inherits is met."""
+
+    class Twice(cls):  # type: ignore[misc]
+        def __call__(self, image: Any) -> Any:
+            return super().__call__(image) * 2
+
+    assert same(Twice(end_of_v1()), picture())
+    assert len(fused) == 2
+
+
+# --- where it is on ---------------------------------------------------------------------------------------
+
+
+class Pictures(torch.utils.data.Dataset[Any]):
+    """Random images, transformed, with the number of ends that were done at once in this process."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        before = len(torchvision_end._tried)
+        image = self.transform(picture(70, 80, seed=index))
+        return image, len(torchvision_end._tried) + before > 0
+
+
+@pytest.mark.parametrize("cache", [None, "ram"])
+@pytest.mark.parametrize(
+    "workers",
+    [
+        {},
+        {"num_workers": 2},
+        {"num_workers": 1, "worker_type": "thread"},
+        {"memory_format": torch.channels_last},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["v1", "v2"])
+def test_loaders_give_torchs_batches(name: str, workers: dict[str, Any], cache: Any) -> None:
+    """With and without a cache, in processes, threads and here; torchvision is as it was after close()."""
+    dataset = Pictures(v2.Compose(ENDS[name]()))
+    num_workers = workers.get("num_workers", 0)
+    expected = [images for images, _ in torch.utils.data.DataLoader(dataset, 3, num_workers=num_workers)]
+    with fastload.DataLoader(dataset, 3, cache=cache, **workers) as loader:
+        batches = list(loader)
+    assert all(is_fused.all() for _, is_fused in batches)
+    for (images, _), other in zip(batches, expected, strict=True):
+        assert torch.equal(images, other)
+        assert type(images) is type(other)
+        assert images.stride() == other.stride() or "memory_format" in workers
+
+
+def test_other_threads_and_calls_outside_of_fetches_run_the_steps(fused: list[Any]) -> None:
+    """It is on in the thread that fetches alone, and while it fetches."""
+    pipeline = v1.Compose(end_of_v1())
+    with patches.without_cache():
+        thread = threading.Thread(target=pipeline, args=(picture(),))
+        thread.start()
+        thread.join()
+        assert not fused
+        pipeline(picture())
+        assert fused
+    fused.clear()
+    pipeline(picture())
+    assert not fused
+
+
+def test_a_variable_turns_it_off() -> None:
+    """FASTLOAD_FUSE=off leaves torchvision alone, and torchvision is not imported by it."""
+    program = """
+import sys
+import fastload
+from fastload.readers import patches
+with patches.without_cache():
+    pass
+assert "torchvision" not in sys.modules
+from tests.kit.torchvision import without_operators
+without_operators()
+import torchvision.transforms as v1
+real = v1.Compose.__call__
+with patches.without_cache():
+    print(v1.Compose.__call__ is real)
+"""
+    for value, is_real in (("off", "True"), ("", "False"), ("on", "False")):
+        environment = {**os.environ, "FASTLOAD_FUSE": value}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.stdout.strip() == is_real, done.stderr
+
+
+def test_a_class_that_is_replaced_pickles_as_ever() -> None:
+    """Pipelines and their methods, pickled in a fetch or outside."""
+    pipeline = v1.Compose(end_of_v1())
+    with patches.without_cache():
+        text = copy.copy(pipeline), copy.deepcopy(pipeline)
+    assert all(same(one, picture()) for one in text)
+    assert v1.Compose.__call__.__qualname__ == "Compose.__call__"
