@@ -113,7 +113,6 @@ class RememberedFiles(BaseCache):
 
     Attributes:
         max_memory: As given.
-        unread: Indices that `fill` is to read.
     """
 
     num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
@@ -123,7 +122,6 @@ class RememberedFiles(BaseCache):
         check_memory(max_memory, name="max_memory")
         self.num_samples = num_samples
         self.max_memory = max_memory
-        self.unread = np.empty(0, np.intp)
         self._files = FileCache(store_of_process(max_memory))
         log.info("cache: %s", self.explain())
 
@@ -161,9 +159,8 @@ class RememberedFiles(BaseCache):
         return self._files.explain()
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """What `fill` has not read, once."""
-        unread, self.unread = self.unread, np.empty(0, np.intp)
-        return unread
+        """All indices: what files a sample needs shows only when it is read."""
+        return np.arange(self.num_samples)
 
     def __contains__(self, index: object) -> bool:
         return False

@@ -35,6 +35,7 @@ from fastload.readers.identity import (
     identify_content,
     identify_descriptor,
     identify_stream,
+    is_plain,
 )
 from fastload.readers.lazy_image import (
     OPENED,
@@ -67,7 +68,6 @@ _CLASSES = frozenset(
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
-_PLAIN = (int, float, str, bytes, bool, type(None))
 _TEXT = "\0iTXt"
 _OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
 _PADDING = 255
@@ -304,7 +304,7 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         and not image.tile
         and before.keys() - {OPENED} <= vars(image).keys()
         and info.keys() <= image.info.keys()
-        and _is_plain(note)
+        and is_plain(note)
     )
     return note if is_usual else None
 
@@ -320,14 +320,6 @@ def _unpacked(value: Any) -> Any:
     if type(value) is dict:
         return {name: _unpacked(part) for name, part in value.items()}
     return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN
 
 
 def _pixels_of(image: Any) -> tuple[str, Any]:

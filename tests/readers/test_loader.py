@@ -358,10 +358,22 @@ class TestByFile:
         dataset.cache.close()
 
     def test_it_fills_and_pickles(self, folder: Path) -> None:
-        """fill() decodes all files; a pickle of a checkpoint is a dataset by file again."""
+        """fill() decodes all files, once; a pickle of a checkpoint is a dataset by file again."""
         dataset = fastload.CachedDataset(Photos(folder), max_memory="50MB")
         info = dataset.fill(num_workers=1, progress=False)
         assert (info.num_cached, info.layout) == (SIZE, "files")
+        assert [dataset.cache.missing().tolist() for _ in range(2)] == [[*range(SIZE)]] * 2
+
+        class Counted(Bgr):
+            num_read = 0
+
+            def __getitem__(self, index: int) -> Any:
+                type(self).num_read += 1
+                return super().__getitem__(index)
+
+        counted = fastload.CachedDataset(Counted(folder), by="file")
+        counted.fill(num_workers=0, progress=False)
+        assert Counted.num_read == SIZE
         again = pickle.loads(pickle.dumps(dataset))
         assert again.cache.layout == "files"
         random.seed(1)
@@ -370,6 +382,6 @@ class TestByFile:
         random.seed(1)
         torch.manual_seed(1)
         assert plain(first) == plain(Photos(folder)[2])
-        for one in (dataset, again):
+        for one in (dataset, again, counted):
             one.cache.close()
         forget_stores()
