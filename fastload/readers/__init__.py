@@ -4,7 +4,7 @@ The user's code runs in full on every access. What a library made of a file is r
 of the file and the arguments of the decoder, while a dataset is read.
 
 Read in this order: `identity` (what identifies a file), `decode_cache` (what is remembered, and for whom),
-`patch` and `patches` (how and when a library is met), and `request` (what a user asks for). Then a file for
-each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and `pillow` after `lazy_image` (images whose
+`reasons` (why something was not found), `patch` and `patches` (how and when a library is met), and `request`
+(what a user asks for). Then a file for each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and `pillow` after `lazy_image` (images whose
 pixels are in the store) and `front` (resizes that repeat).
 """

@@ -31,7 +31,9 @@ VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
 NEW = "new"
 FULL = "no memory left for it"
-UNUSUAL = "a result or arguments that the cache does not know"
+UNUSUAL = "with a result or arguments that the cache does not know"
+SEVERAL_FRAMES = "a later frame of several"
+OTHER_FORMAT = "in a format that is not remembered"
 
 
 class Stored(NamedTuple):

@@ -46,7 +46,8 @@ class Identity(NamedTuple):
 class Unknown(enum.Enum):
     """Why some bytes have no identity; the value is the reason in a report."""
 
-    TOO_NEW = "changed a moment ago, or in the future"
+    TOO_NEW = "changed a moment ago"
+    IN_THE_FUTURE = "with a time in the future"
     NOT_A_FILE = "not read from a plain file"
     UNREADABLE = "could not be asked"
 
@@ -149,6 +150,8 @@ def is_plain(value: Any, depth: int = 0) -> bool:
 
 def _identity_of(status: os.stat_result, file_system: _FileSystem, path: str) -> Identity | Unknown:
     age_ns = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+    if age_ns < 0:
+        return Unknown.IN_THE_FUTURE
     if age_ns < file_system.settled_s * 1e9:
         return Unknown.TOO_NEW
     parts = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

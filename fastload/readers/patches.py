@@ -110,6 +110,19 @@ def installed() -> Iterator[None]:
                 _patches.take_away(ModuleType)
 
 
+def unmet() -> list[str]:
+    """Functions and methods of imported libraries that are left alone, because other code replaced them."""
+    with _patches.lock:
+        _patches.meet()
+        patches = list(_patches.each(object))
+    current = [(patch, vars(patch.owner).get(patch.name)) for patch in patches]
+    return [
+        f"{patch.owner.__name__}.{patch.name}"
+        for patch, value in current
+        if value not in (patch.original, patch.wrapper) or not patch.is_genuine
+    ]
+
+
 def retain(cache: object) -> None:
     """Let classes stay replaced until `release` is called for the last cache."""
     with _patches.lock:

@@ -26,7 +26,14 @@ from PIL import Image, ImageFile, features
 from PIL.PngImagePlugin import iTXt
 
 from fastload.readers import lazy_image
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.decode_cache import (
+    OTHER_FORMAT,
+    SEVERAL_FRAMES,
+    UNUSUAL,
+    DecodeCache,
+    current,
+    inactive,
+)
 from fastload.readers.front import Origin
 from fastload.readers.identity import (
     Identity,
@@ -93,6 +100,8 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
         cache, cls = current(), type(self)
         if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
+            if cache is not None:
+                cache.missed(OTHER_FORMAT)
             return
         if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
             _patches.append(Patch(cls, "load", _loading))
@@ -239,7 +248,7 @@ def _why_not(image: Any) -> str | None:
     if image.mode not in _MODES:
         return UNUSUAL
     if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
-        return "a frame of several"
+        return SEVERAL_FRAMES
     if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
         return UNUSUAL  # loading turns it, and changes its tags
     return None

@@ -131,9 +131,9 @@ def test_a_file_that_changed_a_moment_ago_is_too_new(path: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_a_time_in_the_future_never_becomes_old(path: Path) -> None:
-    """A file of the future has no identity."""
+    """A file of the future has no identity, and a reason of its own."""
     os.utime(path, (time.time() + 3600,) * 2)
-    assert identify_path(path) is Unknown.TOO_NEW
+    assert identify_path(path) is Unknown.IN_THE_FUTURE
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("nfs4", 59), ("fuse.sshfs", 59), ("9p", 59), ("ext4", 1)])
