@@ -144,7 +144,7 @@ class DecodeCache:
         if stored is not None:
             if self.is_verification_due():
                 packed = pack(decode())
-                if packed is None or packed[1] != stored.note:
+                if packed is None or repr(packed[1]) != repr(stored.note):  # NaN equals itself
                     raise DecodeMismatchError(where)
                 self.verify(stored.array, packed[0], where)
             return unpack(stored.array, stored.note)
