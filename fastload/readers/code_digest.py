@@ -39,10 +39,10 @@ _REPEATABLE = (np.dtype, PurePath, re.Pattern, complex, slice, range)  # all of 
 _SKIPPED = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__annotations__"}
 )
-_WRAPPING = frozenset({"functools", "fastload.readers.remember"})
 _MUTABLE = frozenset({list, dict, set, np.ndarray, functools.partial, bytearray})
 _FIXED = frozenset({int, float, str, bytes, bool, type(None)})
 _MISSING = object()
+_IS_WRAPPER = "_is_wrapper"  # of classes whose objects are their function, and no more
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
@@ -159,7 +159,9 @@ class _Describing:
             bases = [self.value(base) for base in value.__bases__]
             return (*name, bases, [(key, self.value(part)) for key, part in attributes])
         inner = getattr(value, "__wrapped__", None)
-        if inner is not None and type(value).__module__ in _WRAPPING:
+        if inner is not None and (
+            type(value).__module__ == "functools" or getattr(type(value), _IS_WRAPPER, False)
+        ):
             return ("wrapped", self.value(inner))
         if self._with_objects:
             return ("object", *name)

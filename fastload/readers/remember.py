@@ -98,6 +98,8 @@ class Remembered(Generic[P, R]):
         version: As in `remember`.
     """
 
+    _is_wrapper = True  # see `code_digest`
+
     def __init__(self, function: Callable[P, R], of: Source, version: str | None) -> None:
         self.__qualname__ = type(function).__qualname__  # of a partial, which has no name
         functools.update_wrapper(self, function)
