@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, RandomSampler, Sequentia
 from fastload.batch.loader_collate import LoaderCollate, own_collate
 from fastload.epochs import rank_consistency, resume
 from fastload.epochs.iterator import EpochIterator
-from fastload.epochs.loader_state import recorder_of, state_of, warn_of_few_hits
+from fastload.epochs.loader_state import explain_cache, recorder_of, state_of, warn_of_few_hits
 from fastload.epochs.on_device import DeviceIterator, choose_device
 from fastload.epochs.stats import Clock, LoaderStats
 from fastload.epochs.through_torch import torch_iterator
@@ -412,6 +412,13 @@ class DataLoader(LoaderSettings):
                 from this one, the batch size differs, or the epoch cannot be resumed in the middle.
         """
         resume.load(self, state_dict)
+
+    def explain(self) -> str:
+        """What `cache=` does and has done: files and memory, how many were found, and why others were not.
+
+        Several lines, to print. Reasons come with what to do about them. The figures are those of `stats`.
+        """
+        return explain_cache(self, self._why_torch())
 
     def stats(self, *, reset: bool = False) -> LoaderStats:
         """What this loader did so far: batches, waits, busy workers, cache hits and more.

@@ -587,8 +587,6 @@ class CachedDataset(Dataset[Any]):
             TooManyFailuresError: More samples than `max_errors` allows could not be read.
             Exception: An error of the dataset, with a note that names the sample.
         """
-        if self._files is not None:
-            self._files.unread = np.arange(self._num_samples)
         fill(
             self,
             self.cache,

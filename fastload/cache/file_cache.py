@@ -20,7 +20,7 @@ import numpy as np
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram.file_store import FileStore, open_store
 from fastload.readers import patches
-from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
 from fastload.readers.request import check_cache
 from fastload.system.budget import check_memory
 from fastload.system.cache_counts import cache_counts
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Callable[[], bool]]:
-    """Yields a function that says whether this thread has decoded a file since; nothing is remembered."""
+    """Yields a function: has this thread decoded a file of a known format since? Nothing is remembered."""
     counts = cache_counts
     before = counts.hits, counts.misses, counts.reasons
     counts.misses, counts.reasons = 0, Counter()
     try:
         with patches.installed(), DecodeCache(_Nothing(), verify_share=0).active():
-            yield lambda: counts.misses > 0
+            yield lambda: counts.misses > counts.reasons[OTHER_FORMAT]
     finally:
         counts.hits, counts.misses, counts.reasons = before
 
@@ -113,7 +113,6 @@ class RememberedFiles(BaseCache):
 
     Attributes:
         max_memory: As given.
-        unread: Indices that `fill` is to read.
     """
 
     num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
@@ -123,7 +122,6 @@ class RememberedFiles(BaseCache):
         check_memory(max_memory, name="max_memory")
         self.num_samples = num_samples
         self.max_memory = max_memory
-        self.unread = np.empty(0, np.intp)
         self._files = FileCache(store_of_process(max_memory))
         log.info("cache: %s", self.explain())
 
@@ -161,9 +159,8 @@ class RememberedFiles(BaseCache):
         return self._files.explain()
 
     def missing(self) -> npt.NDArray[np.intp]:
-        """What `fill` has not read, once."""
-        unread, self.unread = self.unread, np.empty(0, np.intp)
-        return unread
+        """All indices: what files a sample needs shows only when it is read."""
+        return np.arange(self.num_samples)
 
     def __contains__(self, index: object) -> bool:
         return False

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Recorder
-from fastload.readers.request import requested_cache
+from fastload.readers import patches, reasons
+from fastload.readers.request import CACHE_VARIABLE, requested_cache
 from fastload.system.logs import log
 
 if TYPE_CHECKING:
@@ -93,6 +94,38 @@ def file_cache_of(loader: Any) -> FileCache | None:
     return state.file_cache
 
 
+def explain_cache(loader: Any, why_torch: str | None) -> str:
+    """What the `cache=` of a loader does and has done, for the user.
+
+    Args:
+        loader: The loader.
+        why_torch: Why torch's own iterator reads its dataset, if it does.
+    """
+    file_cache = file_cache_of(loader)
+    if file_cache is None:
+        if loader.cache is not None:
+            return f"cache: {CACHE_VARIABLE}=off turns it off"
+        return 'cache: none; with cache="ram", the files that the dataset decodes are remembered'
+    counts = recorder_of(loader).copied_counts()
+    lines = [file_cache.explain()]
+    if counts.cache_hits or counts.cache_misses:
+        lines.append(f"so far: {counts.cache_hits:,} found, {counts.cache_misses:,} decoded")
+        lines += [f"  {line}" for line in reasons.explain(+counts.miss_reasons)]
+    elif not counts.num_batches:
+        lines.append("so far: nothing was read")
+    elif why_torch is not None and loader.num_workers:
+        lines.append(f"what was found is not counted, because torch's own iterator reads: {why_torch}")
+    else:
+        lines.append(
+            "so far: no file was decoded by a library that is met (docs/howto/datasets.md lists them): "
+            "register your own function with fastload.remember()"
+        )
+        names = patches.unmet()
+        if names:
+            lines.append(f"  replaced by other code, and so not met: {', '.join(names)}")
+    return "\n".join(lines)
+
+
 def warn_of_few_hits(loader: Any) -> None:
     """Warn when the third epoch begins if less than half of the files of the second one were remembered."""
     state = state_of(loader)
@@ -105,12 +138,11 @@ def warn_of_few_hits(loader: Any) -> None:
     hits, misses = state.cache_counts or (0, 0)
     hits, misses = counts.cache_hits - hits, counts.cache_misses - misses
     if hits < misses:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.miss_reasons.most_common())
         log.warning(
-            "cache: in the second epoch, %s files were found and %s were decoded again. In both epochs: %s",
+            "cache: in the second epoch, %s files were found and %s were decoded again. In both epochs:\n%s",
             f"{hits:,}",
             f"{misses:,}",
-            reasons,
+            "\n".join(reasons.explain(counts.miss_reasons)),
         )
 
 

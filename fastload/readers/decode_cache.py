@@ -31,7 +31,9 @@ VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
 NEW = "new"
 FULL = "no memory left for it"
-UNUSUAL = "a result or arguments that the cache does not know"
+UNUSUAL = "with a result or arguments that the cache does not know"
+SEVERAL_FRAMES = "a later frame of several"
+OTHER_FORMAT = "in a format that is not remembered"
 
 
 class Stored(NamedTuple):
@@ -142,7 +144,7 @@ class DecodeCache:
         if stored is not None:
             if self.is_verification_due():
                 packed = pack(decode())
-                if packed is None or packed[1] != stored.note:
+                if packed is None or repr(packed[1]) != repr(stored.note):  # NaN equals itself
                     raise DecodeMismatchError(where)
                 self.verify(stored.array, packed[0], where)
             return unpack(stored.array, stored.note)

@@ -46,7 +46,8 @@ class Identity(NamedTuple):
 class Unknown(enum.Enum):
     """Why some bytes have no identity; the value is the reason in a report."""
 
-    TOO_NEW = "changed a moment ago, or in the future"
+    TOO_NEW = "changed a moment ago"
+    IN_THE_FUTURE = "with a time in the future"
     NOT_A_FILE = "not read from a plain file"
     UNREADABLE = "could not be asked"
 
@@ -61,6 +62,7 @@ class _FileSystem(NamedTuple):
 _file_systems: dict[int, _FileSystem] = {}  # by device
 _DESCRIPTORS, _MOUNTS = Path("/proc/self/fdinfo"), Path("/proc/self/mountinfo")
 _PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+_MAX_DEPTH = 32  # of containers, which can contain themselves
 
 
 def identify_path(path: Any) -> Identity | Unknown:
@@ -121,23 +123,35 @@ def identify_content(buffer: Any) -> Identity | Unknown:
 
 
 def digest(*parts: Any) -> bytes | None:
-    """A key of 16 bytes for plain values: int, float, str, bytes, bool, None, and tuples of these.
-
-    None for values of any other type, whose repr might not tell them apart.
-    """
-    if not _is_plain(parts):
+    """A key of 16 bytes for plain values (see `is_plain`); None for others."""
+    if not is_plain(parts):
         return None
-    return hashlib.blake2b(repr(parts).encode(errors="surrogatepass"), digest_size=16).digest()
+    try:
+        text = repr(parts)
+    except ValueError:  # an int of thousands of digits
+        return None
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
-def _is_plain(value: Any) -> bool:
-    if type(value) is not tuple:
-        return type(value) in _PLAIN
-    return _PLAIN.issuperset(map(type, value)) or all(map(_is_plain, value))
+def is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether a value is all in its repr, so that it can be a key, and is marshalled without a loss.
+
+    It is an int, float, str, bytes, bool or None, or a tuple, list or dict of such values; no subclasses.
+    """
+    kind = type(value)
+    if kind is dict:
+        value = (*value, *value.values())
+    elif kind is not tuple and kind is not list:
+        return kind in _PLAIN
+    if _PLAIN.issuperset(map(type, value)):
+        return True
+    return depth < _MAX_DEPTH and all(is_plain(part, depth + 1) for part in value)
 
 
 def _identity_of(status: os.stat_result, file_system: _FileSystem, path: str) -> Identity | Unknown:
     age_ns = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+    if age_ns < 0:
+        return Unknown.IN_THE_FUTURE
     if age_ns < file_system.settled_s * 1e9:
         return Unknown.TOO_NEW
     parts = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -65,7 +65,9 @@ class Patch:
         if isinstance(self.original, FunctionType):
             origin = str(self.original.__globals__.get("__name__", ""))
         else:
-            origin = type(self.original).__module__
+            # A function that Cython compiled has a type of no library.
+            is_compiled = type(self.original).__name__ == "cython_function_or_method"
+            origin = self.original.__module__ if is_compiled else type(self.original).__module__
         return origin.partition(".")[0] == library
 
     def put(self) -> None:

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 # By the library whose import makes a reader useful: a function, by default `patches` of the reader.
 READERS = {
     "cv2": "fastload.readers.opencv",
+    "h5py": "fastload.readers.h5py",
+    "nibabel.arrayproxy": "fastload.readers.nibabel",
     "numpy": "fastload.readers.npz",
+    "pydicom.pixels.decoders.base": "fastload.readers.pydicom",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",
@@ -129,6 +132,20 @@ def installed(libraries: Collection[str] | None = None) -> Iterator[None]:
 def without_cache() -> AbstractContextManager[None]:
     """Meet the libraries that need no cache, if they are imported, during a fetch."""
     return installed(_WITHOUT_CACHE) if "torchvision.transforms" in sys.modules else contextlib.nullcontext()
+
+
+def unmet() -> list[str]:
+    """Functions and methods of imported libraries that are left alone, because other code replaced them."""
+    libraries = READERS.keys() - _WITHOUT_CACHE
+    with _patches.lock:
+        _patches.meet(libraries)
+        patches = list(_patches.each(object, libraries))
+    current = [(patch, vars(patch.owner).get(patch.name)) for patch in patches]
+    return [
+        f"{patch.owner.__name__}.{patch.name}"
+        for patch, value in current
+        if value not in (patch.original, patch.wrapper) or not patch.is_genuine
+    ]
 
 
 def retain(cache: object) -> None:

@@ -26,7 +26,14 @@ from PIL import Image, ImageFile, features
 from PIL.PngImagePlugin import iTXt
 
 from fastload.readers import lazy_image
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.decode_cache import (
+    OTHER_FORMAT,
+    SEVERAL_FRAMES,
+    UNUSUAL,
+    DecodeCache,
+    current,
+    inactive,
+)
 from fastload.readers.front import Origin
 from fastload.readers.identity import (
     Identity,
@@ -35,6 +42,7 @@ from fastload.readers.identity import (
     identify_content,
     identify_descriptor,
     identify_stream,
+    is_plain,
 )
 from fastload.readers.lazy_image import (
     OPENED,
@@ -67,7 +75,6 @@ _CLASSES = frozenset(
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
-_PLAIN = (int, float, str, bytes, bool, type(None))
 _TEXT = "\0iTXt"
 _OPAQUE = frozenset({"JPEG", "MPO"})  # all their pixels are written, with this fourth byte
 _PADDING = 255
@@ -93,6 +100,8 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
         cache, cls = current(), type(self)
         if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
+            if cache is not None:
+                cache.missed(OTHER_FORMAT)
             return
         if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
             _patches.append(Patch(cls, "load", _loading))
@@ -239,7 +248,7 @@ def _why_not(image: Any) -> str | None:
     if image.mode not in _MODES:
         return UNUSUAL
     if image.tell() if name in _FIRST_FRAME else getattr(image, "is_animated", False):
-        return "a frame of several"
+        return SEVERAL_FRAMES
     if name == "TiffImageFile" and image.tag_v2.get(_ORIENTATION, 1) != 1:
         return UNUSUAL  # loading turns it, and changes its tags
     return None
@@ -304,7 +313,7 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         and not image.tile
         and before.keys() - {OPENED} <= vars(image).keys()
         and info.keys() <= image.info.keys()
-        and _is_plain(note)
+        and is_plain(note)
     )
     return note if is_usual else None
 
@@ -320,14 +329,6 @@ def _unpacked(value: Any) -> Any:
     if type(value) is dict:
         return {name: _unpacked(part) for name, part in value.items()}
     return iTXt(*value[1:]) if type(value) is tuple and value[:1] == (_TEXT,) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return type(value) in _PLAIN
 
 
 def _pixels_of(image: Any) -> tuple[str, Any]:

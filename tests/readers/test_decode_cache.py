@@ -138,7 +138,7 @@ def test_other_results_are_returned_as_they_are(cache: DecodeCache, store: DictS
     assert not store.values
 
 
-@pytest.mark.parametrize("arguments", [([1],), (np.int64(1),), (Ellipsis,)], ids=repr)
+@pytest.mark.parametrize("arguments", [([..., 1],), (np.int64(1),), (Ellipsis,)], ids=repr)
 def test_a_key_that_cannot_be_built_is_no_cache(cache: DecodeCache, store: DictStore, arguments: Any) -> None:
     """Arguments of unknown types go to the decoder."""
     cache_counts.take_reasons()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import marshal
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from fastload.readers.identity import (
     identify_descriptor,
     identify_path,
     identify_stream,
+    is_plain,
 )
 
 if TYPE_CHECKING:
@@ -128,9 +131,9 @@ def test_a_file_that_changed_a_moment_ago_is_too_new(path: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_a_time_in_the_future_never_becomes_old(path: Path) -> None:
-    """A file of the future has no identity."""
+    """A file of the future has no identity, and a reason of its own."""
     os.utime(path, (time.time() + 3600,) * 2)
-    assert identify_path(path) is Unknown.TOO_NEW
+    assert identify_path(path) is Unknown.IN_THE_FUTURE
 
 
 @pytest.mark.parametrize(("kind", "seconds"), [("nfs4", 59), ("fuse.sshfs", 59), ("9p", 59), ("ext4", 1)])
@@ -370,7 +373,11 @@ def test_a_released_buffer_is_no_error() -> None:
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-    lambda parts: st.lists(parts, max_size=3).map(tuple),
+    lambda parts: (
+        st.lists(parts, max_size=3)
+        | st.lists(parts, max_size=3).map(tuple)
+        | st.dictionaries(st.text(), parts, max_size=2)
+    ),
     max_leaves=5,
 )
 
@@ -387,10 +394,24 @@ class _Lies(str):
         return "'lies'"
 
 
-@pytest.mark.parametrize("value", [[1], {}, np.int64(1), _Lies("a"), Ellipsis, {1}, (1, [2])], ids=repr)
+_ENDLESS: list[Any] = []
+_ENDLESS.append(_ENDLESS)
+_ODD = [np.int64(1), _Lies("a"), Ellipsis, {1}, (1, [{2: {"a": (Ellipsis,)}}]), {_Lies("a"): 1}, _ENDLESS]
+
+
+@pytest.mark.parametrize("value", [*_ODD, np.zeros(2), OrderedDict(a=1), 10**5000], ids=lambda _: "")
 def test_values_of_other_types_have_no_key(value: Any) -> None:
-    """What a repr might not tell apart is no part of a key."""
+    """What a repr might not tell apart, or does not give, is no part of a key, at any depth."""
     assert digest("a", value) is None
+    assert digest("a", [value]) is None
+    assert digest("a", {"b": (value,)}) is None
+
+
+@given(VALUES)
+def test_plain_values_are_marshalled_without_a_loss(value: Any) -> None:
+    """What is plain comes back with all its types."""
+    assert is_plain(value)
+    assert repr(marshal.loads(marshal.dumps(value))) == repr(value)
 
 
 def test_keys_differ_for_values_that_are_equal_in_python() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +23,16 @@ import fastload
 from fastload.cache.file_cache import forget_stores
 from fastload.cache.ram.file_store import SharedFileStore
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, patches
-from fastload.readers.decode_cache import VERIFY_VARIABLE
+from fastload.readers import identity, patches, reasons
+from fastload.readers.decode_cache import (
+    FULL,
+    NEW,
+    OTHER_FORMAT,
+    SEVERAL_FRAMES,
+    UNUSUAL,
+    VERIFY_VARIABLE,
+)
+from fastload.readers.identity import Unknown
 from fastload.readers.request import CACHE_VARIABLE
 from tests.kit import torchs_own
 
@@ -318,6 +328,69 @@ def test_few_hits_are_told_once(folder: Path, caplog: pytest.LogCaptureFixture) 
     loader.close()
 
 
+class Unmet(Photos):
+    """Files read without any library."""
+
+    def __getitem__(self, index: int) -> Any:
+        return len(self.paths[index].read_bytes())
+
+
+class TestExplain:
+    """explain(): what was remembered, why the rest was not, and what to do."""
+
+    @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Pillow keeps GIFs open
+    @pytest.mark.parametrize("options", WORKERS[:2])
+    def test_each_reason_has_an_advice(self, folder: Path, options: dict[str, Any]) -> None:
+        """Files of every kind, with and without workers: counts that add up, and a line for each reason."""
+        with Image.open(folder / "05.jpg") as image:
+            image.save(folder / "05.jpg", format="GIF")
+            others = [Image.new("RGB", image.size)]
+            image.save(folder / "06.jpg", format="WEBP", save_all=True, append_images=others)
+        os.utime(folder / "07.jpg", (time.time() + 3600,) * 2)
+        with fastload.DataLoader(Photos(folder), 4, cache="ram", **options) as loader:
+            assert "nothing was read" in loader.explain()
+            list(loader)
+            list(loader)
+            first, counts, *lines = loader.explain().split("\n")
+            stats = loader.stats()
+        assert f"{SIZE - 3} files" in first
+        assert (stats.cache_hits, stats.cache_misses) == (SIZE - 3, SIZE + 3)
+        assert counts == f"so far: {SIZE - 3} found, {SIZE + 3} decoded"
+        assert [line.split(":")[0].strip() for line in lines] == [
+            f"{SIZE - 3} new",
+            *("2 in a format that is not remembered", "2 a later frame of several"),
+            "2 with a time in the future",
+        ]
+        assert "touch" in lines[-1]
+
+    def test_a_reader_that_is_not_met_is_told(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """If nothing was decoded by a known library, a line names the way out, and what was replaced."""
+        monkeypatch.setattr(cv2, "imread", lambda path: path)
+        with fastload.DataLoader(Unmet(folder), 4, cache="ram") as loader:
+            list(loader)
+            text = loader.explain()
+        assert "fastload.remember()" in text
+        assert "cv2.imread" in text
+
+    def test_torchs_own_iterator_counts_nothing_and_says_so(self, folder: Path) -> None:
+        """With in_order=False, explain() does not claim that nothing was remembered."""
+        options: Any = {"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}
+        with fastload.DataLoader(Photos(folder), 4, cache="ram", **options) as loader:
+            list(loader)
+            assert "in_order=False" in loader.explain()
+
+    def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """None was asked for, or the environment turns it off."""
+        assert 'cache="ram"' in fastload.DataLoader(Photos(folder)).explain()
+        monkeypatch.setenv(CACHE_VARIABLE, "off")
+        assert "FASTLOAD_CACHE=off" in fastload.DataLoader(Photos(folder), cache="ram").explain()
+
+    def test_every_reason_has_a_meaning(self) -> None:
+        """The reasons that readers count are those that explain() knows."""
+        names = {NEW, FULL, UNUSUAL, SEVERAL_FRAMES, OTHER_FORMAT, *(reason.value for reason in Unknown)}
+        assert len(reasons.explain(dict.fromkeys(names, 1))) == len(names)
+
+
 class TestByFile:
     """CachedDataset(dataset): by file where files are decoded."""
 
@@ -384,10 +457,22 @@ class TestByFile:
         dataset.cache.close()
 
     def test_it_fills_and_pickles(self, folder: Path) -> None:
-        """fill() decodes all files; a pickle of a checkpoint is a dataset by file again."""
+        """fill() decodes all files, once; a pickle of a checkpoint is a dataset by file again."""
         dataset = fastload.CachedDataset(Photos(folder), max_memory="50MB")
         info = dataset.fill(num_workers=1, progress=False)
         assert (info.num_cached, info.layout) == (SIZE, "files")
+        assert [dataset.cache.missing().tolist() for _ in range(2)] == [[*range(SIZE)]] * 2
+
+        class Counted(Bgr):
+            num_read = 0
+
+            def __getitem__(self, index: int) -> Any:
+                type(self).num_read += 1
+                return super().__getitem__(index)
+
+        counted = fastload.CachedDataset(Counted(folder), by="file")
+        counted.fill(num_workers=0, progress=False)
+        assert Counted.num_read == SIZE
         again = pickle.loads(pickle.dumps(dataset))
         assert again.cache.layout == "files"
         random.seed(1)
@@ -396,6 +481,6 @@ class TestByFile:
         random.seed(1)
         torch.manual_seed(1)
         assert plain(first) == plain(Photos(folder)[2])
-        for one in (dataset, again):
+        for one in (dataset, again, counted):
             one.cache.close()
         forget_stores()

@@ -122,7 +122,7 @@ def _read(
     progress: BuildProgress,
     leave_out: Callable[[list[FailedSample]], object] | None,
 ) -> bool:
-    """Read these samples once; returns True early if the cache accepts no more.
+    """Read these samples once; returns whether that is all: they are stored, or the cache accepts no more.
 
     `leave_out` is called with samples that cannot be read; None to raise their error.
     """
@@ -130,7 +130,7 @@ def _read(
     size = max(1, min(_MAX_CHUNK_SAMPLES, len(indices) // (_CHUNKS_A_WORKER * max(1, num_processes))))
     chunks = [indices[start : start + size] for start in range(0, len(indices), size)]
     answers = processes.run(_Chunks(dataset, chunks, leave_out is not None), len(chunks), num_processes)
-    rejected, nbytes = 0, cache.nbytes
+    num_rejected, rejected, nbytes = 0, 0, cache.nbytes  # in all, and in a row
     try:
         for chunk, (stored, unreadable, failure) in zip(chunks, answers, strict=True):
             if failure is not None:
@@ -140,9 +140,10 @@ def _read(
             nbytes = now_bytes
             if leave_out is not None:
                 leave_out(unreadable)
+            num_rejected += len(chunk) - stored - len(unreadable)
             rejected = 0 if stored else rejected + len(chunk) - len(unreadable)
             if rejected >= _ENOUGH_REJECTED:
                 return True
     finally:
         processes.stop(answers)
-    return False
+    return num_rejected == 0

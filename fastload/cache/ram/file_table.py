@@ -42,6 +42,7 @@ from fastload.cache.ram.arena import (
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, round_up
 from fastload.readers.decode_cache import Stored
+from fastload.readers.identity import is_plain
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
@@ -105,13 +106,9 @@ def encode(key: bytes, array: npt.NDArray[Any], note: Any) -> Record | None:
     if type(array) is not np.ndarray or array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
         return None
     order = "F" if array.flags.fnc else "C"
-    fields = array.dtype.str, array.shape, order, note
-    try:
-        text = marshal.dumps(fields, 4)
-        if repr(marshal.loads(text)) != repr(fields):  # NumPy's numbers become bytes
-            return None
-    except ValueError:  # not plain values
+    if not is_plain(note):
         return None
+    text = marshal.dumps((array.dtype.str, array.shape, order, note), 4)
     pixels = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
     start_bytes = round_up(_HEAD.size + len(text), ALIGNMENT_BYTES)
     start = (_HEAD.pack(key, len(text)) + text).ljust(start_bytes, b"\0")
