@@ -3,7 +3,7 @@
 Rules:
 
 1. On disk, a file is known by the SHA-256 of its content, and by nothing of this machine: no device, no
-   inode. Bytes are known so already, thus a file and the same bytes from elsewhere share their pixels.
+   inode. Bytes in memory are known so anyway.
 2. So that a file is not read each time to be known, its hash is stored once for its path, size, mtime and
    ctime together; the path is relative to the folder of the directory if the file is below it. A file of
    which one of these is another one, such as a copy, is read and hashed, and its pixels are found again.
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "files.json"
 MAX_FILE_BYTES = 1 << 30  # a larger one, of many images perhaps, would be read in whole to be known
 _KIND = "decoded files"
+_FILE = "file"  # libraries leave an object that reads a file in another state than one that reads memory
 _RETRY_S = 60.0  # after the disk was full
 _LOOK_REMOTE_EVERY_S = 1.0
 _READ_BYTES = 1 << 20
@@ -249,7 +250,7 @@ class DiskFileStore:
         has_own_times = _has_own_times(identity)
         if has_own_times:
             for _, _, row in self._rows(key, FILE):
-                return Identity((content_of(row), size))
+                return Identity((content_of(row), size, _FILE))
         memo = digest(*identity.parts) or b""
         content = self._hashed.get(memo)
         if content is None:
@@ -260,7 +261,7 @@ class DiskFileStore:
                 if len(self._hashed) >= _MAX_HASHED:
                     self._hashed.clear()
                 self._hashed[memo] = content
-        return Identity((content, size))
+        return Identity((content, size, _FILE))
 
     def key_of_open_file(self, fd: int, identity: Identity) -> bytes:
         """The key of a file: its path as the kernel names it, its size, its mtime and its ctime."""

@@ -50,10 +50,11 @@ class Record(NamedTuple):
 
 def encode(array: npt.NDArray[Any], note: Any) -> Record | None:
     """The record of an array and a note; None if they would not come back as they are."""
-    if type(array) is not np.ndarray or array.dtype.hasobject or np.dtype(array.dtype.str) != array.dtype:
+    dtype = array.dtype if type(array) is np.ndarray else np.dtype(object)
+    if dtype.hasobject or not dtype.itemsize or np.dtype(dtype.str) != dtype:
         return None
     order = "F" if array.flags.fnc else "C"
-    text = plain_text((array.dtype.str, array.shape, order, note))
+    text = plain_text((dtype.str, array.shape, order, note))
     if text is None:
         return None
     pixels = np.ascontiguousarray(array.T if order == "F" else array).reshape(-1).view(np.uint8)
@@ -66,14 +67,16 @@ def decode(data: memoryview, head_bytes: int, checksum: int) -> Stored | None:
     pixels_at = round_up(head_bytes, ALIGNMENT_BYTES)
     if not 0 < pixels_at <= len(data):
         return None
-    if _checksum(data[:pixels_at], np.frombuffer(data, np.uint8, offset=pixels_at)) != checksum:
+    # Not np.ndarray(buffer=data): that would not keep the view, and the memory would be read to again.
+    pixels = np.frombuffer(data, np.uint8)[pixels_at:]
+    if _checksum(data[:pixels_at], pixels) != checksum:
         return None
     try:
         text, shape, order, note = parse_plain_text(data[:head_bytes])
         dtype = np.dtype(text)
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != len(data) - pixels_at:
+        if dtype.hasobject or math.prod(shape) * dtype.itemsize != pixels.nbytes:
             return None
-        return Stored(np.ndarray(shape, dtype, data, pixels_at, order=order), note)
+        return Stored(pixels.view(dtype).reshape(shape, order=order), note)
     except (ValueError, TypeError):  # written by something else
         return None
 
