@@ -204,6 +204,30 @@ def test_the_environment_names_a_place_on_disk(
     assert misses(Photos(folder), cache) == 0
 
 
+TRAIN = """
+import os, sys
+os.chdir("/")
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch.utils.data
+from tests.readers.test_loader import Photos
+loader = torch.utils.data.DataLoader(Photos(Path({folder!r})), 4)
+print(len(list(loader)), loader.stats().cache_misses)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_edit(folder: Path, cache: str) -> None:
+    """`fastload run --cache lmdb:PATH`, with a path that is relative to where the command was given."""
+    (folder / "train.py").write_text(TRAIN.format(root=str(ROOT), folder=str(folder)))
+    words = [sys.executable, "-m", "fastload", "run", "--cache", "lmdb:cache", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for expected in (f"3 {SIZE}\n", "3 0\n"):
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    assert misses(Photos(folder), cache) == 0
+
+
 # --- how a file is known ----------------------------------------------------------------------------------
 
 

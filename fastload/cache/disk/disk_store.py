@@ -21,6 +21,7 @@ import errno
 import hashlib
 import json
 import os
+import platform
 import secrets
 import threading
 import time
@@ -49,9 +50,12 @@ if TYPE_CHECKING:
 DESCRIPTION = "files.json"
 MAX_FILE_BYTES = 1 << 30  # a larger one, of many images perhaps, would be read in whole to be known
 _KIND = "decoded files"
-_FILE = "file"  # libraries leave an object that reads a file in another state than one that reads memory
+# Libraries leave an object that reads a file in another state than one that reads memory; and their floats
+# differ between processors of different kinds.
+_FILE, _MACHINE = "file", platform.machine()
 _RETRY_S = 60.0  # after the disk was full
 _LOOK_REMOTE_EVERY_S = 1.0
+_POLL_EVERY_S = 5.0
 _READ_BYTES = 1 << 20
 _MAX_HASHED = 1 << 17  # contents that a process keeps in mind
 _SECOND_NS = 1_000_000_000
@@ -94,7 +98,7 @@ class DiskFileStore:
         self._damaged: set[tuple[str, int]] = set()  # rows whose records are
         self._hashed: dict[bytes, bytes] = {}  # contents of files whose rows could not be stored
         self._is_local = is_local(file_system_of(self.path))
-        self._look_at_s = self._write_at_s = 0.0
+        self._look_at_s = self._poll_at_s = self._write_at_s = 0.0
         self._writers: dict[int, SegmentWriter] = {}  # by process
         self._locks: dict[int, threading.Lock] = {}
         self.poll()
@@ -125,8 +129,10 @@ class DiskFileStore:
         return f"{self.num_files:,} files in {readable_size(self.nbytes)} at {self.path}"
 
     def poll(self, *, is_in_use: bool = True) -> None:
-        """Look for what other processes stored."""
-        self._look()
+        """Look for what workers stored, once in a while, for those that are started later."""
+        if time.monotonic() >= self._poll_at_s:
+            self._look()
+            self._poll_at_s = time.monotonic() + _POLL_EVERY_S
 
     def close(self) -> None:
         """Does nothing: the files are closed with the last reference."""
@@ -229,7 +235,7 @@ class DiskFileStore:
             source: A path, or a file object that reads a file; not used if the identity is one of content.
         """
         if identity.is_of_content:
-            return identity
+            return Identity((*identity.parts, _MACHINE))
         try:
             if hasattr(source, "fileno"):
                 return self._known_as(identity, source.fileno())
@@ -250,7 +256,7 @@ class DiskFileStore:
         has_own_times = _has_own_times(identity)
         if has_own_times:
             for _, _, row in self._rows(key, FILE):
-                return Identity((content_of(row), size, _FILE))
+                return Identity((content_of(row), size, _FILE, _MACHINE))
         memo = digest(*identity.parts) or b""
         content = self._hashed.get(memo)
         if content is None:
@@ -261,7 +267,7 @@ class DiskFileStore:
                 if len(self._hashed) >= _MAX_HASHED:
                     self._hashed.clear()
                 self._hashed[memo] = content
-        return Identity((content, size, _FILE))
+        return Identity((content, size, _FILE, _MACHINE))
 
     def key_of_open_file(self, fd: int, identity: Identity) -> bytes:
         """The key of a file: its path as the kernel names it, its size, its mtime and its ctime."""

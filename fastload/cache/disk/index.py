@@ -79,7 +79,7 @@ class Index:
         try:
             self._open_new_segments()
             for number, segment in enumerate(self.segments):
-                while data := segment.new_rows()[: _CHUNK_ROWS * ROW_BYTES]:
+                while data := segment.rows(segment.num_rows, _CHUNK_ROWS):
                     self._add(number, segment, data)
             return True
         finally:

@@ -59,7 +59,7 @@ class Segment:
 
     Attributes:
         path: Of its files, without suffix.
-        num_rows: How many rows were read.
+        num_rows: How many rows an `Index` has read.
 
     Raises:
         OSError: It cannot be opened.
@@ -77,12 +77,10 @@ class Segment:
         self._rows, self._pixels = fds
         weakref.finalize(self, _close, fds).atexit = False
 
-    def new_rows(self) -> bytes:
-        """The rows that were not read."""
-        wanted = os.fstat(self._rows).st_size // ROW_BYTES - self.num_rows
-        if wanted <= 0:
-            return b""
-        data = os.pread(self._rows, wanted * ROW_BYTES, self.num_rows * ROW_BYTES)
+    def rows(self, start: int, max_rows: int) -> bytes:
+        """The next rows from a number on, of those that are whole."""
+        wanted = min(max_rows, os.fstat(self._rows).st_size // ROW_BYTES - start)
+        data = os.pread(self._rows, wanted * ROW_BYTES, start * ROW_BYTES) if wanted > 0 else b""
         return data[: len(data) // ROW_BYTES * ROW_BYTES]
 
     def row(self, number: int) -> Row | None:

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, hash_of, read_description
 from fastload.cache.disk.records import decode
-from fastload.cache.disk.rows import FILE, PIXELS, content_of
+from fastload.cache.disk.rows import FILE, PIXELS, ROW_BYTES, are_right
 from fastload.cache.disk.segments import NAME
 from fastload.cache.format.progress import BuildProgress
 from fastload.errors import CacheError, CacheMismatchError
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from fastload.cache.disk.rows import Row
     from fastload.cache.disk.segments import Segment
 
-_CHUNK_FILES = 4096
+_CHUNK_FILES, _CHUNK_ROWS = 4096, 1 << 16
+_CONTENT = np.dtype("V32")
 _THREADS_A_CPU = 4  # that hash files: a slow mount makes them wait
 
 
@@ -46,13 +49,12 @@ def details_of(path: str) -> dict[str, Any]:
     file can have several of.
     """
     store = open_existing(path)
-    contents = {content_of(row) for _, _, row in _rows(store) if row is not None and row.kind == FILE}
     return {
         "path": store.path,
         "kind": "files",
         **read_description(path),
         "num_pixels": store.num_files,
-        "num_contents": len(contents),
+        "num_contents": len(_contents(store)),
         "num_segments": len(store.segments),
         "nbytes": store.nbytes,
     }
@@ -142,7 +144,7 @@ def rebase(path: str, root: str, *, progress: bool = False) -> Accepted:
         CacheError: The directory cannot be read, or cannot be written.
     """
     store = open_existing(path)
-    contents = {content_of(row) for _, _, row in _rows(store) if row is not None and row.kind == FILE}
+    contents = set(_contents(store))
     files = [*files_below(root, left_out=store.path)]
     found: set[bytes] = set()
     num_known = num_unsettled = 0
@@ -187,6 +189,19 @@ def _hash(store: DiskFileStore, file: str) -> _Hashed | None:
         return None
     finally:
         os.close(fd)
+
+
+def _contents(store: DiskFileStore) -> list[bytes]:
+    """The different contents of files that are known, each a SHA-256."""
+    found = [np.empty(0, _CONTENT)]
+    for segment in store.segments:
+        start = 0
+        while data := segment.rows(start, _CHUNK_ROWS):
+            rows = np.frombuffer(data, "<u8").reshape(-1, ROW_BYTES // 8)
+            start += len(rows)
+            rows = rows[are_right(rows) & (rows[:, 2] == FILE)]
+            found.append(np.ascontiguousarray(rows[:, 3:7]).view(_CONTENT).reshape(-1))
+    return [each.tobytes() for each in np.unique(np.concatenate(found))]
 
 
 def _rows(store: DiskFileStore) -> Iterator[tuple[Segment, int, Row | None]]:
