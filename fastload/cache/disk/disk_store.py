@@ -20,6 +20,8 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
+import mmap
 import os
 import platform
 import secrets
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "files.json"
 MAX_FILE_BYTES = 1 << 30  # a larger one, of many images perhaps, would be read in whole to be known
 _KIND = "decoded files"
+_DAMAGED, _READ_ONLY, _FULL = range(3)  # what is told once
 # Libraries leave an object that reads a file in another state than one that reads memory; and their floats
 # differ between processors of different kinds.
 _FILE, _MACHINE = "file", platform.machine()
@@ -96,6 +99,7 @@ class DiskFileStore:
         self._root = os.path.join(os.path.dirname(os.path.realpath(self.path)), "")
         self._index = Index(self.path)
         self._damaged: set[tuple[str, int]] = set()  # rows whose records are
+        self._told = mmap.mmap(-1, mmap.PAGESIZE)  # shared with forks
         self._hashed: dict[bytes, bytes] = {}  # contents of files whose rows could not be stored
         self._is_local = is_local(file_system_of(self.path))
         self._look_at_s = self._poll_at_s = self._write_at_s = 0.0
@@ -150,8 +154,9 @@ class DiskFileStore:
             if stored is not None:
                 return stored
             self._damaged.add((segment.path, number))
-            say_once(
-                f"cache: {segment.path}.pixels is damaged: what is stored there is decoded and stored again"
+            self._tell(
+                *(_DAMAGED, logging.WARNING),
+                f"{segment.path}.pixels is damaged: what is stored there is decoded and stored again",
             )
         return None
 
@@ -216,14 +221,21 @@ class DiskFileStore:
     def _stop_writing(self, error: OSError) -> None:
         self._write_at_s = time.monotonic() + _RETRY_S
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            log.info("cache: %s cannot be written, so it is only read", self.path)
             self._write_at_s = float("inf")
+            self._tell(_READ_ONLY, logging.INFO, f"{self.path} cannot be written, so it is only read")
             return
-        say_once(
-            f"cache: no more files are stored at {self.path} until there is space: "
-            f"{why_unwritable(error, os.path.join(self.path, DESCRIPTION))}. The other files are decoded on "
-            "every access"
+        reason = why_unwritable(error, os.path.join(self.path, DESCRIPTION))
+        self._tell(
+            *(_FULL, logging.WARNING),
+            f"no more files are stored at {self.path} until there is space: {reason}. The other files are "
+            "decoded on every access",
         )
+
+    def _tell(self, what: int, level: int, text: str) -> None:
+        """Log a line, unless this process or one that it was forked from, or with, has done so."""
+        if not self._told[what]:
+            self._told[what] = 1
+            log.log(level, "cache: %s", text)
 
     # --- how a file is known on disk ---------------------------------------------------------------------
 

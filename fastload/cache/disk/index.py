@@ -78,9 +78,12 @@ class Index:
             return False
         try:
             self._open_new_segments()
-            for number, segment in enumerate(self.segments):
-                while data := segment.rows(segment.num_rows, _CHUNK_ROWS):
-                    self._add(number, segment, data)
+            found = [
+                run for number, segment in enumerate(self.segments) for run in self._read(number, segment)
+            ]
+            if found:
+                words, places = zip(*found, strict=True)
+                self._add(np.concatenate(words), np.concatenate(places))
             return True
         finally:
             lock.release()
@@ -104,19 +107,23 @@ class Index:
                 continue  # its writer has just begun
             self._names.add(name)
 
-    def _add(self, number: int, segment: Segment, data: bytes) -> None:
-        rows = np.frombuffer(data, "<u8").reshape(-1, ROW_BYTES // 8)
-        places = np.arange(len(rows), dtype=np.int64) + (number << _SEGMENT_SHIFT | segment.num_rows)
-        is_right = are_right(rows)
-        words, places, kinds = rows[is_right, 0], places[is_right], rows[is_right, 2]
-        self.num_pixels += int(np.count_nonzero(kinds == PIXELS))
+    def _read(self, number: int, segment: Segment) -> Iterator[Run]:
+        """The rows of a segment that were not read."""
+        while data := segment.rows(segment.num_rows, _CHUNK_ROWS):
+            rows = np.frombuffer(data, "<u8").reshape(-1, ROW_BYTES // 8)
+            places = np.arange(len(rows), dtype=np.int64) + (number << _SEGMENT_SHIFT | segment.num_rows)
+            segment.num_rows += len(rows)
+            is_right = are_right(rows)
+            self.num_pixels += int(np.count_nonzero(rows[is_right, 2] == PIXELS))
+            yield rows[is_right, 0], places[is_right]
+
+    def _add(self, words: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
         if len(words) > _MAX_RECENT:
             self._add_run(words, places)
-        else:
-            for word, place in zip(words.tolist(), places.tolist(), strict=True):
-                self._recent.setdefault(word, []).append(place)
-            self._num_recent += len(words)
-        segment.num_rows += len(rows)
+            return
+        for word, place in zip(words.tolist(), places.tolist(), strict=True):
+            self._recent.setdefault(word, []).append(place)
+        self._num_recent += len(words)
         if self._num_recent > _MAX_RECENT:
             recent = [(word, place) for word, places in self._recent.items() for place in places]
             table = np.array(recent, np.uint64)
@@ -124,12 +131,9 @@ class Index:
             self._recent, self._num_recent = {}, 0
 
     def _add_run(self, words: npt.NDArray[np.uint64], places: npt.NDArray[np.int64]) -> None:
-        runs = [*self._runs, (words, places)]
-        is_sorted = False
-        while not is_sorted or (len(runs) > 1 and len(runs[-2][0]) < _MERGE_BELOW * len(runs[-1][0])):
-            merged = runs[-1:] if not is_sorted else runs[-2:]
-            words, places = (np.concatenate(columns) for columns in zip(*merged, strict=True))
-            order = np.argsort(words, kind="stable")  # the oldest first among equals
-            runs[-len(merged) :] = [(words[order], places[order])]
-            is_sorted = True
-        self._runs = tuple(runs)
+        runs = [*self._runs]
+        while runs and len(runs[-1][0]) < _MERGE_BELOW * len(words):
+            before = runs.pop()
+            words, places = np.concatenate([before[0], words]), np.concatenate([before[1], places])
+        order = np.argsort(words, kind="stable")  # the oldest first among equals
+        self._runs = (*runs, (words[order], places[order]))
