@@ -129,9 +129,10 @@ class DataLoader(LoaderSettings):
             are read again. 0: a worker's death raises an error. The cause is logged in both cases. With
             ``seeding="worker"`` the random streams of the new worker start over. Needs a map-style dataset.
         cache: ``"ram"`` remembers the pixels of files that the dataset decodes, in memory that all processes
-            of this user share; ``"ram:32G"`` takes at most so much. The dataset can be any, its code runs in
-            full on every access, and batches stay the same, bit for bit. None: what the environment variable
-            ``FASTLOAD_CACHE`` says, or nothing.
+            of this user share; ``"ram:32G"`` takes at most so much, and ``"lmdb:PATH"`` remembers them on
+            disk, in the directory PATH. The dataset can be any, its code runs in full on every access, and
+            batches stay the same, bit for bit. None: what the environment variable ``FASTLOAD_CACHE`` says,
+            or nothing.
 
     Attributes:
         failed_samples: The samples that could not be read so far, of all epochs; see `on_error`.

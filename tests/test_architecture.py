@@ -71,12 +71,13 @@ def test_a_module_that_a_string_names_counts_as_imported() -> None:
     assert {"loader", "images.folder"} <= layers.imports("__init__")
 
 
-# The folders inside cache/, from the bottom up; ram and lmdb know nothing of each other.
+# The folders inside cache/, from the bottom up; ram, lmdb and disk know nothing of each other.
 CACHE_FOLDERS: dict[str, set[str]] = {
     "cache.format": set(),
     "cache.ram": {"cache.format"},
     "cache.lmdb": {"cache.format"},
-    "cache.build": {"cache.format", "cache.ram", "cache.lmdb"},
+    "cache.disk": {"cache.format"},
+    "cache.build": {"cache.format", "cache.ram", "cache.lmdb", "cache.disk"},
 }
 
 

@@ -25,11 +25,13 @@ from typer.testing import CliRunner
 
 import fastload
 from fastload.cache.build import inventory
+from fastload.cache.file_cache import forget_stores
 from fastload.cache.format.codecs import CACHE_CODECS
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
 from fastload.cache.ram import file_store
 from fastload.cache.ram.file_store import open_store
 from fastload.cli import cache_commands, main
+from fastload.readers import identity
 from tests.cache.build_zoo import building
 from tests.cli_zoo import NUM_SAMPLES, SIGNAL_AT, pixels
 from tests.kit.processes import ROOT
@@ -102,6 +104,15 @@ def flip_a_bit(path: Path, content: bytes) -> None:
     data = bytearray(path.read_bytes())
     data[data.index(content)] ^= 1
     path.write_bytes(data)
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files that changed a moment ago can be remembered; stores are this test's own."""
+    monkeypatch.setattr(identity, "SETTLED_S", 0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+    yield
+    forget_stores()
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------
@@ -613,6 +624,57 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
     assert told("rm", listed["name"], "--yes")["caches"][0]["nbytes"] == listed["nbytes"]
     assert told("ls")["files"] == []
     assert store.get(bytes(16)) is None
+
+
+@pytest.mark.usefixtures("settled")
+def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: Path) -> None:
+    """From a folder as torchvision reads it; a second build decodes nothing."""
+    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/c/3.png"), tmp_path / "files"
+    first = told("build", root, dest, "--by", "file", "--workers", "0")
+    assert (first["num_samples"], first["num_pixels"], first["num_contents"]) == (3, 3, 3)
+    again = told("build", root, dest, "--by", "file", "--workers", "0")
+    assert (again["num_pixels"], again["nbytes"]) == (3, first["nbytes"])
+    assert told("info", dest)["num_pixels"] == 3
+    assert "3 results of decoding 3 files" in run("info", dest).stdout
+    (listed,) = told("ls", tmp_path)["disk"]
+    assert (listed["path"], listed["state"], listed["num_files"]) == (str(dest), "files", 3)
+    assert told("ls", dest)["disk"] == [listed]
+    assert told("verify", dest) == {"path": str(dest), "num_pixels": 3, "num_damaged": 0}
+    with open(dest / "00000.pixels", "r+b") as file:
+        file.write(b"damage")
+    assert "1 of 3 records are damaged" in run("verify", dest).stdout
+    assert told("verify", dest, code=1)["num_damaged"] == 1
+    assert sorted(told("rm", dest, "--yes")["caches"][0]["removed"]) == sorted(
+        [str(dest), *(f"{dest}/{name}" for name in ("00000.pixels", "00000.rows", "files.json"))]
+    )
+    assert not dest.exists()
+
+
+@pytest.mark.usefixtures("settled")
+def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> None:
+    """`verify --rebase` says how many are there, and how many are not."""
+    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png"), tmp_path / "files"
+    told("build", root, dest, "--by", "file", "--workers", "0")
+    shutil.copytree(root, tmp_path / "copied")
+    (tmp_path / "copied/a/1.png").write_bytes(b"another file")
+    found = told("verify", dest, "--rebase", tmp_path / "copied")
+    text = run("verify", dest, "--rebase", tmp_path / "copied").stdout
+    counts = {name: found[name] for name in ("num_files", "num_known", "num_unsettled", "num_missing")}
+    assert counts == {"num_files": 2, "num_known": 1, "num_unsettled": 0, "num_missing": 1}
+    assert f"1 of 2 files below {tmp_path}/copied are in the cache" in text
+    assert "there is none" in told("verify", dest, "--rebase", tmp_path / "none", code=2)["error"]
+
+
+def test_options_of_samples_are_not_for_decoded_files(tmp_path: Path) -> None:
+    """Nor the other way around, and a finished cache of samples is left alone."""
+    root = images(tmp_path / "photos", "a/1.png")
+    for options in (("--codec", "png"), ("--size", "8"), ("--shards", "2")):
+        error = told("build", root, tmp_path / "files", "--by", "file", *options, code=2)["error"]
+        assert options[0] in error
+    samples = built(tmp_path / "samples")
+    assert "--rebase is for decoded files" in told("verify", samples, "--rebase", root, code=2)["error"]
+    assert "is a file" in told("build", root, samples, "--by", "file", code=1)["error"]
+    assert told("verify", samples)["num_damaged"] == 0
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])

@@ -1,9 +1,9 @@
 """Datasets behind caches, which decode each sample once.
 
-Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram` and `lmdb` (the
-caches, which know nothing of each other), `build` (reads samples to fill and to build them); then `dataset`
-(the user's object), `open_cache` (chooses and opens a cache), `pickled` (for checkpoints), `tiered_cache`,
-`transform` and `file_cache` (what is cached by file instead of by sample).
+Read from the bottom up: `format` (the bytes of samples, and the interface of caches), `ram`, `lmdb` and
+`disk` (the caches, which know nothing of each other), `build` (reads samples to fill and to build them); then
+`dataset` (the user's object), `open_cache` (chooses and opens a cache), `pickled` (for checkpoints),
+`tiered_cache`, `transform` and `file_cache` (what is cached by file instead of by sample).
 """
 
 from typing import TYPE_CHECKING

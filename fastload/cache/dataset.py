@@ -20,7 +20,7 @@ import functools
 import operator
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -140,10 +140,11 @@ class CachedDataset(Dataset[Any]):
             files; `explain()` says whether this happens, and why not). `"fast"`: also at a half, a quarter or
             an eighth of the size, if the pipeline begins by shrinking the image.
         by: What is cached: `"sample"`, samples before `transform`; or `"file"`, the decoded pixels of the
-            files that the dataset reads, as `cache="ram"` of the loader does. By file, the dataset can be
-            random and can return anything, such as PIL images: its code runs in full on every access, and its
-            samples stay the same. None: by sample if `transform`, `pre_transform`, `cache_key` or another
-            `cache` is given, or if no file was seen to be decoded when three samples were read; else by file.
+            files that the dataset reads, as `cache="ram"` or `"lmdb:PATH"` of the loader does. By file, the
+            dataset can be random and can return anything, such as PIL images: its code runs in full on every
+            access, and its samples stay the same. None: by file if decoded files are at PATH; by sample if
+            `transform`, `pre_transform`, `cache_key` or another `cache` is given, or if no file was seen to
+            be decoded when three samples were read; else by file.
 
     Attributes:
         dataset: As given.
@@ -187,15 +188,19 @@ class CachedDataset(Dataset[Any]):
         self._caller: TransformCaller | None = None
         self._num_samples = len(dataset)
         # Here: they import Pillow and LMDB.
-        from fastload.cache.file_cache import RememberedFiles
+        from fastload.cache.file_cache import RememberedFiles, has_files
         from fastload.cache.format.fingerprint import has_own_fingerprint
         from fastload.cache.open_cache import CacheRequest, FilesSeenError, OpenedCache, open_cache
 
+        if by is None and has_files(cache):
+            by = "file"
         is_plain = cache == "ram" and pre_transform is None and cache_key is None
-        if by == "file" and not is_plain:
+        if by == "file" and (
+            pre_transform is not None or cache_key is not None or not isinstance(cache, str)
+        ):
             raise ValueError(
-                'by="file" remembers decoded files, in memory: omit cache=, cache_key= and pre_transform=, '
-                'or cache whole samples, with by="sample"'
+                'by="file" remembers decoded files, with cache="ram" or "lmdb:PATH": omit cache_key= and '
+                'pre_transform=, or cache whole samples, with by="sample"'
             )
         request = CacheRequest(dataset, pre_transform, cache_key, max_memory)
         # Samples with a fingerprint are known to be always the same, and faster from a cache of samples.
@@ -207,7 +212,8 @@ class CachedDataset(Dataset[Any]):
                 raise FilesSeenError
             opened = open_cache(cache, request)
         except FilesSeenError:
-            opened = OpenedCache(RememberedFiles(len(dataset), max_memory), dataset, holds_images=False)
+            files = RememberedFiles(len(dataset), max_memory, cast("str", cache))
+            opened = OpenedCache(files, dataset, holds_images=False)
         self._hold(opened, stores=cache is not None)
 
     def _hold(self, opened: OpenedCache, *, stores: bool) -> None:

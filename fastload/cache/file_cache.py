@@ -1,4 +1,4 @@
-"""FileCache: a loader's `cache="ram"`; the files that any dataset decodes are remembered while it is read.
+"""FileCache: a loader's `cache=`; the files that any dataset decodes are remembered while it is read.
 
 The dataset's code runs in full on every access; see `fastload.readers`. Rules:
 
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.cache.disk.disk_store import DiskFileStore, is_file_store
 from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram.file_store import FileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
-from fastload.readers.request import check_cache
+from fastload.readers.request import DISK, check_cache
 from fastload.system.budget import check_memory
 from fastload.system.cache_counts import cache_counts
 from fastload.system.humanize import readable_size
@@ -67,7 +68,7 @@ class FileCache:
         store: As given.
     """
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: FileStore | DiskFileStore) -> None:
         self.store = store
         self._decode_cache = DecodeCache(store)
         patches.retain(self)
@@ -93,10 +94,14 @@ class FileCache:
     def explain(self) -> str:
         """What happens, and what is remembered, in one line."""
         store = self.store
-        memory = f"{readable_size(store.nbytes)}, at most {readable_size(store.max_bytes)}"
+        limit = (
+            f"at {store.path}"
+            if isinstance(store, DiskFileStore)
+            else f"at most {readable_size(store.max_bytes)}"
+        )
         return (
             "the dataset's code runs on every access, and the pixels of files that it decodes are "
-            f"remembered: now {store.num_files:,} files ({memory})"
+            f"remembered: now {store.num_files:,} files ({readable_size(store.nbytes)}, {limit})"
         )
 
     def close(self) -> None:
@@ -110,24 +115,26 @@ class RememberedFiles(BaseCache):
     Args:
         num_samples: Of the dataset.
         max_memory: As for `CachedDataset`.
+        cache: `"ram"`, or `"lmdb:PATH"`, to which `max_memory` does not apply.
 
     Attributes:
         max_memory: As given.
+        cache: As given.
     """
 
     num_samples = 0  # as an attribute of the class: the property of SampleCache cannot be set
     layout = "files"
 
-    def __init__(self, num_samples: int, max_memory: str | float) -> None:
+    def __init__(self, num_samples: int, max_memory: str | float, cache: str = "ram") -> None:
         check_memory(max_memory, name="max_memory")
         self.num_samples = num_samples
-        self.max_memory = max_memory
-        self._files = FileCache(store_of_process(max_memory))
+        self.max_memory, self.cache = max_memory, cache
+        self._files = FileCache(store_of_process(max_memory if cache == "ram" else check_cache(cache) or ""))
         log.info("cache: %s", self.explain())
 
     def plain_values(self) -> dict[str, Any]:
         """What a pickle that outlives this process holds."""
-        return {"num_samples": self.num_samples, "max_memory": self.max_memory}
+        return {"num_samples": self.num_samples, "max_memory": self.max_memory, "cache": self.cache}
 
     @classmethod
     def of_plain_values(cls, values: dict[str, Any]) -> RememberedFiles:
@@ -173,18 +180,34 @@ class RememberedFiles(BaseCache):
         self._files.close()
 
 
-_stores: dict[str | float, FileStore] = {}  # by limit
+_stores: dict[str | float, FileStore | DiskFileStore] = {}  # by limit, or by place on disk
 _stores_lock = threading.Lock()
 if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=lambda: globals().update(_stores_lock=threading.Lock()))
 
 
-def store_of_process(max_memory: str | float) -> FileStore:
-    """The store with a limit, which this process holds to its end: a cell that runs again finds its files."""
+def store_of_process(place: str | float) -> FileStore | DiskFileStore:
+    """The store with a limit, or on disk, as `check_cache` names it.
+
+    This process holds it to its end: a cell that runs again finds its files.
+    """
     with _stores_lock:
-        if max_memory not in _stores:
-            _stores[max_memory] = open_store(max_memory)
-        return _stores[max_memory]
+        if place not in _stores:
+            if isinstance(place, str) and place.startswith(DISK):
+                _stores[place] = DiskFileStore(place[len(DISK) :])
+            else:
+                _stores[place] = open_store(place)
+        return _stores[place]
+
+
+def has_files(cache: Any) -> bool:
+    """Whether `cache=` of a dataset names a directory of decoded files."""
+    if not isinstance(cache, str) or not cache.startswith(DISK):
+        return False
+    try:
+        return is_file_store((check_cache(cache) or "")[len(DISK) :])
+    except ValueError:  # a URL
+        return False
 
 
 def forget_stores() -> None:

@@ -31,6 +31,7 @@ from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.plan import check_source
 from fastload.cache.build.random_check import probe, read_unnoticed, readable, spread_indices
 from fastload.cache.build.sources import MappedDataset, decoded_source, encoded_source
+from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.file_cache import listening
 from fastload.cache.format.codecs import SOURCE
 from fastload.cache.format.fingerprint import (
@@ -321,6 +322,11 @@ def _open_lmdb(samples: _Samples, location: str) -> tuple[SampleCache, _Samples]
     path = os.path.abspath(os.path.expanduser(local_path(location)))
     if not os.path.lexists(path):
         return _build_lmdb(samples, path), samples
+    if is_file_store(path):
+        raise CacheMismatchError(
+            f"{path} has decoded files, not samples: read it with CachedDataset(dataset, transform, "
+            'cache=..., by="file"), or use a different path'
+        )
     return _checked_lmdb(samples, LMDBCache(path))
 
 

@@ -32,13 +32,14 @@ if TYPE_CHECKING:
     from fastload.cache.lmdb.lmdb_cache import LMDBCache
     from fastload.cache.lmdb.manifest import Manifest
 
-app = typer.Typer(help="Caches of decoded samples: build them once, train from them.", **APP)
+app = typer.Typer(help="Caches of decoded samples and files: build them once, train from them.", **APP)
 
 # --- building --------------------------------------------------------------------------------------------
 
 _LOSSY = " and ".join(LOSSY)
 Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})  # type: ignore[misc]  # the table's
 OnError = StrEnum("OnError", ["RAISE", "SKIP"])
+By = StrEnum("By", ["SAMPLE", "FILE"])
 
 CodecOption = Annotated[
     Codec | None,
@@ -140,17 +141,33 @@ def build(
     force: Annotated[
         bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
     ] = False,
+    by: Annotated[
+        By,
+        typer.Option(
+            "--by",
+            help="What is cached: 'sample', or 'file', the decoded pixels of the files that SOURCE reads, "
+            "for DataLoader(..., cache='lmdb:DEST'). The images of a folder are read as torchvision's "
+            "ImageFolder reads them.",
+        ),
+    ] = By.SAMPLE,
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
     DEST appears when it is complete; a cache at a URL is complete when its cache.json appears. If a build
-    was interrupted or killed, run the same command again to continue it.
+    was interrupted or killed, run the same command again to continue it. With --by file, DEST is a directory
+    that can be read while it is built.
     """
     for option, value in (("--quality", quality), ("--lossy-leaf", lossy_leaf)):
         if value is not None and codec not in LOSSY:
             raise CommandError(
                 f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
             )
+    if by is By.FILE:
+        given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--out": out}
+        for option, value in given.items():
+            if value is not None:
+                raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
+        return _build_files(source, dest, workers, on_error.value, max_errors, force=force)
     options = {
         "codec": None if codec is None else codec.value,
         "quality": quality,
@@ -215,6 +232,40 @@ def build(
     return Answer(result, lines, ExitCode.SKIPPED if strict and skipped else ExitCode.FINE)
 
 
+def _build_files(
+    source: str, dest: str, workers: int | None, on_error: Any, max_errors: Any, *, force: bool
+) -> Answer:
+    """Decode the files that SOURCE reads, into a directory at DEST."""
+    from fastload.cache.build import inventory
+    from fastload.cache.dataset import CachedDataset
+    from fastload.cache.disk.upkeep import details_of
+    from fastload.cli.source_argument import is_folder
+    from fastload.images.opened_files import OpenedImages
+
+    if is_url(dest) or (is_folder(source) and is_url(source)):
+        raise CommandError("with --by file, SOURCE and DEST are on this machine: pass paths")
+    if force:
+        with contextlib.suppress(FileNotFoundError):
+            inventory.remove(dest)
+    started_s = time.monotonic()
+    with users_code(source):
+        dataset = OpenedImages(source) if is_folder(source) else open_source(source)
+        cached = CachedDataset(dataset, cache=f"lmdb:{dest}", by="file")
+        cached.fill(workers, progress=not is_quiet(), on_error=on_error, max_errors=max_errors)
+    details, elapsed_s = details_of(dest), time.monotonic() - started_s
+    lines = [
+        f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_decoded(details)}",
+        f"train with it: fastload.DataLoader(dataset, ..., cache={f'lmdb:{dest}'!r})",
+    ]
+    return Answer({**details, "num_samples": len(dataset), "elapsed_s": round(elapsed_s, 3)}, lines)
+
+
+def _decoded(details: dict[str, Any]) -> str:
+    """The contents of a directory of decoded files, in one line; from its details."""
+    files = f"{details['num_pixels']:,} results of decoding {details['num_contents']:,} files"
+    return f"{files}, {readable_size(details['nbytes'])}"
+
+
 @contextlib.contextmanager
 def _opened(source: str, size: Any, codec: str | None) -> Iterator[tuple[Any, Any]]:
     """The dataset of SOURCE as a build reads it, and its fingerprint."""
@@ -242,6 +293,14 @@ CachePath = Annotated[
 @answers(app)
 def info(path: CachePath) -> Answer:
     """Show the contents and the origin of a cache."""
+    if _is_of_files(path):
+        from fastload.cache.disk.upkeep import details_of
+
+        details = details_of(path)
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(details["created_s"]))
+        return Answer(
+            details, table([["path", details["path"]], ["holds", _decoded(details)], ["made", made]])
+        )
     if is_url(path):  # the manifest says all of it, without a download
         from fastload.cache.lmdb.manifest import read_manifest, remote_files
 
@@ -260,11 +319,27 @@ def info(path: CachePath) -> Answer:
 
 
 @answers(app, short_help="Check the checksum of every record.")
-def verify(path: CachePath) -> Answer:
+def verify(
+    path: CachePath,
+    root: Annotated[
+        str | None,
+        typer.Option(
+            "--rebase",
+            parser=path_or_url("--rebase", instead="{command} shows a cache there"),
+            metavar="FOLDER",
+            help="Of decoded files: hash every file below this folder instead, once, so that those whose "
+            "pixels are in the cache are known where they are now.",
+        ),
+    ] = None,
+) -> Answer:
     """Read the whole cache and compare every record with its checksum.
 
     A cache at a URL is verified in its local copy, which is downloaded unless it is there.
     """
+    if _is_of_files(path):
+        return _verify_files(path) if root is None else _rebase(path, root)
+    if root is not None:
+        raise CommandError(f"--rebase is for decoded files, but {path} is a cache of samples: omit it")
     cache = _cache_at(path)
     damaged = cache.verify(progress=True)
     result = {
@@ -286,6 +361,40 @@ def verify(path: CachePath) -> Answer:
         f"remove it with {fastload_command('cache', 'rm', cache.path)}, and {anew}",
     ]
     return Answer(result, lines, ExitCode.FAILED, lines[0])
+
+
+def _is_of_files(path: str) -> bool:
+    from fastload.cache.disk.disk_store import is_file_store
+
+    return not is_url(path) and is_file_store(path)
+
+
+def _verify_files(path: str) -> Answer:
+    from fastload.cache.disk import upkeep
+
+    found = upkeep.verify(path, progress=True)
+    result = {"path": path, **found._asdict()}
+    if not found.num_damaged:
+        return Answer(result, [f"{path}: {found.num_pixels:,} records, none damaged"])
+    lines = [
+        f"{path}: {found.num_damaged:,} of {found.num_pixels:,} records are damaged",
+        "loaders never return them: they decode these files again, and store them again",
+    ]
+    return Answer(result, lines, ExitCode.FAILED, lines[0])
+
+
+def _rebase(path: str, root: str) -> Answer:
+    from fastload.cache.disk import upkeep
+
+    if not os.path.isdir(root):
+        raise CommandError(f"--rebase should be a folder, but there is none at {root}")
+    found = upkeep.rebase(path, root, progress=True)
+    lines = [f"{path}: {found.num_known:,} of {found.num_files:,} files below {root} are in the cache"]
+    if found.num_unsettled:
+        lines.append(f"{found.num_unsettled:,} files cannot be read, or changed a moment ago")
+    if found.num_missing:
+        lines.append(f"{found.num_missing:,} files in the cache are not below {root}")
+    return Answer({"path": path, "root": root, **found._asdict()}, lines)
 
 
 @answers(app, short_help="List the caches in memory and in a directory.")
@@ -315,7 +424,13 @@ def _on_disk(directory: str) -> tuple[list[str], list[dict[str, Any]]]:
     rows, result = [], []
     for item in inventory.list_caches(directory):
         details = {"path": item.path, "problem": item.problem} if item.cache is None else _details(item.cache)
-        text = item.problem or _content(details)
+        if item.num_files is not None:
+            details, text = (
+                {"path": item.path, "num_files": item.num_files},
+                f"{item.num_files:,} decoded files",
+            )
+        else:
+            text = item.problem or _content(details)
         if item.url is not None:
             details, text = {**details, "url": item.url}, f"{text}, a copy of {item.url}"
         result.append({**details, "state": item.state, "nbytes": item.nbytes})

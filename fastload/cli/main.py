@@ -56,13 +56,14 @@ WorkerType = StrEnum("WorkerType", ["PROCESS", "THREAD"])
 
 
 def _checked_cache(cache: str | None) -> str | None:
-    from fastload.readers.request import check_cache
+    from fastload.readers.request import DISK, check_cache
 
     try:
-        check_cache(cache)
+        place = check_cache(cache)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    return cache
+    # The script may change the working directory.
+    return place if place is not None and place.startswith(DISK) else cache
 
 
 _RUNS_A_SCRIPT: dict[str, Any] = {
@@ -86,10 +87,10 @@ def run(
     cache: Annotated[
         str | None,
         typer.Option(
-            metavar="ram|ram:SIZE",
+            metavar="ram|ram:SIZE|lmdb:PATH",
             callback=_checked_cache,
             help="Remember the pixels of all files that the script's loaders decode, in memory; 'ram:32G' "
-            "takes at most so much.",
+            "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the directory PATH.",
         ),
     ] = None,
     seeding: Annotated[

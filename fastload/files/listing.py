@@ -99,6 +99,24 @@ def list_folder(root: str, extensions: tuple[str, ...]) -> Listing:
     return Listing(classes, [_find_files(root, name, extensions) for name in classes])
 
 
+def files_below(root: str, *, left_out: str = "") -> Iterator[str]:
+    """The paths of all files below a folder, through links; each folder is entered once.
+
+    Args:
+        root: The folder. What cannot be listed is left out.
+        left_out: A folder that is not entered.
+    """
+    entered = {os.path.realpath(left_out)} if left_out else set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders.sort()
+        yield from (os.path.join(folder, name) for name in sorted(names))
+
+
 def _find_files(root: str, name: str, extensions: tuple[str, ...]) -> list[bytes]:
     paths = []
     for folder, files in sorted(_walk(root, name)):

@@ -49,7 +49,11 @@ class Stored(NamedTuple):
 
 
 class DecodeStore(Protocol):
-    """Keeps arrays under keys of 16 bytes; processes and threads share it."""
+    """Keeps arrays under keys of 16 bytes; processes and threads share it.
+
+    A store that outlives this machine has a method ``known_as(identity, source)``, too, and its own
+    `full_reason`; see `DiskFileStore`.
+    """
 
     def get(self, key: bytes) -> Stored | None:
         """What is stored under a key, if anything."""
@@ -75,6 +79,9 @@ class DecodeCache:
     def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
         self.store = store
         self.habits: dict[Any, Any] = {}
+        self._known_as: Callable[[Identity, Any], Identity | Unknown] | None = getattr(
+            store, "known_as", None
+        )
         self._verify_share = verify_share_of_environment() if verify_share is None else verify_share
         self._unverified = 0.0
 
@@ -96,13 +103,24 @@ class DecodeCache:
     def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
         """Store what was decoded; the array is copied. Counts a miss."""
         is_stored = self.store.put(key, array, note)
-        self.missed(NEW if is_stored else FULL)
+        self.missed(NEW if is_stored else getattr(self.store, "full_reason", FULL))
         return is_stored
 
     def missed(self, reason: Unknown | str) -> None:
         """Count that something was decoded and not stored."""
         cache_counts.misses += 1
         cache_counts.reasons[reason.value if isinstance(reason, Unknown) else reason] += 1
+
+    def known_as(self, identity: Identity | Unknown, source: Any) -> Identity | Unknown:
+        """What belongs into the key of some bytes: their identity, in a form that lasts as long as the store.
+
+        Args:
+            identity: That of the source now.
+            source: The path, or the file object; of no use to an identity of content.
+        """
+        if self._known_as is None or isinstance(identity, Unknown):
+            return identity
+        return self._known_as(identity, source)
 
     def is_verification_due(self) -> bool:
         """Whether to decode this hit again and compare it; draws no random numbers."""
@@ -120,6 +138,7 @@ class DecodeCache:
         decode: Callable[[], Any],
         *,
         where: Any,
+        source: Any = None,
         pack: Callable[[Any], Packed | None] | None = None,
         unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
     ) -> Any:
@@ -131,14 +150,16 @@ class DecodeCache:
             arguments: All that decides the result beside the bytes.
             decode: The library's own function.
             where: The path or other source, for errors.
+            source: As for `known_as`.
             pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
             unpack: Makes a result of what `pack` returned, with memory of its own.
         """
         pack, unpack = pack or pack_array, unpack or unpack_array
         identity = identify()
-        key = None if isinstance(identity, Unknown) else digest(kind, identity.parts, arguments)
+        known = self.known_as(identity, source)
+        key = None if isinstance(known, Unknown) else digest(kind, known.parts, arguments)
         if key is None:
-            self.missed(identity if isinstance(identity, Unknown) else UNUSUAL)
+            self.missed(known if isinstance(known, Unknown) else UNUSUAL)
             return decode()
         stored = self.find(key)
         if stored is not None:

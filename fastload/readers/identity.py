@@ -42,6 +42,11 @@ class Identity(NamedTuple):
 
     parts: tuple[int | str | bytes, ...]
 
+    @property
+    def is_of_content(self) -> bool:
+        """Whether it is a hash of the bytes, instead of what the system says of a file."""
+        return type(self.parts[0]) is bytes
+
 
 class Unknown(enum.Enum):
     """Why some bytes have no identity; the value is the reason in a report."""
@@ -50,6 +55,7 @@ class Unknown(enum.Enum):
     IN_THE_FUTURE = "with a time in the future"
     NOT_A_FILE = "not read from a plain file"
     UNREADABLE = "could not be asked"
+    TOO_LARGE = "of a file larger than 1 GiB, which are not cached on disk"
 
 
 class _FileSystem(NamedTuple):
@@ -122,6 +128,24 @@ def identify_content(buffer: Any) -> Identity | Unknown:
         return Unknown.NOT_A_FILE
 
 
+def file_system_of(path: str) -> str:
+    """The kind of the file system of a file or directory, such as "ext4"; empty if it is unknown.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _kind_of(_file_system_of(descriptor).mount)
+    finally:
+        os.close(descriptor)
+
+
+def is_local(kind: str) -> bool:
+    """Whether a kind of file systems is known to be of this machine alone."""
+    return kind in _LOCAL
+
+
 def digest(*parts: Any) -> bytes | None:
     """A key of 16 bytes for plain values (see `is_plain`); None for others."""
     if not is_plain(parts):
@@ -170,9 +194,13 @@ def _file_system_of(descriptor: int) -> _FileSystem:
         if "mnt_id:" in line
     ]
     for line in read_text(_MOUNTS).splitlines():
-        fields, _, source = line.partition(" - ")
-        if fields.split()[0] in numbers:
-            kind = source.split()[0]
+        if line.split()[0] in numbers:
+            kind = _kind_of(line)
             settled_s = SETTLED_S if kind in _LOCAL else SETTLED_REMOTE_S
             return _FileSystem(kind in _LASTING_INODES, settled_s, line, time.monotonic())
     return _FileSystem(False, SETTLED_REMOTE_S, "", time.monotonic())
+
+
+def _kind_of(mount: str) -> str:
+    """The kind of the file system in a line of mountinfo."""
+    return mount.partition(" - ")[2].partition(" ")[0]

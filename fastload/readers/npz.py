@@ -42,6 +42,7 @@ def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
         return cache.array(
             *(kind, partial(identify_stream, stream), arguments, partial(original, self, key)),
             where=(getattr(stream, "name", stream), key),
+            source=stream,
         )
 
     return __getitem__

@@ -60,7 +60,7 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
         except (TypeError, UnicodeError):  # `dst`, or something wrong
             return decode()
         key = type(path).__name__, flags, *_settings()  # some releases accept fewer types of paths
-        return cache.array(kind, partial(identify_path, path), key, decode, where=path)
+        return cache.array(kind, partial(identify_path, path), key, decode, where=path, source=path)
 
     return imread
 

@@ -129,21 +129,21 @@ class _File:
     """A file object; it is opened once, and Pillow reads its descriptor."""
 
     def __init__(self, file: Any) -> None:
-        self._file = file
+        self.file = file
         self._identity = identify_stream(file)
 
     def identity(self) -> Identity | Unknown:
         """That of the file, if it is the same as when it was opened."""
-        now = identify_stream(self._file)
+        now = identify_stream(self.file)
         return now if now == self._identity else Unknown.TOO_NEW
 
     def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
         """Load the image, which may close the file; returns the identity of the file afterwards."""
         if not is_closed:  # the caller's file: to close a duplicate would end its locks (see fcntl(2))
             load()
-            return identify_stream(self._file)
+            return identify_stream(self.file)
         try:
-            descriptor = os.dup(self._file.fileno())
+            descriptor = os.dup(self.file.fileno())
         except OSError:  # no descriptor is left
             load()
             return Unknown.UNREADABLE
@@ -158,13 +158,13 @@ class _Bytes:
     """A BytesIO; the object of its content is another one after any change."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        self._file = file
+        self.file = file
         self._content = file.getvalue()
         self._identity: Identity | Unknown | None = None
 
     def identity(self) -> Identity | Unknown:
         """That of the content, if it is the same as when it was opened."""
-        if self._file.closed or self._file.getvalue() is not self._content:
+        if self.file.closed or self.file.getvalue() is not self._content:
             return Unknown.TOO_NEW
         if self._identity is None:
             self._identity = identify_content(self._content)
@@ -208,11 +208,12 @@ class _Opened:
             return
         reason: Unknown | str | None = _why_not(image)
         identity = self._source.identity()
+        known = identity if reason else cache.known_as(identity, self._source.file)
         key = None
-        if reason is None and isinstance(identity, Identity):
-            key = _key(image, identity)
+        if reason is None and isinstance(known, Identity):
+            key = _key(image, known)
         if key is None:
-            cache.missed(reason or (identity if isinstance(identity, Unknown) else UNUSUAL))
+            cache.missed(reason or (known if isinstance(known, Unknown) else UNUSUAL))
             return
         stored = cache.find(key)
         if stored is None or cache.is_verification_due():

@@ -1,7 +1,7 @@
 """What a loader's `cache=`, or the environment variable FASTLOAD_CACHE, asks for.
 
-FASTLOAD_CACHE decides for the loaders of a script that name no cache ("ram", "ram:32G"), or turns all of them
-off ("off").
+FASTLOAD_CACHE decides for the loaders of a script that name no cache ("ram", "ram:32G", "lmdb:PATH"), or
+turns all of them off ("off").
 """
 
 from __future__ import annotations
@@ -9,29 +9,40 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from fastload.files.file_systems import is_url, local_path
 from fastload.system.budget import check_memory
 
 CACHE_VARIABLE = "FASTLOAD_CACHE"
+DISK = "lmdb:"
 _OFF = "off"
 
 
 def check_cache(cache: Any) -> str | None:
-    """The limit that `cache=` of a loader names: "auto" or an amount of memory; None for no cache.
+    """Where `cache=` of a loader remembers files; None for no cache.
+
+    Returns:
+        "auto", an amount of memory, or "lmdb:" and an absolute path.
 
     Raises:
-        ValueError: It is not None, "ram" or "ram:" and an amount of memory.
+        ValueError: It is not None, "ram", "ram:" and an amount of memory, or "lmdb:" and a path.
     """
     if cache is None:
         return None
-    kind, colon, max_memory = cache.partition(":") if isinstance(cache, str) else ("", "", "")
-    if kind != "ram" or bool(colon) != bool(max_memory):
+    kind, colon, place = cache.partition(":") if isinstance(cache, str) else ("", "", "")
+    if kind == DISK[:-1] and place:
+        if is_url(place):
+            raise ValueError(
+                f"cache={cache!r}: decoded files are remembered on disk, not at a URL: pass a path"
+            )
+        return DISK + os.path.abspath(os.path.expanduser(local_path(place)))
+    if kind != "ram" or bool(colon) != bool(place):
         raise ValueError(
-            f'cache should be "ram", "ram:32G" or None, but got {cache!r}: a loader remembers files in '
-            'memory. For samples on disk, read fastload.CachedDataset(dataset, cache="lmdb:PATH") with it'
+            f'cache should be "ram", "ram:32G", "lmdb:PATH" or None, but got {cache!r}: a loader remembers '
+            "files in memory, or on disk"
         )
-    if max_memory:
-        check_memory(max_memory, name="cache")
-    return max_memory or "auto"
+    if place:
+        check_memory(place, name="cache")
+    return place or "auto"
 
 
 def requested_cache(cache: str | None) -> str | None:

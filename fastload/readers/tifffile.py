@@ -51,7 +51,8 @@ def _asarray(original: Callable[..., Any]) -> Callable[..., Any]:
             _ = self.series  # as the original leaves its pages
         decode = partial(original, self, *args, **kwargs)
         name = getattr(self.filehandle, "path", self.filename)
-        return cache.array(kind, partial(_identity, self), arguments, decode, where=name)
+        stream = self.filehandle._fh
+        return cache.array(kind, partial(_identity, self), arguments, decode, where=name, source=stream)
 
     return asarray
 

@@ -15,6 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.disk.upkeep import verify
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.kit.decoding import DictStore
@@ -67,24 +69,38 @@ def change(folder: Path, rng: random.Random) -> None:
         path.write_bytes(b"")
 
 
-def compare(seed: int, folder: Path, transforms: tuple[str, ...] = TRANSFORMS) -> tuple[int, int]:
-    """Compare a random dataset with itself under a cache, over three epochs; returns hits and samples."""
+def compare(
+    seed: int, folder: Path, transforms: tuple[str, ...] = TRANSFORMS, *, is_on_disk: bool = False
+) -> tuple[int, int]:
+    """Compare a random dataset with itself under a cache, over three epochs; returns hits and samples.
+
+    A cache on disk is opened again by each epoch, as by another process.
+    """
     rng = random.Random(seed)
     write_files(folder, rng)
     recipe = draw_recipe(rng, transforms)
     plain, remembered = Generated(recipe, folder), Generated(recipe, folder)
-    store = DictStore()
-    cache = DecodeCache(store, verify_share=rng.choice([0, 1]))
-    num_hits, find = [0], cache.find
+    store: Any = DictStore()
+    num_hits, verify_share = [0], rng.choice([0, 1])
 
-    def counted(key: bytes) -> Any:
-        stored = find(key)
-        num_hits[0] += stored is not None
-        return stored
+    def opened() -> DecodeCache:
+        cache = DecodeCache(store, verify_share)
+        find = cache.find
 
-    cache.find = counted  # type: ignore[method-assign]
+        def counted(key: bytes) -> Any:
+            stored = find(key)
+            num_hits[0] += stored is not None
+            return stored
+
+        cache.find = counted  # type: ignore[method-assign]
+        return cache
+
+    cache = opened()
     checksums: dict[int, int] = {}
     for epoch in range(3):
+        if is_on_disk:
+            store = DiskFileStore(f"{folder}.cache")
+            cache = opened()
         for index in range(NUM_FILES):
             if rng.random() < 0.05:
                 change(folder, rng)
@@ -95,6 +111,9 @@ def compare(seed: int, folder: Path, transforms: tuple[str, ...] = TRANSFORMS) -
                 sample = remembered[index]
             if sample != expected:
                 raise AssertionError(f"seed {seed}, sample {index}, epoch {epoch}: {recipe}")
+        if is_on_disk:
+            assert verify(store.path).num_damaged == 0
+            continue
         checksums[len(store.values)] = checksums.get(len(store.values), store.checksum())
         if checksums[len(store.values)] != store.checksum():
             raise AssertionError(f"seed {seed}: the store was written to: {recipe}")
@@ -111,3 +130,16 @@ def test_samples_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
     with quietly():
         compare(seed, folder, ("none", "albumentations"))
     shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("settled")
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1 << 32))
+def test_samples_from_disk_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
+    """Over three processes that remember files on disk, while files change, too."""
+    folder = tmp_path / str(seed)
+    folder.mkdir(exist_ok=True)
+    with quietly():
+        compare(seed, folder, ("none", "albumentations"), is_on_disk=True)
+    shutil.rmtree(folder)
+    shutil.rmtree(f"{folder}.cache")

@@ -278,7 +278,7 @@ def test_the_environment_decides_for_loaders_that_name_no_cache(
         iter(fastload.DataLoader(Photos(folder), 4))
 
 
-@pytest.mark.parametrize("cache", ["disk", "ram:", "ram:lots", "lmdb:photos", 3, True])
+@pytest.mark.parametrize("cache", ["disk", "ram:", "ram:lots", "lmdb:", "lmdb:s3://a/b", 3, True])
 def test_other_caches_are_errors_at_once(cache: Any, folder: Path) -> None:
     """What a loader cannot do names what it can."""
     with pytest.raises(ValueError, match="cache"):

@@ -3,8 +3,9 @@
 Rules:
 
 1. A cache at DEST owns DEST, DEST.partial, DEST.errors.jsonl and a lock file (see `staging`).
-2. A file is a cache if it ends as fastload's caches do. A directory is one if a build uses all names in it.
-   Other files are never removed, and nothing is removed if a foreign file is among those of a cache.
+2. A file is a cache if it ends as fastload's caches do. A directory is one if a build uses all names in it,
+   or if it says that it has decoded files. Other files are never removed, and nothing is removed if a foreign
+   file is among those of a cache.
 3. Nothing is removed while a builder of this machine is at work. A builder on another machine fails, and
    says why.
 """
@@ -23,6 +24,8 @@ from fastload.cache.build.staging import (
     is_being_built,
     only_builder,
 )
+from fastload.cache.disk import upkeep
+from fastload.cache.disk.disk_store import is_file_store
 from fastload.cache.lmdb.files import PARTIAL_SUFFIX
 from fastload.cache.lmdb.format import TRAILER_MAGIC
 from fastload.cache.lmdb.lmdb_cache import LMDBCache
@@ -36,11 +39,13 @@ class CacheOnDisk:
 
     Attributes:
         path: The cache's own path, even if only DEST.partial exists.
-        state: `"finished"`, `"damaged"`, `"unfinished"`, or `"building"` while a builder is at work.
+        state: `"finished"`, `"damaged"`, `"unfinished"`, `"building"` while a builder is at work, or
+            `"files"` of a directory of decoded files.
         nbytes: Size of all its files.
         cache: The opened cache; None unless it is finished.
         problem: Why a damaged cache is damaged, or what an unfinished one lacks.
         url: The URL of which the cache is a mirror; None if it is not one.
+        num_files: How many results of decoding files are in it.
     """
 
     path: str
@@ -49,6 +54,7 @@ class CacheOnDisk:
     cache: LMDBCache | None = None
     problem: str | None = None
     url: str | None = None
+    num_files: int | None = None
 
 
 def list_caches(directory: str) -> list[CacheOnDisk]:
@@ -62,7 +68,7 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
         PermissionError: It cannot be read.
     """
     directory = os.path.abspath(os.path.expanduser(directory))
-    if _is_finished(directory):
+    if is_file_store(directory) or _is_finished(directory):
         return [_look(directory)]
     try:
         names = os.listdir(directory)
@@ -71,7 +77,7 @@ def list_caches(directory: str) -> list[CacheOnDisk]:
     caches = []
     for path in sorted({os.path.join(directory, name.removesuffix(PARTIAL_SUFFIX)) for name in names}):
         with contextlib.suppress(PermissionError, FileNotFoundError):  # it might have just been removed
-            if _is_finished(path) or _is_partial(path + PARTIAL_SUFFIX):
+            if is_file_store(path) or _is_finished(path) or _is_partial(path + PARTIAL_SUFFIX):
                 caches.append(_look(path))
     return caches
 
@@ -84,6 +90,8 @@ def files_of(path: str) -> list[str]:
         CacheMismatchError: Something else is at the path.
         PermissionError: A directory cannot be entered.
     """
+    if is_file_store(path):
+        return upkeep.files_of(path)
     files = []
     for root, is_own in ((path, _is_finished), (path + PARTIAL_SUFFIX, _is_partial)):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -115,7 +123,8 @@ def remove(path: str) -> tuple[list[str], int]:
     """
     path = os.path.abspath(path)
     files_of(path)  # raises before anything is touched, including the lock, if no file is ours
-    with only_builder(path):
+    # Decoded files can be removed while they are used: processes go on with the files that they have open.
+    with contextlib.nullcontext() if is_file_store(path) else only_builder(path):
         files = files_of(path)
         nbytes = size_of(files)
         for file in files:
@@ -137,6 +146,12 @@ def size_of(files: list[str]) -> int:
 
 
 def _look(path: str) -> CacheOnDisk:
+    if is_file_store(path):
+        try:
+            nbytes, store = size_of(files_of(path)), upkeep.open_existing(path)
+        except (CacheError, OSError) as error:
+            return CacheOnDisk(path, "damaged", 0, problem=str(error))
+        return CacheOnDisk(path, "files", nbytes, num_files=store.num_files)
     is_finished = _is_finished(path)
     try:
         nbytes = size_of(files_of(path))

@@ -1,0 +1,511 @@
+"""`cache="lmdb:PATH"`: the same batches, and no process decodes what another one did, wherever it runs."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.utils.data as tud
+from PIL import Image
+
+import fastload
+from fastload.cache.disk import disk_store, segments, upkeep
+from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.file_cache import forget_stores
+from fastload.errors import CacheMismatchError
+from fastload.readers import identity, patches, pillow
+from fastload.readers.decode_cache import DecodeCache
+from fastload.readers.identity import Identity, Unknown, identify_path
+from fastload.readers.request import CACHE_VARIABLE
+from fastload.system.logs import say_once
+from tests.kit.jobs import Job
+from tests.readers.test_loader import KINDS, SIZE, WORKERS, Bgr, Photos, epochs, folder, plain, settled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["folder", "settled"]  # fixtures
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[str]:
+    """Where files are remembered."""
+    yield f"lmdb:{tmp_path}/cache"
+    forget_stores()
+
+
+def store_at(cache: str) -> DiskFileStore:
+    """The store, as another process opens it."""
+    return DiskFileStore(cache.removeprefix("lmdb:"))
+
+
+def misses(dataset: Any, cache: str) -> int:
+    """How many files an epoch of a new process decodes."""
+    forget_stores()
+    with fastload.DataLoader(dataset, 4, cache=cache) as loader:
+        list(loader)
+        count = loader.stats().cache_misses
+    assert count is not None
+    return count
+
+
+# --- the loader -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", WORKERS)
+@pytest.mark.parametrize("kind", ["map", "batched", "stream", "subset", "opencv"])
+def test_batches_are_those_of_torch_and_files_are_decoded_once(
+    kind: str, options: dict[str, Any], folder: Path, cache: str
+) -> None:
+    """Three epochs, with every hit decoded again and compared; then another process decodes nothing."""
+    dataset: Any = KINDS[kind](folder)
+    shuffle = {} if kind == "stream" else {"shuffle": True}
+    expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
+    with fastload.DataLoader(dataset, 4, cache=cache, **shuffle, **options) as loader:
+        assert epochs(loader) == expected
+    if options.get("in_order", True):  # torch's own iterators count nothing
+        number = len(dataset) if kind != "stream" else SIZE
+        stats = loader.stats()
+        assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
+        assert stats.miss_reasons == {"new": number}
+    assert misses(dataset, cache) == 0
+
+
+def test_threads_share_the_files(folder: Path, cache: str) -> None:
+    """Each file is decoded once or, if two threads ask at the same moment, twice."""
+    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache=cache)
+    expected = [plain(batch) for batch in tud.DataLoader(Bgr(folder), 4)]
+    for _ in range(3):
+        assert [plain(batch) for batch in loader] == expected
+    assert loader.stats().cache_hits == 2 * SIZE
+    loader.close()
+
+
+JOB = """
+import random, sys
+from pathlib import Path
+import torch
+import fastload
+from tests.readers.test_loader import Photos, plain
+torch.manual_seed(7)
+random.seed(7)
+photos = Photos(Path(sys.argv[1]))
+options = {"num_workers": 2, "multiprocessing_context": "fork", **{cache}}
+loader = fastload.DataLoader(photos, 2, shuffle=True, **options)
+for epoch in range(int(sys.argv[2])):
+    for batch in loader:
+        print(plain(batch), flush=True)
+print(loader.stats().cache_misses, file=sys.stderr)
+"""
+
+
+def job(folder: Path, cache: str | None, num_epochs: int) -> subprocess.Popen[str]:
+    """A training job, whose batches are lines."""
+    code = JOB.replace("{cache}", repr({} if cache is None else {"cache": cache}))
+    words = [sys.executable, "-c", code, str(folder), str(num_epochs)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(words, cwd=ROOT, start_new_session=True, **pipes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_batches", [1, 4])
+def test_a_job_that_is_killed_leaves_its_files_to_the_next(
+    num_batches: int, folder: Path, cache: str
+) -> None:
+    """Killed with its workers at any point; batches of the next one are those without a cache."""
+    with job(folder, cache, 9) as killed:
+        assert killed.stdout is not None
+        for _ in range(num_batches):
+            killed.stdout.readline()
+        os.killpg(killed.pid, signal.SIGKILL)
+    with job(folder, None, 2) as without, job(folder, cache, 2) as one, job(folder, cache, 2) as other:
+        expected = without.communicate(timeout=120)[0]
+        for each in one, other:  # at once
+            out, err = each.communicate(timeout=120)
+            assert (each.returncode, out) == (0, expected), err
+    assert misses(Photos(folder), cache) == 0
+    assert upkeep.verify(store_at(cache).path).num_damaged == 0
+
+
+def test_training_goes_on_when_the_disk_is_full(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of an epoch; one line says so, and the counts say why."""
+    say_once.cache_clear()
+    expected = epochs(tud.DataLoader(Photos(folder), 4))
+    real, left = os.pwritev, [15]
+
+    def limited(*args: Any) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(28, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", limited)
+    with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
+        assert epochs(loader) == expected
+        stats = loader.stats()
+    reasons = stats.miss_reasons
+    assert reasons is not None
+    assert 0 < reasons["new"] < SIZE
+    assert reasons[DiskFileStore.full_reason] > 0
+    assert sum("no more files are stored" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_cache_is_read_where_it_cannot_be_written(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By any number of jobs at once."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    assert misses(Photos(folder), cache) == SIZE
+    monkeypatch.setattr(segments, "_opened", refuse)
+    before = sorted(os.listdir(store_at(cache).path))
+    assert [misses(Photos(folder), cache) for _ in range(3)] == [0, 0, 0]
+    assert misses(Bgr(folder), cache) == SIZE
+    assert sorted(os.listdir(store_at(cache).path)) == before
+
+
+def test_other_versions_of_a_decoder_decode_again(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And both stay."""
+    assert misses(Photos(folder), cache) == SIZE
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.__version__", "99.0")
+        pillow._versions.cache_clear()
+        assert [misses(Photos(folder), cache) for _ in range(2)] == [SIZE, 0]
+    pillow._versions.cache_clear()
+    assert misses(Photos(folder), cache) == 0
+
+
+def test_the_environment_names_a_place_on_disk(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FASTLOAD_CACHE=lmdb:PATH, for loaders that name no cache."""
+    monkeypatch.setenv(CACHE_VARIABLE, cache)
+    loader = fastload.DataLoader(Photos(folder), 4)
+    list(loader)
+    loader.close()
+    monkeypatch.delenv(CACHE_VARIABLE)
+    assert misses(Photos(folder), cache) == 0
+
+
+TRAIN = """
+import os, sys
+os.chdir("/")
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch.utils.data
+from tests.readers.test_loader import Photos
+loader = torch.utils.data.DataLoader(Photos(Path({folder!r})), 4)
+print(len(list(loader)), loader.stats().cache_misses)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_edit(folder: Path, cache: str) -> None:
+    """`fastload run --cache lmdb:PATH`, with a path that is relative to where the command was given."""
+    (folder / "train.py").write_text(TRAIN.format(root=str(ROOT), folder=str(folder)))
+    words = [sys.executable, "-m", "fastload", "run", "--cache", "lmdb:cache", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for expected in (f"3 {SIZE}\n", "3 0\n"):
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
+    assert misses(Photos(folder), cache) == 0
+
+
+# --- how a file is known ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The files that are read to be known, in this process."""
+    read, real = [], disk_store.hash_of
+
+    def hash_of(fd: int) -> bytes:
+        read.append(fd)
+        return real(fd)
+
+    monkeypatch.setattr(disk_store, "hash_of", hash_of)
+    monkeypatch.setattr(upkeep, "hash_of", hash_of)
+    return read
+
+
+def test_a_file_is_read_once_to_be_known(folder: Path, cache: str, hashed: list[int]) -> None:
+    """Later processes know it by its path, size and times."""
+    assert [misses(Photos(folder), cache) for _ in range(3)] == [SIZE, 0, 0]
+    assert len(hashed) == SIZE
+
+
+def test_files_that_change_are_decoded_again(folder: Path, cache: str) -> None:
+    """Also if size and mtime are as before, in place, by a replacement, and by a link to another file."""
+    dataset = Bgr(folder)
+    rng = np.random.default_rng(1)
+
+    def noise() -> bytes:
+        Image.fromarray(rng.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / "new.bmp")
+        return (folder / "new.bmp").read_bytes()
+
+    path = dataset.paths[0]
+    path.write_bytes(noise())
+    before = path.stat()
+    assert misses(dataset, cache) == SIZE
+    for how in ("in place", "replaced", "linked", "moved here"):
+        target = folder / f"{how}.tmp"
+        target.write_bytes(noise())
+        while target.stat().st_ctime_ns == before.st_ctime_ns:  # the clock of a file system ticks slowly
+            target.write_bytes(target.read_bytes())
+        if how == "in place":
+            path.write_bytes(target.read_bytes())
+        elif how == "linked":
+            path.unlink()
+            path.symlink_to(target)
+        else:
+            target.replace(path)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        assert misses(dataset, cache) == 1, how
+        with fastload.DataLoader(dataset, 4, cache=cache) as loader:
+            assert epochs(loader) == epochs(tud.DataLoader(dataset, 4))
+        before = path.stat()
+
+
+def test_a_copy_of_files_and_cache_is_found_by_its_content(
+    folder: Path, cache: str, hashed: list[int], tmp_path: Path
+) -> None:
+    """Each file is hashed once more, and none is decoded; nothing of this machine is on disk."""
+    assert misses(Photos(folder), cache) == SIZE
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for path in folder.glob("*.jpg"):
+        shutil.copy(path, copied)
+    shutil.move(cache.removeprefix("lmdb:"), tmp_path / "moved")
+    del hashed[:]
+    assert [misses(Photos(copied), f"lmdb:{tmp_path}/moved") for _ in range(3)] == [0, 0, 0]
+    assert len(hashed) == SIZE
+
+
+def test_a_folder_that_moves_with_its_cache_is_known_at_once(
+    folder: Path, hashed: list[int], tmp_path: Path
+) -> None:
+    """Paths below the folder of the cache are relative to it."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    for path in folder.glob("*.jpg"):
+        shutil.copy(path, whole)
+    assert misses(Photos(whole), f"lmdb:{whole}/cache") == SIZE
+    whole.rename(tmp_path / "renamed")
+    del hashed[:]
+    assert misses(Photos(tmp_path / "renamed"), f"lmdb:{tmp_path}/renamed/cache") == 0
+    assert hashed == []
+
+
+def test_rebase_hashes_every_file_once(folder: Path, cache: str, hashed: list[int], tmp_path: Path) -> None:
+    """Then no job does; other files below the folder, and missing ones, are counted."""
+    assert misses(Photos(folder), cache) == SIZE
+    path, copied = cache.removeprefix("lmdb:"), tmp_path / "copied" / "deep"
+    copied.mkdir(parents=True)
+    for file in sorted(folder.glob("*.jpg"))[2:]:
+        shutil.copy(file, copied)
+    (copied / "labels.txt").write_text("0")
+    (copied / "loop").symlink_to(copied.parent)
+    del hashed[:]
+    assert upkeep.rebase(path, str(copied.parent)) == (SIZE - 1, SIZE - 2, 0, 2)
+    assert len(hashed) == SIZE - 1
+    num_rows = store_at(cache).segments[0].num_rows
+    upkeep.rebase(path, str(copied.parent))
+    assert store_at(cache).segments[0].num_rows == num_rows
+    del hashed[:]
+    assert misses(Photos(copied), cache) == 0
+    assert hashed == []
+
+
+def test_times_of_a_disk_image_prove_nothing(
+    folder: Path, cache: str, hashed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files with such times are hashed once in each process, and what is found then is used."""
+    monkeypatch.setattr(disk_store, "_has_own_times", lambda _: False)
+    assert [misses(Photos(folder), cache) for _ in range(2)] == [SIZE, 0]
+    assert len(hashed) == 2 * SIZE
+    with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
+        for _ in range(3):
+            list(loader)
+    assert len(hashed) == 2 * SIZE
+    monkeypatch.setattr(disk_store, "_MAX_HASHED", 5)
+    assert misses(Photos(folder), cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("ctime_ns", "mount", "expected"),
+    [
+        (5_000_000_001, (), True),
+        (5_000_000_000, (), False),
+        (5_000_000_001, ("/a", "36 35 7:0 / /a ro - squashfs /dev/loop0 ro"), True),
+        (5_000_000_000, ("/a", "36 35 7:0 / /a ro - squashfs /dev/loop0 ro,errors=continue"), False),
+        (5_000_000_000, ("/a", "36 35 0:50 / /a rw - fuse.s3fs s3fs rw,user_id=0"), True),
+        (5_000_000_000, ("/a", ""), False),
+    ],
+)
+def test_whole_seconds_are_told_from_a_kernels_times(ctime_ns: int, mount: Any, expected: bool) -> None:
+    """By the time, and by the mount where the file system is not one of finer times."""
+    assert disk_store._has_own_times(Identity((1, 2, 3, 4, ctime_ns, *mount))) == expected
+
+
+def test_what_changes_while_it_is_hashed_is_not_known(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is stored of it."""
+    path = folder / "00.jpg"
+    store = store_at(cache)
+
+    def hash_of(_: int) -> bytes:
+        path.write_bytes(b"other")
+        return bytes(32)
+
+    monkeypatch.setattr(disk_store, "hash_of", hash_of)
+    known = identify_path(path)
+    assert isinstance(known, Identity)
+    assert store.known_as(known, path) == Unknown.TOO_NEW
+    assert store.known_as(known, path) == Unknown.TOO_NEW  # it is another one since
+    assert store.known_as(known, folder / "none") == Unknown.UNREADABLE
+    assert upkeep.details_of(store.path)["num_contents"] == 0
+
+
+def test_a_large_file_is_not_read_to_be_known(
+    folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The counts say so."""
+    monkeypatch.setattr(disk_store, "MAX_FILE_BYTES", 100)
+    with fastload.DataLoader(Photos(folder), 4, cache=cache) as loader:
+        list(loader)
+        assert loader.stats().miss_reasons == {Unknown.TOO_LARGE.value: SIZE}
+
+
+def test_no_device_and_no_inode_is_on_disk(folder: Path, cache: str) -> None:
+    """What is stored does not depend on them: a copy of the files gives the same keys of pixels."""
+    assert misses(Photos(folder), cache) == SIZE
+    (segment,) = store_at(cache).segments
+    rows = [segment.row(number) for number in range(1, segment.num_rows)]
+    keys = {row.key for row in rows if row is not None and row.kind == disk_store.PIXELS}
+    copied = folder / "copied"
+    copied.mkdir()
+    for path in sorted(folder.glob("*.jpg"), reverse=True):
+        shutil.copy(path, copied)
+    assert misses(Photos(copied), f"{cache}2") == SIZE
+    (segment,) = store_at(f"{cache}2").segments
+    rows = [segment.row(number) for number in range(1, segment.num_rows)]
+    assert {row.key for row in rows if row is not None and row.kind == disk_store.PIXELS} == keys
+
+
+# --- CachedDataset ----------------------------------------------------------------------------------------
+
+
+class TestByFile:
+    """CachedDataset(dataset, cache="lmdb:PATH", by="file")."""
+
+    def test_samples_are_those_of_the_dataset(self, folder: Path, cache: str) -> None:
+        """With workers of torch's loader, of every start method; a fill stores all."""
+        dataset = fastload.CachedDataset(Photos(folder), cache=cache, by="file")
+        options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "shuffle": True}
+        expected = epochs(tud.DataLoader(Photos(folder), 4, **options))
+        assert epochs(tud.DataLoader(dataset, 4, **options)) == expected
+        assert dataset.cache_info().num_cached == SIZE
+        assert dataset.fill(1, progress=False).num_cached == SIZE
+        dataset.cache.close()
+
+    def test_decoded_files_at_the_path_are_found(self, folder: Path, cache: str) -> None:
+        """Without `by`; a path where nothing is yet means samples, as before."""
+        fastload.CachedDataset(Photos(folder), cache=cache, by="file").fill(0, progress=False)
+        forget_stores()
+        dataset = fastload.CachedDataset(Photos(folder), len, cache=cache)
+        assert (dataset.cache.layout, dataset[3]) == ("files", 3)
+        assert cache.removeprefix("lmdb:") in dataset.explain()
+        dataset.cache.close()
+
+    def test_it_pickles_as_its_path(self, folder: Path, cache: str) -> None:
+        """In a checkpoint, say."""
+        dataset = fastload.CachedDataset(Photos(folder), cache=cache, by="file")
+        again = pickle.loads(pickle.dumps(dataset))
+        random.seed(1)
+        torch.manual_seed(1)
+        first = again[2]
+        random.seed(1)
+        torch.manual_seed(1)
+        assert plain(first) == plain(Photos(folder)[2])
+        assert store_at(cache).num_files == 1
+        for one in (dataset, again):
+            one.cache.close()
+
+    @pytest.mark.parametrize(
+        "options", [{"cache_key": "key"}, {"pre_transform": len}, {"cache": ["ram", "lmdb:x"]}]
+    )
+    def test_what_it_cannot_do_is_an_error(self, options: Any, folder: Path, cache: str) -> None:
+        """It says what it can."""
+        with pytest.raises(ValueError, match="by="):
+            fastload.CachedDataset(Photos(folder), **{"by": "file", "cache": cache, **options})
+
+    def test_samples_are_not_built_over_decoded_files(self, folder: Path, cache: str) -> None:
+        """by="sample" at such a path is an error, and nothing is lost."""
+        assert misses(Photos(folder), cache) == SIZE
+        with pytest.raises(CacheMismatchError, match="decoded files"):
+            fastload.CachedDataset(Photos(folder), cache=cache, by="sample")
+        assert misses(Photos(folder), cache) == 0
+
+
+# --- attacks on the memory that is read to ----------------------------------------------------------------
+
+
+def test_images_that_are_kept_do_not_change(folder: Path, cache: str) -> None:
+    """Lazy images, crops and arrays of many files are held while others are read."""
+    paths = sorted(folder.glob("*.jpg"))
+    expected = [np.asarray(Image.open(path).convert("RGB")) for path in paths]
+    decoded = DecodeCache(store_at(cache), verify_share=0)
+    held: list[Any] = []
+    for _ in range(2):
+        with patches.installed(), decoded.active():
+            held = [Image.open(path).convert("RGB") for path in paths * 3]
+            parts = [image.crop((1, 2, 9, 10)) for image in held]
+            copies = [image.copy() for image in held[::2]]
+    for number, (image, part) in enumerate(zip(held, parts, strict=True)):
+        wanted = expected[number % len(paths)]
+        assert np.array_equal(np.asarray(image), wanted)
+        assert np.array_equal(np.asarray(part), wanted[2:10, 1:9])
+    for number, image in enumerate(copies):
+        assert np.array_equal(np.asarray(image), expected[2 * number % len(paths)])
+
+
+def opened_by_a_job(path: str) -> Any:
+    """A job's store."""
+    return DiskFileStore(path), None
+
+
+def test_a_reader_sees_what_a_job_stores_later(folder: Path, cache: str) -> None:
+    """Without opening the cache again."""
+    reader, writer = store_at(cache), Job(opened_by_a_job, store_at(cache).path)
+    writer.answer()
+    try:
+        for number in range(3):
+            assert reader.get(bytes([number]) * 16) is None
+            assert writer.ask(DiskFileStore.put, bytes([number]) * 16, np.arange(9), number)
+            stored = reader.get(bytes([number]) * 16)
+            assert stored is not None
+            assert stored.note == number
+    finally:
+        writer.end()
+
+
+assert identity.SETTLED_S >= 0  # what `settled` sets
