@@ -31,6 +31,7 @@ VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
 NEW = "new"
 FULL = "no memory left for it"
+NO_SPACE = "no space for it on the disk, or no right to write there"
 UNUSUAL = "with a result or arguments that the cache does not know"
 SEVERAL_FRAMES = "a later frame of several"
 OTHER_FORMAT = "in a format that is not remembered"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastload.readers.decode_cache import FULL, NEW, OTHER_FORMAT, SEVERAL_FRAMES, UNUSUAL
+from fastload.readers.decode_cache import FULL, NEW, NO_SPACE, OTHER_FORMAT, SEVERAL_FRAMES, UNUSUAL
 from fastload.readers.identity import SETTLED_REMOTE_S, SETTLED_S, Unknown
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ _MEANINGS = {
         f"read again later, they are remembered: a file must be unchanged for {SETTLED_S:.0f} seconds, and "
         f"for {SETTLED_REMOTE_S:.0f} on network mounts"
     ),
+    Unknown.TOO_LARGE.value: 'remembered in memory only: cache="ram"',
+    NO_SPACE: "free space on the disk of the cache, or let this user write there",
     Unknown.IN_THE_FUTURE.value: "never remembered: `touch` these files, or set the clock of the machine",
     Unknown.NOT_A_FILE.value: "members of archives and streams: extract them, or read their bytes to memory",
     Unknown.UNREADABLE.value: "closed, deleted or forbidden when the cache looked",

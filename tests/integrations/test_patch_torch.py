@@ -107,7 +107,7 @@ def test_defaults_apply_where_a_call_written_for_torch_does_not_give_them() -> N
     [
         *(({name: 1}, TypeError, f"argument '{name}'") for name in ("num_workers", "rngs", "self")),
         ({"seeding": "samples"}, ValueError, 'seeding should be "worker" or "sample"'),
-        ({"cache": "disk"}, ValueError, 'cache should be "ram", "ram:32G" or None'),
+        ({"cache": "disk"}, ValueError, 'cache should be "ram", "ram:32G", "lmdb:PATH" or None'),
     ],
 )
 def test_other_names_and_values_are_refused_at_once(defaults: dict[str, Any], error: Any, said: str) -> None:

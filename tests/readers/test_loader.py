@@ -373,11 +373,11 @@ class TestExplain:
         assert "cv2.imread" in text
 
     def test_torchs_own_iterator_counts_nothing_and_says_so(self, folder: Path) -> None:
-        """With in_order=False, explain() does not claim that nothing was remembered."""
-        options: Any = {"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}
+        """Where torch's workers read, explain() does not claim that nothing was remembered."""
+        options: Any = {"num_workers": 1, **torchs_own.FORK}
         with fastload.DataLoader(Photos(folder), 4, cache="ram", **options) as loader:
             list(loader)
-            assert "in_order=False" in loader.explain()
+            assert "OwnFork" in loader.explain()
 
     def test_without_a_cache_it_says_why(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """None was asked for, or the environment turns it off."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import threading
 import traceback
 from typing import Any
 
@@ -56,7 +57,7 @@ ITER = ArithmeticError, {"fault": ArithmeticError}
 INTERRUPT = KeyboardInterrupt, {"fault": KeyboardInterrupt}
 OTHER = ResumeError, {"fault": "other"}
 NEXT = ArithmeticError, {"fault": "next"}  # in workers, which are ahead
-UNSTARTED = Exception, {"hook": lambda: 0, "multiprocessing_context": "spawn"}  # a lambda cannot be pickled
+UNSTARTED = Exception, {"hook": threading.Lock(), "multiprocessing_context": "spawn"}  # cannot be pickled
 WORKER: dict[str, Any] = {"num_workers": 1}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PERSISTENT: dict[str, Any] = {"persistent_workers": True}

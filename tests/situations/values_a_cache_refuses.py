@@ -13,13 +13,9 @@ class Mine:
     pass
 
 
-class MyImage(Image.Image):
-    pass
-
-
 warnings.simplefilter("ignore")  # torch warns of nested tensors
 values = {
-    "an image of an own class": MyImage(),
+    "an image of an own class": type("MyImage", (Image.Image,), {})(),
     "a sparse tensor": torch.eye(3).to_sparse(),
     "a masked array": np.ma.masked_array([1, 2], [True, False]),
     "a strided nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),

@@ -60,7 +60,10 @@ print([int(x) for x in fastload.DataLoader(Typed(), num_workers=1, multiprocessi
 @pytest.mark.parametrize(
     ("before", "told"),
     [
-        ("", ["cannot unpickle the dataset", "in a notebook", 'multiprocessing_context="fork"']),
+        (
+            "sys.modules['cloudpickle'] = None",
+            ["cannot unpickle the dataset", "in a notebook", 'multiprocessing_context="fork"'],
+        ),
         (  # as Python has it for a script on standard input
             "sys.modules['__main__'].__file__ = '<stdin>'",
             ["there is no file", "multiprocessing_context='fork'"],

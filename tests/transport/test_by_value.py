@@ -159,6 +159,7 @@ def test_a_local_function_has_the_globals_of_its_module(method: str) -> None:
 
 def test_a_dataset_that_pickle_can_send_is_sent_by_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     """By value is for what pickle cannot do."""
+    monkeypatch.setattr(by_value, "workers_find_main", lambda: True)  # also where tests run in parallel
     monkeypatch.setattr(by_value, "dump", None)
     assert len(epoch(Made(abs, 4), "forkserver")) == 2
 
@@ -170,8 +171,9 @@ def refused(dataset: Any) -> Any:
     return caught.value
 
 
-def test_what_cannot_travel_raises_pickles_own_error(tmp_path: Path) -> None:
+def test_what_cannot_travel_raises_pickles_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An open file beside a lambda, which cloudpickle alone would copy; a note names the attribute."""
+    monkeypatch.setattr(by_value, "workers_find_main", lambda: True)  # also where tests run in parallel
     dataset: Any = Made(lambda index: index, 4)
     dataset.stream = (tmp_path / "x").open("w+")
     with pytest.raises(Exception) as expected:  # noqa: PT011

@@ -34,6 +34,7 @@ from fastload.cache.disk.records import decode, encode
 from fastload.cache.disk.rows import FILE, FORMAT_VERSION, PIXELS, content_of, file_row
 from fastload.cache.disk.segments import NAME, SegmentWriter
 from fastload.errors import CacheError, CacheMismatchError
+from fastload.readers.decode_cache import NO_SPACE
 from fastload.readers.identity import Identity, Unknown, digest, file_system_of, identify_descriptor, is_local
 from fastload.system.disk import write_new
 from fastload.system.humanize import readable_size
@@ -90,7 +91,7 @@ class DiskFileStore:
     """
 
     max_bytes = None
-    full_reason = "no space for it on the disk, or no right to write there"
+    full_reason = NO_SPACE
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(os.path.expanduser(path))
