@@ -285,8 +285,8 @@ def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
 def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stage:
     calls, wall_ns, cpu_ns, *sizes = sums
     times = seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches
-    of_each = [size / max(calls, 1) for size in sizes]
-    return Stage(stage, name, *times, *of_each, num_calls=calls / num_batches)
+    nbytes, num_pixels = [size / max(calls, 1) for size in sizes] or (0.0, 0.0)
+    return Stage(stage, name, *times, nbytes, num_pixels, calls / num_batches)
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
