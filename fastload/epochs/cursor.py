@@ -202,11 +202,10 @@ class EpochCursor:
             )
 
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], loaded: EpochCursor) -> None:
-        num_batches = loaded.num_received - len(loaded.received_ahead or ())
+        num_batches = self._next_number = loaded.num_received - len(loaded.received_ahead or ())
         num_checked, expected = loaded.checksum
         if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = num_batches, (num_batches, expected)
-            self._next_number = num_batches
             return
         for number in range(num_batches):
             try:
@@ -221,7 +220,6 @@ class EpochCursor:
             self.received_ahead = dict(loaded.received_ahead)
             self._left_out = frozenset(self.received_ahead)
             self.num_received = loaded.num_received
-        self._next_number = num_batches
         # Another rank's indices differ, so their checksum says nothing; the sharding facts were compared.
         if self._is_of_other_rank:
             self._expect_own_share(loader, loaded)
@@ -297,9 +295,8 @@ class EpochCursor:
             number: The number of the batch; None: nobody knows, and so many were fetched before it.
         """
         self.fetched_number = self.num_fetched if number is None else number
-        self.fetched_key = self._counted.pop(self.fetched_number, None)
-        if number is None:
-            self.fetched_key = None
+        counted = self._counted.pop(self.fetched_number, None)
+        self.fetched_key = None if number is None else counted
         if self.ahead is None:
             self.advance(index, worker, dataset_state, self.fetched_number)
         else:

@@ -186,7 +186,7 @@ class WorkerIterator(HostIterator):
             index, key = self._cursor.keyed(index, number)
         self._pool.submit(PendingBatch(number, worker, index, key))
         if self._pin_thread is not None:
-            self._pin_thread.expect((worker if self._in_order else None,))
+            self._pin_thread.expect((worker if self._in_order else None,))  # in a tuple: None would end it
         return None
 
     def _finish(self, worker: int) -> None:

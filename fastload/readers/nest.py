@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastload.memory.segment import round_up
 from fastload.readers.identity import is_plain
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class _Packing:
         axes = tuple(order.index(axis) for axis in range(array.ndim))
         start = self._nbytes
         self.blocks.append(block.reshape(-1).view(np.uint8))
-        self._nbytes += -(-block.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._nbytes += round_up(block.nbytes, _ALIGNMENT_BYTES)
         return start, block.nbytes, dtype.str, block.shape, axes, flips, array.flags.writeable
 
     def joined(self) -> npt.NDArray[np.uint8]:
@@ -136,7 +137,7 @@ class _Packing:
         memory, start = np.zeros(self._nbytes, np.uint8), 0
         for block in self.blocks:
             memory[start : start + block.nbytes] = block
-            start += -(-block.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            start += round_up(block.nbytes, _ALIGNMENT_BYTES)
         return memory
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import abc
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from fastload.errors import LoaderClosedError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from multiprocessing.context import BaseContext
 
     from fastload.batch.dataset_state import DatasetState
@@ -52,6 +52,26 @@ class PoolSettings:
     is_persistent: bool
     worker_type: object
     in_order: bool = True
+
+
+class AskedWorker(Protocol):
+    """A worker, as far as its requests go."""
+
+    @property
+    def oldest(self) -> PendingBatch | None:
+        """The request that it replies to next; None: it has none."""
+
+
+Worker = TypeVar("Worker", bound=AskedWorker)
+
+
+def asked(workers: Sequence[Worker], worker_id: int | None) -> list[Worker]:
+    """The worker of this number; for None, those with requests, by the age of the oldest, so none starves."""
+    if worker_id is not None:
+        return [workers[worker_id]]
+    requests = [(worker.oldest, worker) for worker in workers]
+    in_use = [(oldest.number, worker) for oldest, worker in requests if oldest is not None]
+    return [worker for _, worker in sorted(in_use, key=lambda item: item[0])]
 
 
 class WorkerPool(abc.ABC):

@@ -31,7 +31,7 @@ from fastload.workers.messages import (
     ReplyKind,
     WorkerCounters,
 )
-from fastload.workers.pool import GRACE_S
+from fastload.workers.pool import GRACE_S, asked
 from fastload.workers.process import WorkerProcess, check_start, start_helpers, wait_for_all
 from fastload.workers.slot_pool import SlotPool, WorkerHandle, limit_s
 from fastload.workers.worker_spec import PickledWorkerSpec, WorkerSpec, pickle_spec
@@ -70,9 +70,9 @@ class _ProcessHandle(WorkerHandle):
         return bool(self.sent) and self.sent[0].reply is not None
 
     @property
-    def has_requests(self) -> bool:
-        """Whether `take` has anything to wait for."""
-        return bool(self.sent or self.waiting)
+    def oldest(self) -> PendingBatch | None:
+        """The request that the worker replies to next; it may wait for a slot."""
+        return super().oldest or (self.waiting[0] if self.waiting else None)
 
     @property
     def is_done(self) -> bool:
@@ -151,7 +151,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
         with self.lock:
             self.expect_open()
-            for worker in self._asked(worker_id):
+            for worker in asked(self._workers, worker_id):
                 pending = self._take(worker)
                 if pending is not None:
                     return pending
@@ -245,9 +245,9 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         with self.lock:
             if self._is_closed:
                 return
-            asked = self._asked(worker_id)
+            awaited = asked(self._workers, worker_id)
             for other in self._workers:
-                events = select.POLLIN if other in asked else 0
+                events = select.POLLIN if other in awaited else 0
                 if not other.channel.is_flushed:
                     events |= select.POLLOUT
                 if events:
@@ -260,18 +260,18 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         if dead:
             with self.lock:
                 if not self._is_closed:  # workers that close() stopped are not dead workers
-                    self._handle_deaths(asked, dead)
+                    self._handle_deaths(awaited, dead)
             if self._death:
                 self.close(_GRACE_AFTER_DEATH_S)  # `take` raises the error
 
-    def _handle_deaths(self, asked: list[_ProcessHandle], dead: list[_ProcessHandle]) -> None:
+    def _handle_deaths(self, awaited: list[_ProcessHandle], dead: list[_ProcessHandle]) -> None:
         """Replace dead workers, or note their death, unless the caller's reply has arrived."""
         try:
-            for worker in {*asked, *dead}:
+            for worker in {*awaited, *dead}:
                 while (received := worker.channel.receive()) is not None:
                     self._accept(worker, received)
             dead = [worker for worker in dead if not worker.is_done]
-            if any(worker.has_reply for worker in asked) or not dead:
+            if any(worker.has_reply for worker in awaited) or not dead:
                 return
             if len(dead) <= self._restarts_left:
                 for worker in dead:

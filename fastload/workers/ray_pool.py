@@ -41,7 +41,7 @@ from fastload.system.notes import add_note, short_repr
 from fastload.system.remote_error import RemoteError
 from fastload.version import __version__
 from fastload.workers.messages import BatchReply, BeginEpoch, ReplyKind, WorkerCounters
-from fastload.workers.pool import GRACE_S
+from fastload.workers.pool import GRACE_S, asked
 from fastload.workers.ray_worker import RayWorker
 from fastload.workers.slot_pool import WATCH_INTERVAL_S, SlotPool, WorkerHandle, limit_s
 from fastload.workers.worker_spec import explain
@@ -299,7 +299,7 @@ class RayPool(SlotPool[_ActorHandle]):
         with self.lock:
             self.expect_open()
             self._note_local(0.0)
-            for worker in self._asked(worker_id):
+            for worker in asked(self._workers, worker_id):
                 if worker.sent and worker.sent[0].reference in self._local:
                     return self._take(worker)
             return None

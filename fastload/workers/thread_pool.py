@@ -30,7 +30,7 @@ from fastload.rng.generators import Search, held_generators
 from fastload.system.wakeup import Wakeup
 from fastload.workers.batch_maker import BatchMaker
 from fastload.workers.messages import BeginEpoch, PendingBatch, ReplyKind
-from fastload.workers.pool import GRACE_S, WorkerPool
+from fastload.workers.pool import GRACE_S, WorkerPool, asked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +66,6 @@ class ThreadPool(WorkerPool):
             )
             for worker_id, (dataset, collate_fn) in enumerate(copies)
         ]
-        self._first = 0  # of the workers asked for any reply
 
     def start(self) -> None:
         """Start the threads."""
@@ -99,14 +98,8 @@ class ThreadPool(WorkerPool):
     def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, as the object that the thread made; None: no reply yet."""
         self.expect_open()
-        asked = self._workers
-        if worker_id is None:
-            self._first = (self._first + 1) % len(asked)
-            asked = asked[self._first :] + asked[: self._first]
-        else:
-            asked = [asked[worker_id]]
-        for worker in asked:
-            if worker.sent and worker.sent[0].reply is not None:
+        for worker in asked(self._workers, worker_id):
+            if worker.oldest is not None and worker.oldest.reply is not None:
                 with worker.sent_lock:
                     return worker.sent.popleft()
         return None
@@ -157,6 +150,11 @@ class _WorkerThread:
         self.has_begun = threading.Event()
         # A daemon thread: else an interpreter that exits with a live iterator would wait forever.
         self.thread = threading.Thread(target=self._run, name=f"fastload-worker-{worker_id}", daemon=True)
+
+    @property
+    def oldest(self) -> PendingBatch | None:
+        """The request that the thread replies to next."""
+        return self.sent[0] if self.sent else None
 
     def drop_requests(self) -> None:
         """Drop the requests without a reply: no caller waits for them."""

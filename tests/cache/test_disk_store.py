@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -13,7 +12,7 @@ import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,42 +27,7 @@ from fastload.cache.format.plain_text import parse_plain_text, plain_text
 from fastload.errors import CacheError, CacheMismatchError
 from fastload.system.logs import say_once
 from tests.kit.jobs import Job
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-KB = 1 << 10
-
-
-def key_of(number: int) -> bytes:
-    """The key of a file."""
-    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
-
-
-def array_of(number: int, nbytes: int = 8 * KB) -> Any:
-    """What decoding a file gives."""
-    return np.random.RandomState(number).randint(0, 256, nbytes + number % 7, np.uint8)
-
-
-def put(store: Any, numbers: Iterable[int]) -> list[int]:
-    """Store what is not there, as readers do; the files that are there then."""
-    return [
-        number
-        for number in numbers
-        if store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number), number)
-    ]
-
-
-def right(store: Any, numbers: Iterable[int]) -> list[int]:
-    """The files that are there, each of which is right."""
-    there = []
-    for number in numbers:
-        stored = store.get(key_of(number))
-        if stored is not None:
-            assert stored.note == number
-            assert np.array_equal(stored.array, array_of(number))
-            there.append(number)
-    return there
+from tests.kit.numbered_files import KB, array_of, key_of, put, right
 
 
 @pytest.fixture

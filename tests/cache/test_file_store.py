@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import multiprocessing
 import os
 import pickle
@@ -21,32 +20,13 @@ from fastload.system import budget
 from fastload.system.locks import flock_fd
 from fastload.system.logs import say_once
 from tests.kit import faults
+from tests.kit.numbered_files import KB, array_of, key_of, put, right
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MB = 1 << 20
-KB = 1 << 10
 pytestmark = pytest.mark.usefixtures("registry_folder")
-
-
-def key_of(number: int) -> bytes:
-    """The key of a file."""
-    return hashlib.blake2b(b"%d" % number, digest_size=16).digest()
-
-
-def array_of(number: int, nbytes: int = 8 * KB) -> Any:
-    """What decoding a file gives."""
-    return np.random.RandomState(number % 2**32).randint(0, 256, nbytes + number % 7, np.uint8)
-
-
-def put(store: Any, numbers: Iterable[int]) -> list[int]:
-    """Store what is not there, as readers do; the files that are there then."""
-    return [
-        number
-        for number in numbers
-        if store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number), number)
-    ]
 
 
 def put_until_full(store: Any) -> list[int]:
@@ -56,18 +36,6 @@ def put_until_full(store: Any) -> list[int]:
         for number in range(300)
         if store._append(file_table.encode(key_of(number), array_of(number), number))
     ]
-
-
-def right(store: Any, numbers: Iterable[int]) -> list[int]:
-    """The files that are there, each of which is right."""
-    there = []
-    for number in numbers:
-        stored = store.get(key_of(number))
-        if stored is not None:
-            assert stored.note == number
-            assert np.array_equal(stored.array, array_of(number))
-            there.append(number)
-    return there
 
 
 @pytest.fixture(autouse=True)

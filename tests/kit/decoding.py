@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastload.readers.decode_cache import Stored
+from fastload.readers.decode_cache import Stored, inactive
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy.typing as npt
 
 
@@ -50,3 +52,15 @@ class DictStore:
             for content in key, repr((array.dtype.str, array.shape, note)).encode(), array.tobytes():
                 checksum = zlib.crc32(content, checksum)
         return checksum
+
+
+def check_three_rounds(store: DictStore, num_stored: int, outcome: Callable[[], Any]) -> None:
+    """What a call makes is the library's each time; the first call stores it, and nothing writes to it."""
+    with inactive():
+        expected = outcome()
+    checksum = 0
+    for number in range(3):
+        assert outcome() == expected
+        assert len(store.values) == num_stored
+        checksum = checksum or store.checksum()
+        assert store.checksum() == checksum, number

@@ -28,9 +28,20 @@ from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.identity import Identity, Unknown, identify_path
 from fastload.readers.request import CACHE_VARIABLE
 from fastload.system.logs import say_once
-from tests.kit import torchs_own
 from tests.kit.jobs import Job
-from tests.readers.test_loader import KINDS, SIZE, WORKERS, Bgr, Photos, epochs, folder, plain, settled
+from tests.readers.test_loader import (
+    KINDS,
+    SIZE,
+    WORKERS,
+    Bgr,
+    Photos,
+    check_epochs,
+    check_threads,
+    epochs,
+    folder,
+    plain,
+    settled,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,27 +81,13 @@ def test_batches_are_those_of_torch_and_files_are_decoded_once(
     kind: str, options: dict[str, Any], folder: Path, cache: str
 ) -> None:
     """Three epochs, with every hit decoded again and compared; then another process decodes nothing."""
-    dataset: Any = KINDS[kind](folder)
-    shuffle = {} if kind == "stream" else {"shuffle": True}
-    expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
-    with fastload.DataLoader(dataset, 4, cache=cache, **shuffle, **options) as loader:
-        assert epochs(loader) == expected
-    if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
-        number = len(dataset) if kind != "stream" else SIZE
-        stats = loader.stats()
-        assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
-        assert stats.miss_reasons == {"new": number}
-    assert misses(dataset, cache) == 0
+    check_epochs(kind, options, folder, cache)
+    assert misses(KINDS[kind](folder), cache) == 0
 
 
 def test_threads_share_the_files(folder: Path, cache: str) -> None:
     """Each file is decoded once or, if two threads ask at the same moment, twice."""
-    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache=cache)
-    expected = [plain(batch) for batch in tud.DataLoader(Bgr(folder), 4)]
-    for _ in range(3):
-        assert [plain(batch) for batch in loader] == expected
-    assert loader.stats().cache_hits == 2 * SIZE
-    loader.close()
+    check_threads(folder, cache)
 
 
 JOB = """
@@ -242,7 +239,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(fd)
 
     monkeypatch.setattr(disk_store, "hash_of", hash_of)
-    monkeypatch.setattr(upkeep, "hash_of", hash_of)
     return read
 
 

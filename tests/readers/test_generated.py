@@ -120,16 +120,20 @@ def compare(
     return num_hits[0], 3 * NUM_FILES
 
 
+def compare_in(folder: Path, seed: int, *, is_on_disk: bool = False) -> None:
+    """Compare in a new folder, which is removed."""
+    folder.mkdir(exist_ok=True)
+    with quietly():
+        compare(seed, folder, ("none", "albumentations"), is_on_disk=is_on_disk)
+    shutil.rmtree(folder)
+
+
 @pytest.mark.usefixtures("settled")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
 def test_samples_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
     """Over three epochs, while files change, samples under a cache are those without."""
-    folder = tmp_path / str(seed)
-    folder.mkdir(exist_ok=True)
-    with quietly():
-        compare(seed, folder, ("none", "albumentations"))
-    shutil.rmtree(folder)
+    compare_in(tmp_path / str(seed), seed)
 
 
 @pytest.mark.usefixtures("settled")
@@ -138,8 +142,5 @@ def test_samples_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
 def test_samples_from_disk_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
     """Over three processes that remember files on disk, while files change, too."""
     folder = tmp_path / str(seed)
-    folder.mkdir(exist_ok=True)
-    with quietly():
-        compare(seed, folder, ("none", "albumentations"), is_on_disk=True)
-    shutil.rmtree(folder)
+    compare_in(folder, seed, is_on_disk=True)
     shutil.rmtree(f"{folder}.cache")

@@ -21,6 +21,7 @@ from tifffile import imread as imread_taken_before
 
 from fastload.readers import opencv
 from fastload.readers.decode_cache import DecodeCache, inactive
+from tests.kit.decoding import check_three_rounds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -160,14 +161,7 @@ def outcome(call: Callable[[Path], Any], path: Path) -> Any:
 def test_calls_have_the_same_results(title: str, folder: Path, cache: DecodeCache, store: DictStore) -> None:
     """Results and errors are the library's, in three rounds; what can be remembered is stored once."""
     name, call, num_stored = CALLS[title]
-    with inactive():
-        expected = outcome(call, folder / name)
-    checksum = 0
-    for number in range(3):
-        assert outcome(call, folder / name) == expected
-        assert len(store.values) == num_stored
-        checksum = checksum or store.checksum()
-        assert store.checksum() == checksum, number
+    check_three_rounds(store, num_stored, lambda: outcome(call, folder / name))
 
 
 @pytest.mark.parametrize("name", ["photo.jpg", "écran.png"])

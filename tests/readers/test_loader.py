@@ -155,10 +155,15 @@ def test_batches_are_those_of_torch_and_files_are_decoded_once(
     kind: str, options: dict[str, Any], folder: Path
 ) -> None:
     """Three epochs, with every hit decoded again and compared."""
+    check_epochs(kind, options, folder, "ram")
+
+
+def check_epochs(kind: str, options: dict[str, Any], folder: Path, cache: str) -> None:
+    """Batches of three epochs are torch's, and each file is decoded in the first one only."""
     dataset: Any = KINDS[kind](folder)
     shuffle = {} if kind == "stream" else {"shuffle": True}
     expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
-    with fastload.DataLoader(dataset, 4, cache="ram", **shuffle, **options) as loader:
+    with fastload.DataLoader(dataset, 4, cache=cache, **shuffle, **options) as loader:
         assert epochs(loader) == expected
     if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
         number = len(dataset) if kind != "stream" else SIZE
@@ -170,7 +175,12 @@ def test_batches_are_those_of_torch_and_files_are_decoded_once(
 
 def test_threads_share_the_files(folder: Path) -> None:
     """Each file is decoded once or, if two threads ask at the same moment, twice."""
-    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache="ram")
+    check_threads(folder, "ram")
+
+
+def check_threads(folder: Path, cache: str) -> None:
+    """Batches of three epochs in threads are torch's, and the last two find all files."""
+    loader = fastload.DataLoader(Bgr(folder), 4, num_workers=3, worker_type="thread", cache=cache)
     expected = [plain(batch) for batch in tud.DataLoader(Bgr(folder), 4)]
     for _ in range(3):
         assert [plain(batch) for batch in loader] == expected

@@ -13,6 +13,7 @@ import pytest
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, inactive
+from tests.kit.decoding import check_three_rounds
 
 nibabel = pytest.importorskip("nibabel")
 pydicom = pytest.importorskip("pydicom")
@@ -182,14 +183,7 @@ def outcome(call: Callable[[Path], Any], path: Path) -> Any:
 def test_calls_have_the_same_results(title: str, folder: Path, store: DictStore) -> None:
     """Results and errors are the library's, in three rounds; what can be remembered is stored once."""
     name, call, num_stored = CALLS[title]
-    with inactive():
-        expected = outcome(call, folder / name)
-    checksum = 0
-    for _ in range(3):
-        assert outcome(call, folder / name) == expected
-        assert len(store.values) == num_stored
-        checksum = checksum or store.checksum()
-        assert store.checksum() == checksum
+    check_three_rounds(store, num_stored, lambda: outcome(call, folder / name))
 
 
 def test_one_volume_serves_every_dtype(folder: Path, store: DictStore) -> None:

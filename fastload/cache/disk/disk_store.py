@@ -273,8 +273,8 @@ class DiskFileStore:
         memo = digest(*identity.parts) or b""
         content = self._hashed.get(memo)
         if content is None:
-            content = hash_of(fd)
-            if identify_descriptor(fd) != identity:
+            content = hash_of_unchanged(fd, identity)
+            if content is None:
                 return Unknown.TOO_NEW
             if not (has_own_times and self.add_file(key, content)):
                 if len(self._hashed) >= _MAX_HASHED:
@@ -309,6 +309,16 @@ def _has_own_times(identity: Identity) -> bool:
         return True
     mount = str(parts[6]) if len(parts) > 6 else ""  # of a file system whose inodes do not last
     return bool(mount) and "ro" not in mount.split()[-1].split(",")
+
+
+def hash_of_unchanged(fd: int, identity: Identity) -> bytes | None:
+    """The SHA-256 of an open file; None if its identity is another one after it was read.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    content = hash_of(fd)
+    return content if identify_descriptor(fd) == identity else None
 
 
 def hash_of(fd: int) -> bytes:

@@ -24,6 +24,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from fastload.cache.disk.records import ALIGNMENT_BYTES
 from fastload.cache.disk.rows import PIXELS, ROW_BYTES, Row, header_row
 from fastload.memory.segment import round_up
 from fastload.system.locks import flock_fd
@@ -35,7 +36,6 @@ ROWS_SUFFIX, PIXELS_SUFFIX = ".rows", ".pixels"
 NAME = re.compile(rf"\d{{5,}}({re.escape(ROWS_SUFFIX)}|{re.escape(PIXELS_SUFFIX)})")
 FREE_SHARE, FREE_MAX_BYTES = 0.05, 20 << 30  # of the disk, that stay free
 
-_ALIGNMENT_BYTES = 64
 _LOOK_EVERY_BYTES = 16 << 20  # written, between looks at the free space
 _NUM_BUFFERS = 2  # of a thread
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -158,7 +158,7 @@ class SegmentWriter:
         # Behind a part of a row or a record that an earlier writer left.
         self._rows_end = os.fstat(self._rows).st_size // ROW_BYTES * ROW_BYTES
         os.ftruncate(self._rows, self._rows_end)
-        self._pixels_end = round_up(os.fstat(self._pixels).st_size, _ALIGNMENT_BYTES)
+        self._pixels_end = round_up(os.fstat(self._pixels).st_size, ALIGNMENT_BYTES)
         self._look_at_bytes = 0
         if not self._rows_end:
             self.add_row(header_row())
@@ -174,7 +174,7 @@ class SegmentWriter:
             if at + record.nbytes >= self._look_at_bytes:
                 _check_free(self._pixels, record.nbytes)
                 self._look_at_bytes = at + record.nbytes + _LOOK_EVERY_BYTES
-            self._pixels_end = round_up(at + record.nbytes, _ALIGNMENT_BYTES)
+            self._pixels_end = round_up(at + record.nbytes, ALIGNMENT_BYTES)
         _write(self._pixels, [record.head, record.pixels], at)
         self.add_row(Row(key, PIXELS, (at, record.nbytes, record.head_bytes, record.checksum)))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, hash_of, read_description
+from fastload.cache.disk.disk_store import DESCRIPTION, DiskFileStore, hash_of_unchanged, read_description
 from fastload.cache.disk.records import decode
 from fastload.cache.disk.rows import FILE, PIXELS, ROW_BYTES, are_right
 from fastload.cache.disk.segments import NAME
@@ -181,8 +181,8 @@ def _hash(store: DiskFileStore, file: str) -> _Hashed | None:
         identity, status = identify_descriptor(fd), os.fstat(fd)
         if not isinstance(identity, Identity) or not stat.S_ISREG(status.st_mode):
             return None
-        content = hash_of(fd)
-        if identify_descriptor(fd) != identity:
+        content = hash_of_unchanged(fd, identity)
+        if content is None:
             return None
         return _Hashed(store.key_of_open_file(fd, identity), content, status.st_size)
     except OSError:
