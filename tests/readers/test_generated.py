@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastload.cache.disk.disk_store import DiskFileStore
@@ -33,6 +34,7 @@ def quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+        gc.collect()  # tifffile leaves a damaged file open, in a cycle
 
 
 def seed_all(number: int) -> None:
@@ -139,6 +141,7 @@ def test_samples_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("settled")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32))
+@example(seed=5363875)  # reads a damaged file by tifffile
 def test_samples_from_disk_are_equal_bit_for_bit(seed: int, tmp_path: Path) -> None:
     """Over three processes that remember files on disk, while files change, too."""
     folder = tmp_path / str(seed)
