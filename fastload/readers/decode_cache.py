@@ -57,6 +57,10 @@ class DecodeStore(Protocol):
         """Store an array and a note of plain values; False, as often as it likes, if it does not."""
         ...
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is worth preparing an array of this size for `put`."""
+        ...
+
 
 class DecodeCache:
     """The decoded files of datasets that are being read; `cache_counts` counts the accesses.

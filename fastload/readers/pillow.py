@@ -26,7 +26,7 @@ from PIL import Image, ImageFile, features
 from PIL.PngImagePlugin import iTXt
 
 from fastload.readers import lazy_image
-from fastload.readers.decode_cache import UNUSUAL, DecodeCache, current, inactive
+from fastload.readers.decode_cache import FULL, UNUSUAL, DecodeCache, current, inactive
 from fastload.readers.front import Origin
 from fastload.readers.identity import (
     Identity,
@@ -206,6 +206,9 @@ class _Opened:
             cache.missed(reason or (identity if isinstance(identity, Unknown) else UNUSUAL))
             return
         stored = cache.find(key)
+        if stored is None and not cache.store.has_room(image.width * image.height * len(image.getbands())):
+            cache.missed(FULL)  # before the pixels are copied
+            return
         if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
         else:
