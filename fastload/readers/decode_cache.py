@@ -64,6 +64,10 @@ class DecodeStore(Protocol):
         """Store an array and a note of plain values; False, as often as it likes, if it does not."""
         ...
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is worth preparing an array of this size for `put`."""
+        ...
+
 
 class DecodeCache:
     """The decoded files of datasets that are being read; `cache_counts` counts the accesses.
@@ -74,12 +78,14 @@ class DecodeCache:
 
     Attributes:
         store: As given.
+        full_reason: Why the store does not keep what it has no room for.
         habits: What readers learnt from ordinary accesses.
     """
 
     def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
         self.store = store
         self.habits: dict[Any, Any] = {}
+        self.full_reason: str = getattr(store, "full_reason", FULL)
         self._known_as: Callable[[Identity, Any], Identity | Unknown] | None = getattr(
             store, "known_as", None
         )
@@ -104,7 +110,7 @@ class DecodeCache:
     def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
         """Store what was decoded; the array is copied. Counts a miss."""
         is_stored = self.store.put(key, array, note)
-        self.missed(NEW if is_stored else getattr(self.store, "full_reason", FULL))
+        self.missed(NEW if is_stored else self.full_reason)
         return is_stored
 
     def missed(self, reason: Unknown | str) -> None:

@@ -216,6 +216,9 @@ class _Opened:
             cache.missed(reason or (known if isinstance(known, Unknown) else UNUSUAL))
             return
         stored = cache.find(key)
+        if stored is None and not cache.store.has_room(image.width * image.height * len(image.getbands())):
+            cache.missed(cache.full_reason)  # before the pixels are copied
+            return
         if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
         else:
