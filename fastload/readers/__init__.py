@@ -5,6 +5,6 @@ of the file and the arguments of the decoder, while a dataset is read.
 
 Read in this order: `identity` (what identifies a file), `decode_cache` (what is remembered, and for whom),
 `patch` and `patches` (how and when a library is met), and `request` (what a user asks for). Then a file for
-each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and `pillow` after `lazy_image` (images whose
-pixels are in the store) and `front` (resizes that repeat).
+each library: `opencv`, `npz`, `tifffile`, `torchvision_io`, and `pillow` after `front` (resizes that
+repeat), `sources` (where pixels are) and `lazy_image` (images without pixels until something needs them).
 """

@@ -91,6 +91,8 @@ class LazyCore:
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy if the rectangle is inside, and the pixels are stored."""
         source, (left, upper, right, lower) = self.source, box
+        if box == (0, 0, *self.size):
+            return self.copy()
         is_inside = 0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]
         if type(source) is not Pixels or not is_inside:
             return self.real.crop(box)
@@ -250,8 +252,8 @@ def _crop(real: Callable[..., Any]) -> LazyMethod:
 
 
 def _is_inside(box: Any, size: tuple[int, int]) -> bool:
-    """Whether it is a part of an image, but not all of it."""
-    if type(box) is not tuple or len(box) != 4 or not {*map(type, box)} <= _NUMBERS or box == (0, 0, *size):
+    """Whether it is a part of an image."""
+    if type(box) is not tuple or len(box) != 4 or not {*map(type, box)} <= _NUMBERS:
         return False
     left, upper, right, lower = box
     return bool(0 <= left < right <= size[0] and 0 <= upper < lower <= size[1])
