@@ -92,6 +92,7 @@ SHOWN = {
         "divided by measured ones."
     ),
     "stats": "Microseconds per batch before `loader.stats()` existed, and now.",
+    "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
 MAX_FAILURES = 5  # that docs/support.md names

@@ -327,11 +327,6 @@ class DataLoader(LoaderSettings):
         iterator: Any
         if reason is not None:
             self._reject_torch(reason)
-            if not self.in_order:
-                say_once(
-                    "in_order=False uses torch's own workers and transport, which are slower than "
-                    "fastload's. in_order=True uses fastload's, and batches come in the sampler's order"
-                )
             log.debug("this loader uses torch's own iterator: %s", reason)
             iterator = torch_iterator(
                 self, reason, pins=backend is not None and backend.device.type == "cuda"
@@ -363,8 +358,6 @@ class DataLoader(LoaderSettings):
             return "the dataset is a DataPipe"
         if self.num_workers == 0:
             return None
-        if not self.in_order:
-            return "in_order=False"
         if not pool_type_of(self.worker_type).uses_multiprocessing:
             return None
         context = self.multiprocessing_context

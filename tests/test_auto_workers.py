@@ -25,7 +25,7 @@ from fastload.system.logs import say_once
 from fastload.workers import auto_workers
 from fastload.workers.auto_workers import ENOUGH_BATCHES, AutoWorkers, Pace, best_number
 from fastload.workers.messages import WorkerCounters
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
 from tests.resume.zoo import Counting
 
 if TYPE_CHECKING:
@@ -335,7 +335,7 @@ def test_a_copy_of_a_loader_continues_with_its_number(cpus: Any) -> None:
 def test_torch_s_own_workers_keep_the_first_number(cpus: Any) -> None:
     """Their work is unknown."""
     cpus(2)
-    with fastload.DataLoader(IMAGES, 2, num_workers="auto", in_order=False) as loader:
+    with fastload.DataLoader(IMAGES, 2, num_workers="auto", **torchs_own.FORK) as loader:
         assert [(len(list(loader)), loader.num_workers) for _ in range(2)] == [(32, 2), (32, 2)]
 
 

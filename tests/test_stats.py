@@ -32,7 +32,7 @@ from fastload.epochs.stats import Counts, stats_of
 from fastload.workers.messages import WorkerCounters
 from tests.device.fake import FakeBackend
 from tests.faults import zoo
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
 from tests.kit.batches import read_epoch
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ WAYS: list[dict[str, Any]] = [
     {"num_workers": 2},
     {"num_workers": 2, "worker_type": "thread"},
     {"num_workers": 2, "in_order": False},
+    {"num_workers": 2, **torchs_own.FORK},
     {"num_workers": 1, "device": "cpu", "device_transform": torch.clone},
     {"num_workers": 1, "multiprocessing_context": "forkserver"},
 ]
-OURS = [way for way in WAYS if way.get("in_order", True)]
+OURS = [way for way in WAYS if way.get("multiprocessing_context") not in torchs_own.FORK.values()]
 S = 1_000_000_000  # ns
 WAIT_NS = st.integers(0, 2**62)
 
@@ -102,7 +103,7 @@ def test_what_the_caller_receives_counts_once(way: dict[str, Any], clock: list[i
         assert known(loader) == set()
         assert len(list(itertools.islice(loader, 2))) == 2
         first = loader.stats()
-        if way.get("in_order", True):
+        if way in OURS:
             resumed.load_state_dict(loader.state_dict())
             assert len(list(resumed)) == 4
             assert (resumed.stats().num_batches, resumed.stats().num_samples) == (4, 14)
@@ -149,7 +150,7 @@ def test_an_error_in_place_of_a_batch_counts_nothing(way: dict[str, Any]) -> Non
     assert (len(got) - num_errors, num_errors) == (5, 1)
     assert (figures.num_batches, figures.num_samples) == (5, 18)
     assert counts.histogram.total() == 4
-    if way and way.get("in_order", True):
+    if way and way in OURS:
         assert 0 < (figures.worker_utilization or 0) <= 1
 
 

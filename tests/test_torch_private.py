@@ -63,6 +63,7 @@ REPLACEABLE: dict[str, Any] = {
     "torch.multiprocessing._set_thread_name": lambda _: torch_private.set_thread_name("x") is None,
     "torch.distributed.distributed_c10d._get_default_store": lambda _: torch_private.default_store() is None,
     "torch._C._cuda_hasPrimaryContext": lambda _: torch_private.has_cuda_context(0) is None,
+    "torch._C.DisableTorchFunctionSubclass": lambda _: torch_private.plain_tensor(torch.ones(1)) == 1,
     "torch.utils.data._utils.fetch._MapDatasetFetcher": lambda _: len(fresh().DATASET_FETCHERS) == 1,
     "torch.utils.data._utils.pin_memory.pin_memory": lambda _: fresh().pin_memory([3], None) == [3],
     "torch.utils.data._utils.worker._worker_loop": lambda _: fresh().worker_loop is None,

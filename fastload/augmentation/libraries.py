@@ -10,6 +10,7 @@ from typing import Any
 
 from fastload.augmentation.albumentations.library import Albumentations
 from fastload.augmentation.library import AugmentationLibrary, RandomClass
+from fastload.augmentation.torchvision import OfOneImage
 
 
 class Monai(AugmentationLibrary):
@@ -19,7 +20,7 @@ class Monai(AugmentationLibrary):
     random_classes = (RandomClass("monai.transforms.transform", "Randomizable", {"R": "legacy"}),)
 
 
-LIBRARIES: tuple[AugmentationLibrary, ...] = (Albumentations(), Monai())
+LIBRARIES: tuple[AugmentationLibrary, ...] = (Albumentations(), Monai(), OfOneImage())
 ANY_CALLABLE = AugmentationLibrary()  # of all other transforms
 
 

@@ -104,12 +104,14 @@ class CachedDataset(Dataset[Any]):
 
     Args:
         dataset: Map-style and deterministic. Its samples are HWC uint8 arrays, other arrays, tensors,
-            numbers, str, bytes, None, and dicts, lists, tuples and namedtuples of these. `pre_transform`
-            converts other samples, such as PIL images, graphs and subclasses of tensors.
+            PIL images, torchvision's tv_tensors, numbers, str, bytes, None, and dicts, lists, tuples and
+            namedtuples of these. `pre_transform` converts other samples, such as graphs.
         transform: The random part, run on every access: an albumentations pipeline (it gets the targets of a
-            dict sample, the sample if it is an array, or else its first element) or any other callable (it
-            gets the whole sample). It gets private copies of the arrays, and can write to them. A pipeline of
-            albumentations' own transforms gets the cached arrays, read-only, if that saves the copy.
+            dict sample, the sample if it is an array, or else its first element), a pipeline of torchvision's
+            first transforms or timm's (it gets the image beside labels) or any other callable, such as one of
+            torchvision's v2 (it gets the whole sample). It gets private copies, and can write to them. A
+            pipeline of albumentations' own transforms gets the cached arrays, read-only, if that saves the
+            copy.
         cache: `"ram"`, `"lmdb:PATH"` (built now if PATH does not exist, see `build`; if another
             process builds it, this one waits), `"lmdb:s3://..."` or
             any other URL (downloaded once per host; `fastload cache build` must have built it),

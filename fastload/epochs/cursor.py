@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import marshal
 import re
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from fastload.system.torch_private import index_sampler
 
 if TYPE_CHECKING:
     from collections import deque
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch.utils.data import DataLoader
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _SAME = "the same dataset, sampler and batch_size as before"
+_NOT_DRAWN: Any = object()  # instead of the index of a received batch that a loaded state names
 
 
 @dataclass(eq=False)
@@ -71,6 +72,8 @@ class EpochCursor:
         sample_seed: The seed from which `seeding="sample"` seeds each sample.
         num_received: How many batches of the epoch the caller has received.
         checksum: How many lists of indices the checksum covers, and the checksum.
+        received_ahead: With `in_order=False`: the batches that the caller has received before an earlier one,
+            by number, with their indices. None: batches come in order.
         is_finished: Whether the caller has seen the end of the epoch.
         why_unresumable: Why the epoch cannot be resumed in the middle; None if it can.
         dataset_states: For an iterable dataset, and for a map-style dataset with a `state_dict()`: the state
@@ -83,9 +86,10 @@ class EpochCursor:
         error: The error of a sampler's state_dict(): it fails no batch, but `state_dict()` of the loader.
         ahead: The arguments of `advance` for batches fetched but not yet received by the caller; None if
             nothing is prefetched.
-        fetched_key: With `seeding="sample"`: the index of the last fetched batch, and its key. With
-            `in_order=False` torch's workers do not fetch in the order of the indices, and the two do not
-            belong together.
+        fetched_number: The number of the last fetched batch. It is a guess where torch's own workers fetch
+            with `in_order=False`.
+        fetched_key: With `seeding="sample"`: its index, and its key; None where the number is a guess.
+        sampler_iter: The sampler's iterator in a resumed epoch, which `replay` can wrap.
         loads_dataset_states: Whether the states of the dataset come from a loaded state, so the copies must
             load them.
         count_occurrences: With `seeding="sample"`: an `occurrence_counter`.
@@ -99,6 +103,7 @@ class EpochCursor:
     sample_seed: int = 0
     num_received: int = 0
     checksum: tuple[int, int] = (0, 0)
+    received_ahead: dict[int, Any] | None = None
     is_finished: bool = False
     why_unresumable: str | None = None
     dataset_states: list[DatasetState] | None = None
@@ -108,8 +113,10 @@ class EpochCursor:
 
     is_iterable: bool = field(init=False, default=False)
     error: RemoteError | None = field(init=False, default=None)
-    ahead: deque[tuple[Any, int, DatasetState | None]] | None = field(init=False, default=None)
+    ahead: deque[tuple[Any, int, DatasetState | None, int]] | None = field(init=False, default=None)
+    fetched_number: int = field(init=False, default=0)
     fetched_key: tuple[Any, BatchKey] | None = field(init=False, default=None)
+    sampler_iter: Iterator[Any] | None = field(init=False, default=None)
     loads_dataset_states: bool = field(init=False, default=False)
     count_occurrences: Callable[[Any], tuple[Any, tuple[int, ...]]] | None = field(init=False, default=None)
     # The loaded cursor that `replay` continues from, whether another rank saved it, and the user's state of
@@ -117,8 +124,10 @@ class EpochCursor:
     _loaded: EpochCursor | None = field(init=False, default=None)
     _is_of_other_rank: bool = field(init=False, default=False)
     _default_state: torch.Tensor | None = field(init=False, default=None)
-    # With seeding="sample": what was counted and not yet fetched.
-    _counted: deque[tuple[Any, BatchKey]] = field(init=False, default_factory=collections.deque)
+    # With seeding="sample": what was counted and not yet fetched, by the number of the batch.
+    _counted: dict[int, tuple[Any, BatchKey]] = field(init=False, default_factory=dict)
+    _next_number: int = field(init=False, default=0)
+    _left_out: frozenset[int] = field(init=False, default=frozenset())  # received before a resumed epoch
 
     @property
     def is_within_epoch(self) -> bool:
@@ -137,7 +146,7 @@ class EpochCursor:
     def follow(self, loaded: EpochCursor) -> None:
         """Begin as persistent workers would after a loaded, finished epoch: torch draws no base seed."""
         self.iterator_kind = "again"
-        self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0))
+        self._loaded = dataclasses.replace(loaded, num_received=0, checksum=(0, 0), received_ahead=None)
 
     def choose_base_seed(self, drawn: int) -> int:
         """The base seed: the one just drawn, or that of the resumed epoch."""
@@ -163,6 +172,7 @@ class EpochCursor:
         self._draw_base_seed(loader)
         if self.iterator_kind == "workers":
             indices = iter(index_sampler(loader))  # with workers, torch calls iter() twice
+        self.sampler_iter = indices
         self._skip(loader, indices, loaded)
         if self._default_state is not None:
             has_drawn = loaded.num_received or self.is_iterable
@@ -171,7 +181,7 @@ class EpochCursor:
                 # torch's default generator is set back to the user's state.
                 indices = itertools.chain(list(itertools.islice(indices, 1)), indices)
             torch.default_generator.set_state(self._default_state)
-        return indices
+        return _Remaining(indices, self) if self.received_ahead else indices
 
     def _draw_base_seed(self, loader: DataLoader[Any]) -> None:
         """Draw the base seed as torch did when the epoch began; persistent workers kept the one before.
@@ -192,20 +202,26 @@ class EpochCursor:
             )
 
     def _skip(self, loader: DataLoader[Any], indices: Iterator[Any], loaded: EpochCursor) -> None:
-        num_batches = loaded.num_received
+        num_batches = loaded.num_received - len(loaded.received_ahead or ())
         num_checked, expected = loaded.checksum
         if self.is_iterable:  # torch's sampler for iterable datasets is endless: nothing to check
             self.num_received, self.checksum = num_batches, (num_batches, expected)
+            self._next_number = num_batches
             return
         for number in range(num_batches):
             try:
-                self.advance(self.keyed(next(indices), number)[0])
+                self.advance(self.keyed(next(indices), number)[0], number=number)
             except StopIteration:
                 raise ResumeError(
                     f"the epoch to be resumed had at least {num_batches} batches, but the sampler now has "
                     f"{self.num_received}: give the loader {_SAME}"
                 ) from None
         self._counted.clear()  # the skipped batches are not fetched
+        if loaded.received_ahead is not None:
+            self.received_ahead = dict(loaded.received_ahead)
+            self._left_out = frozenset(self.received_ahead)
+            self.num_received = loaded.num_received
+        self._next_number = num_batches
         # Another rank's indices differ, so their checksum says nothing; the sharding facts were compared.
         if self._is_of_other_rank:
             self._expect_own_share(loader, loaded)
@@ -237,9 +253,24 @@ class EpochCursor:
         if self.count_occurrences is None:
             return index, key
         index, occurrences = self.count_occurrences(index)
-        counted = index, key._replace(occurrences=occurrences)
-        self._counted.append(counted)
+        counted = self._counted[number] = index, key._replace(occurrences=occurrences)
         return counted
+
+    def next_number(self) -> int:
+        """The number of the batch whose index was drawn now; call it once for each, in order."""
+        number = self._next_number
+        while number in self._left_out:
+            number += 1
+        self._next_number = number + 1
+        return number
+
+    def leaves_out(self, index: Any, number: int) -> bool:
+        """Whether a resumed epoch leaves out this batch, because the caller received it before."""
+        if number not in self._left_out:
+            return False
+        self.note_ahead(number, self.keyed(index, number)[0])
+        self._counted.pop(number, None)
+        return True
 
     def batch_key(self, number: int) -> BatchKey:
         """The key of the batch of this number, whose draws do not depend on its samples."""
@@ -250,30 +281,51 @@ class EpochCursor:
         """How many batches were fetched: the caller has received them, or they are ahead."""
         return self.num_received + (0 if self.ahead is None else len(self.ahead))
 
-    def fetched(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
-        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set."""
-        if self._counted:
-            self.fetched_key = self._counted.popleft()
+    def fetched(
+        self,
+        index: Any,
+        worker: int = 0,
+        dataset_state: DatasetState | None = None,
+        number: int | None = None,
+    ) -> None:
+        """Record that a batch was fetched: the caller gets it now, or later if `ahead` is set.
+
+        Args:
+            index: As for `advance`.
+            worker: As for `advance`.
+            dataset_state: As for `advance`.
+            number: The number of the batch; None: nobody knows, and so many were fetched before it.
+        """
+        self.fetched_number = self.num_fetched if number is None else number
+        self.fetched_key = self._counted.pop(self.fetched_number, None)
+        if number is None:
+            self.fetched_key = None
         if self.ahead is None:
-            self.advance(index, worker, dataset_state)
+            self.advance(index, worker, dataset_state, self.fetched_number)
         else:
-            self.ahead.append((index, worker, dataset_state))
+            self.ahead.append((index, worker, dataset_state, self.fetched_number))
 
     def receive_until(self, number: int) -> None:
         """Record that the caller receives prefetched batches, until it has received this number."""
         while self.ahead and self.num_received < number:
             self.advance(*self.ahead.popleft())
 
-    def advance(self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None) -> None:
+    def advance(
+        self, index: Any, worker: int = 0, dataset_state: DatasetState | None = None, number: int = 0
+    ) -> None:
         """Count a batch that the caller receives.
 
         Args:
             index: Its index, or list of indices, from the sampler.
             worker: The worker that made it.
             dataset_state: The state of the worker's copy of the dataset after it; None keeps the one before.
+            number: Its number; not read where batches come in order.
         """
         self.num_received += 1
-        self.checksum = self.num_received, _checksum_with(index, self.checksum[1])
+        if self.received_ahead is None or self.is_iterable:
+            self.checksum = self.num_received, _checksum_with(index, self.checksum[1])
+        else:
+            self.note_ahead(number, index)
         states = self.dataset_states
         if states is None or dataset_state is None:
             return
@@ -281,9 +333,46 @@ class EpochCursor:
             states[worker] = dataset_state
         self.next_worker = (worker + 1) % len(states)
 
+    def note_ahead(self, number: int, index: Any) -> None:
+        """Note the index of a received batch; the checksum covers those before the first that is missing."""
+        ahead = self.received_ahead
+        if ahead is None:
+            return
+        ahead[number] = index
+        num_checked, checksum = self.checksum
+        while ahead.get(num_checked, _NOT_DRAWN) is not _NOT_DRAWN:
+            checksum = _checksum_with(ahead.pop(num_checked), checksum)
+            num_checked += 1
+        self.checksum = num_checked, checksum
+
     def end(self) -> None:
         """Record the end. An iterator that fetches ahead records it itself when the caller sees it."""
         self.is_finished = self.ahead is None
+
+
+def received_ahead(numbers: list[int] | None) -> dict[int, Any] | None:
+    """The `EpochCursor.received_ahead` of a loaded cursor."""
+    return None if numbers is None else dict.fromkeys(numbers, _NOT_DRAWN)
+
+
+class _Remaining(Iterator[Any]):  # no generator: that would end with an error of the sampler
+    """The indices of a resumed epoch, without those of the batches in `received_ahead`.
+
+    Args:
+        indices: Those after the skipped ones.
+        cursor: Of the epoch.
+    """
+
+    def __init__(self, indices: Iterator[Any], cursor: EpochCursor) -> None:
+        self._indices = indices
+        self._numbers = itertools.count(cursor.checksum[0])
+        self._leaves_out = cursor.leaves_out
+
+    def __next__(self) -> Any:
+        index = next(self._indices)
+        while self._leaves_out(index, next(self._numbers)):
+            index = next(self._indices)
+        return index
 
 
 def _checksum_with(index: Any, checksum: int) -> int:

@@ -100,6 +100,8 @@ def begin_epoch(loader: DataLoader[Any], iterator_kind: str, reason: str | None 
     sources = OrderSources(loader)
     cursor = EpochCursor(state.next_epoch, iterator_kind, sources.generator_states(), why_unresumable=reason)
     cursor.is_iterable = is_iterable(loader)
+    if iterator_kind != "local" and reason is None and not loader.in_order:
+        cursor.received_ahead = {}
     try:
         cursor.samplers = sources.sampler_states()
     except Exception:  # noqa: BLE001  # fails no epoch; raised when the loader's state is requested
@@ -266,6 +268,12 @@ def _check(loader: DataLoader[Any], loaded: EpochCursor) -> bool:
     skips = loaded.is_within_epoch and loaded.num_received > 0
     reads_again = any(copy.num_to_read_again for copy in loaded.dataset_states or ())
     is_split = sharding.num_ranks is not None
+    if skips and is_of_other_rank and loaded.received_ahead is not None:
+        raise ResumeError(
+            f"the state was saved by rank {loaded.rank} with in_order=False, after {loaded.num_received} "
+            f"batches, and rank {rank} received others: save and load a state for each rank, or save "
+            "between two epochs"
+        )
     is_compared = {
         "batch_size": skips and (reads_again or not is_iterable(loader)),
         "num_ranks": skips,

@@ -127,16 +127,20 @@ class TorchIterator(EpochIterator):
             self.cursor.end()
             raise
         except Exception:
-            self.cursor.fetched(None)  # a caller who continues after an error gets the next batch
+            self._fetched()  # a caller who continues after an error gets the next batch
             raise
         finally:
             # First, and without a call: signals interrupt calls.
             THREAD.source, THREAD.root, THREAD.pair = outside
-        self.cursor.fetched(None)
+        self._fetched()
         if self.transform is not None:
             transform, cpu = self.transform.of_fetched(), torch.device("cpu")
             data = apply_transform(transform, data, cpu, "batch_transform")
         return data, (num_samples, nbytes_of(data))
+
+    def _fetched(self) -> None:
+        is_in_order = getattr(self, "_in_order", True)  # torch's
+        self.cursor.fetched(None, number=self.cursor.num_fetched if is_in_order else None)
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""

@@ -35,18 +35,13 @@ class EpochTransform:
         self._clones = any(map(is_compiled, function if isinstance(function, (list, tuple)) else [function]))
         self._cursor = cursor
         self._auto_collation = has_auto_collation(loader)
-        # With in_order=False, the batches of torch's workers do not come in the order of their indices.
-        is_in_order = loader.in_order or loader.num_workers == 0
-        self._is_of_samples = loader.seeding == "sample" and is_in_order
         is_second = name == "device_transform" and loader.batch_transform is not None
         self._first_call = AFTER_BATCH_TRANSFORM if is_second else 0
 
     def of_fetched(self) -> Callable[[Any], Any]:
         """The transform of the last fetched batch."""
         cursor = self._cursor
-        index, key = (), cursor.batch_key(cursor.num_fetched - 1)
-        if self._is_of_samples and cursor.fetched_key is not None:
-            index, key = cursor.fetched_key
+        index, key = cursor.fetched_key or ((), cursor.batch_key(cursor.fetched_number))
         return functools.partial(self._call, key, index if self._auto_collation else (index,))
 
     def _call(self, key: BatchKey, indices: Any, batch: Any) -> Any:

@@ -85,6 +85,7 @@ class WorkerIterator(HostIterator):
                 pin = functools.partial(pin_dense, backend)
             elif self._pin_memory:
                 pin = _pinning(self._pin_memory_device)
+        self._in_order = loader.in_order
         settings = PoolSettings(
             count=recorder_of(loader).add,
             pin=pin,
@@ -94,6 +95,7 @@ class WorkerIterator(HostIterator):
             num_restarts=loader.max_worker_restarts,
             is_persistent=loader.persistent_workers,
             worker_type=loader.worker_type,
+            in_order=loader.in_order,
         )
         self._file_cache = file_cache_of(loader)
         self._pool = pool_type(worker_spec(loader, int(self._base_seed), self._file_cache), settings)
@@ -142,8 +144,7 @@ class WorkerIterator(HostIterator):
             if states is not None and not cursor.loads_dataset_states:
                 states = [NOT_BEGUN] * len(states)  # the copies in the workers have their states
         self._pool.begin_epoch(epoch, states)
-        self._schedule = Schedule(self._num_workers, first_worker=cursor.next_worker)
-        self._first_batch = cursor.num_received  # the number of this iterator's first batch
+        self._schedule = Schedule(self._num_workers, cursor.next_worker, in_order=self._in_order)
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         for _ in range(self._prefetch_factor * self._num_workers):
             failure = self._put_index()
@@ -169,23 +170,23 @@ class WorkerIterator(HostIterator):
         try:
             index = self._next_index()  # type: ignore[no-untyped-call]
         except StopIteration:
-            for worker in range(self._num_workers):
-                self._finish(worker)
+            for each in range(self._num_workers):
+                self._finish(each)
             return None
         except Exception as error:  # noqa: BLE001  # the caller raises it
-            if _is_finished_generator(self._sampler_iter):
+            if _is_finished_generator(self._cursor.sampler_iter or self._sampler_iter):
                 self._failed_sampler = repr(error)
             return error
-        assigned = self._schedule.assign()
-        if assigned is None:
+        worker = self._schedule.assign()
+        if worker is None:
             return None
-        number, worker = assigned
+        number = self._cursor.next_number()
         key = None
         if self._needs_keys:
-            index, key = self._cursor.keyed(index, self._first_batch + number)
-        self._pool.submit(worker, PendingBatch(number, index, key))
+            index, key = self._cursor.keyed(index, number)
+        self._pool.submit(PendingBatch(number, worker, index, key))
         if self._pin_thread is not None:
-            self._pin_thread.expect(worker)
+            self._pin_thread.expect((worker if self._in_order else None,))
         return None
 
     def _finish(self, worker: int) -> None:
@@ -226,12 +227,12 @@ class WorkerIterator(HostIterator):
         if not self._is_prefetched:
             self._pool.stop_reading_slots()  # of an earlier epoch, with persistent workers
         deadline = self._deadline()
-        while (head := self._schedule.head()) is not None:
-            _, worker = head
+        while self._schedule.num_pending:
+            worker = self._schedule.due()
             try:
                 self._pool.expect_open()  # if the pool is closed, the pin thread has nothing
                 pending = self._pool.take(worker) if self._pin_thread is None else self._pin_thread.take()
-                failure = None if pending is None else self._received(pending, worker)
+                failure = None if pending is None else self._received(pending)
             except BaseException as error:
                 self._close_after(error)
                 raise
@@ -249,7 +250,7 @@ class WorkerIterator(HostIterator):
             if reply.kind is ReplyKind.ENDED:
                 continue
             if reply.kind is ReplyKind.ERROR:
-                self._raise(reply, pending, worker)
+                self._raise(reply, pending)
             return reply.payload, (reply.num_samples, reply.nbytes)
         if self._failed_sampler:
             raise BatchLostError(
@@ -261,11 +262,12 @@ class WorkerIterator(HostIterator):
             self.close()
         raise StopIteration
 
-    def _received(self, pending: PendingBatch, worker: int) -> Exception | None:
-        """Record a reply, and give its worker the next request; returns the sampler's error."""
-        self._schedule.pop()
+    def _received(self, pending: PendingBatch) -> Exception | None:
+        """Record a reply, and make the next request; returns the sampler's error."""
+        worker = pending.worker
+        self._schedule.remove(worker)
         if pending.reply is not None and pending.reply.kind is not ReplyKind.ENDED:
-            self._cursor.fetched(pending.index, worker, pending.reply.dataset_state)
+            self._cursor.fetched(pending.index, worker, pending.reply.dataset_state, pending.number)
         elif self._schedule.is_active(worker):
             self._schedule.exhaust(worker)
             self._finish(worker)
@@ -276,7 +278,7 @@ class WorkerIterator(HostIterator):
     def _deadline(self) -> float | None:
         return time.monotonic() + self._timeout if self._timeout else None
 
-    def _wait(self, worker: int, deadline: float | None) -> None:
+    def _wait(self, worker: int | None, deadline: float | None) -> None:
         try:
             if self._pin_thread is None:
                 self._pool.wait(worker, deadline)
@@ -285,7 +287,7 @@ class WorkerIterator(HostIterator):
         except TimeoutError:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
-    def _raise(self, reply: BatchReply, pending: PendingBatch, worker: int) -> None:
+    def _raise(self, reply: BatchReply, pending: PendingBatch) -> None:
         # The error of a thread has a traceback that holds this frame and the caller's.
         remote_error, reply.payload = reply.payload, None
         try:
@@ -293,7 +295,7 @@ class WorkerIterator(HostIterator):
         except BaseException as error:
             place = remote_error.place or f"dataset index {short_repr(pending.index)}"
             batch = "" if place == AT_START else f"batch {pending.number}, "
-            add_place(error, f"{batch}worker {worker}, {place}")
+            add_place(error, f"{batch}worker {pending.worker}, {place}")
             raise
         finally:
             del remote_error
@@ -301,12 +303,13 @@ class WorkerIterator(HostIterator):
     def _drop_pinned(self) -> None:
         """Take the remaining batches of the old epoch out of the pin thread."""
         deadline = self._deadline()
-        while self._pin_thread is not None and (head := self._schedule.head()) is not None:
+        while self._pin_thread is not None and self._schedule.num_pending:
             self._pool.expect_open()
-            if self._pin_thread.take() is None:
-                self._wait(head[1], deadline)
+            pending = self._pin_thread.take()
+            if pending is None:
+                self._wait(self._schedule.due(), deadline)
             else:
-                self._schedule.pop()
+                self._schedule.remove(pending.worker)
 
     @property
     def is_ours(self) -> bool:
@@ -398,7 +401,8 @@ def _accelerator_index() -> int | None:
 def _make_pin_thread(pool: WorkerPool, device: str | None) -> PinThread:
     index = _accelerator_index()
 
-    def receive(worker: int) -> PendingBatch:
+    def receive(source: tuple[int | None]) -> PendingBatch:
+        (worker,) = source
         while (pending := pool.take(worker)) is None:
             pool.wait(worker, None)
         return pending

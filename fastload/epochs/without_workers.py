@@ -52,7 +52,7 @@ class LocalIterator(HostIterator):
         self._is_fetching = False
         # The index of the batch being read, and its key; after Ctrl-C it is read again.
         self._due: tuple[Any, BatchKey] | None = None
-        self._num_drawn = cursor.num_received  # how many batches of the epoch were drawn
+        self._number = 0  # of that batch
         self._failures = FailureCount(loader, state_of(loader).failed_samples)
         self._file_cache = file_cache_of(loader)
         spec = worker_spec(loader, cursor.base_seed, self._file_cache)
@@ -83,8 +83,9 @@ class LocalIterator(HostIterator):
                 self._raise_instead()
             try:
                 if self._due is None:
-                    self._due = self._cursor.keyed(next(self._sampler_iter), self._num_drawn)
-                    self._num_drawn += 1
+                    index = next(self._sampler_iter)
+                    self._number = self._cursor.next_number()
+                    self._due = self._cursor.keyed(index, self._number)
                 batch = self._fetch(*self._due)
             except StopIteration:
                 self._cursor.end()
@@ -123,7 +124,7 @@ class LocalIterator(HostIterator):
                 self._received(index)  # a caller who continues after an error gets the next batch
                 self._due = None
             place = self._fetcher.place_of_error(index, error)
-            add_place(error, f"batch {self._num_drawn - 1}, {place}")
+            add_place(error, f"batch {self._number}, {place}")
             raise
         finally:
             # These come first, and call nothing: a signal can interrupt any call.
@@ -140,7 +141,8 @@ class LocalIterator(HostIterator):
         return batch
 
     def _received(self, index: Any) -> None:
-        self._cursor.fetched(index, 0, self._dataset_state() if self._keeps_state else None)
+        state = self._dataset_state() if self._keeps_state else None
+        self._cursor.fetched(index, 0, state, self._number)
 
     def _dataset_state(self) -> DatasetState:
         return dataset_state_of(self._fetcher, "in the dataset's state_dict()")

@@ -41,6 +41,7 @@ def loader_info(loader: Any, frame: FrameType | None) -> dict[str, Any]:
         "name": _name_of(loader, frame),
         "dataset": type(dataset).__name__,
         "is_cached": type(dataset).__name__ == "CachedDataset",
+        "remembers_files": getattr(loader, "cache", None) is not None,
         "is_iterable": is_iterable,
         "num_samples": num_samples,
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),

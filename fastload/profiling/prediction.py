@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fastload.profiling.timeline import mean
+from fastload.profiling.timeline import mean, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +54,12 @@ class LoaderModel:
         receiving_s = timeline.receiving_s
         computes = [compute_s + receiving_s for compute_s in timeline.computes]
         make_cpu_s = timeline.make_cpu_s
-        consumer_cpu_s = timeline.consumer_cpu_s - (0 if num_workers else make_cpu_s)
+        consumer_cpu_s = timeline.consumer_cpu_s
+        if not num_workers:  # with the threads of libraries that help to make a batch, and that spin after it
+            consumer_cpu_s -= max(
+                make_cpu_s, mean([seconds(batch.process_cpu_ns) for batch in timeline.warm])
+            )
+        consumer_cpu_s = max(consumer_cpu_s, 0.0)
         # No change of the loader frees CPUs that other programs keep busy.
         is_limit = make_cpu_s + consumer_cpu_s > _OWN_SHARE * timeline.machine.num_cpus * timeline.step_s
         return cls(
@@ -63,7 +68,7 @@ class LoaderModel:
             num_workers,
             info["prefetch_factor"] or 2,
             make_cpu_s,
-            max(consumer_cpu_s, 0.0),
+            consumer_cpu_s,
             timeline.machine.num_cpus,
             timeline.machine.is_saturated and is_limit,
         )

@@ -144,7 +144,8 @@ class Probes:
             function = None if owner is None else vars(owner).get(name)
             if callable(function):
                 shown = OWN_COLLATE if stage == COLLATE else f"{kind}.{name}"
-                probed = probe(function, (stage, shown), has_size=stage == DECODE)
+                key: Any = _load_key if shown == "ImageFile.load" else (stage, shown)
+                probed = probe(function, key, has_size=stage == DECODE)
                 patches.append((owner, name, function, probed))
         patches += _transform_modules()
         for dataset in self._datasets:
@@ -152,6 +153,11 @@ class Probes:
         # The first patch of each attribute counts.
         self._patches = list({(id(patch[0]), patch[1]): patch for patch in reversed(patches)}.values())
         self._num_modules = len(sys.modules)
+
+
+def _load_key(image: Any) -> tuple[str, str]:
+    """Pillow calls `load` for each use of an image, and decodes it the first time."""
+    return DECODE, "ImageFile.load" if getattr(image, "tile", None) else "ImageFile.load again"
 
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:

@@ -15,7 +15,7 @@ from fastload.system.humanize import readable_size
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_MAX_SUGGESTIONS = 3
+_MAX_SUGGESTIONS = 4
 _FEW_STEPS = 20  # with fewer steady steps, the figures are uncertain
 
 

@@ -39,6 +39,16 @@ _CROPS = frozenset(
 )
 _REGION_SHARES = ((3e5, 0.86), (1.5e6, 0.77), (6e6, 0.67), (float("inf"), 0.4))
 _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype", "ToDtype"))
+# Decoders whose results a loader's cache="ram" remembers (see `readers`); others call one of these.
+_REMEMBERED = frozenset(
+    (
+        *("cv2.imread", "cv2.imdecode", "tifffile.imread", "ImageFile.load"),
+        *(f"torchvision.io.{name}" for name in ("read_image", "decode_image", "decode_jpeg", "decode_png")),
+    )
+)
+_HIT_S = 50e-6  # of a remembered file, besides copying its pixels
+_COPY_BYTES_PER_S = 8e9  # of a private copy of them
+_WORTH_REMEMBERING = 0.25  # of the files; where fewer fit, the system's page cache serves better
 _FAST_COLLATES = (probes.OWN_COLLATE, "default_collate")
 
 STAGE_NAMES = {
@@ -155,10 +165,12 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     if timeline.data_share < MIN_DATA_SHARE or not timeline.waits or not timeline.warm:
         return []  # also if the workers were started before the profile, so nothing is known of them
     model = LoaderModel.of(timeline)
-    steady = 1 - timeline.start_share  # the share of the time that these changes concern
+    # The share of the time that these changes concern; without workers, an epoch starts with a usual batch.
+    steady = 1 - timeline.start_share if timeline.info["num_workers"] else 1.0
     suggestions = [
         replace(suggestion, gain=1 / (1 - steady + steady / suggestion.gain))
         for suggestion in (
+            *_files(timeline, model, available_bytes),
             *_caches(timeline, model, available_bytes),
             *_regions(timeline, model),
             *_workers(timeline, model),
@@ -174,7 +186,10 @@ def suggest(timeline: Timeline, available_bytes: int) -> list[Suggestion]:
     suggestions.sort(key=lambda suggestion: -suggestion.gain)
     gains = {suggestion.change: suggestion.gain for suggestion in suggestions}
     local_gain = max(gains.get("workers", 1.0), gains.get("lmdb", 1.0))
-    if gains.get("ram", 1.0) > _WORTH_A_CLUSTER or gains.get("remote", 1.0) < _WORTH_A_CLUSTER * local_gain:
+    if (
+        max(gains.get("ram", 1.0), gains.get("files", 1.0)) > _WORTH_A_CLUSTER
+        or gains.get("remote", 1.0) < _WORTH_A_CLUSTER * local_gain
+    ):
         return [suggestion for suggestion in suggestions if suggestion.change != "remote"]
     return suggestions
 
@@ -195,6 +210,45 @@ def _without(
         left_s = whole_s - share * sum(getattr(part, clock) for part in spared) + added_s
         shares.append(max(left_s / whole_s, 0.0) if whole_s else 1.0)
     return model.gain_to(model.scaled(*shares))
+
+
+def _files(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iterator[Suggestion]:
+    """Remember decoded files, while the dataset's code runs as before."""
+    info = timeline.info
+    decoders = [part for part in timeline.parts(probes.DECODE) if part.name in _REMEMBERED and part.nbytes]
+    if not decoders or not info["num_samples"] or info["remembers_files"] or info["is_cached"]:
+        return
+    per_batch = mean([batch.num_samples for batch in timeline.warm])
+    batch_bytes = sum(part.nbytes * part.num_calls for part in decoders)
+    needed_bytes = round(batch_bytes / per_batch * info["num_samples"])
+    fitting = min(1.0, 0.8 * available_bytes / needed_bytes)
+    if fitting < _WORTH_REMEMBERING:
+        return
+    names = {part.name for part in decoders}
+    spared = [*decoders, *(part for part in timeline.parts(probes.READ) if part.name in names)]
+    # Of an image of Pillow's, the pixels that are used are copied; mostly a crop.
+    copied_bytes = sum(part.nbytes * part.num_calls for part in decoders if part.name != "ImageFile.load")
+    added_s = sum(part.num_calls for part in decoders) * _HIT_S + copied_bytes / _COPY_BYTES_PER_S
+    opened = next((part for part in decoders if part.name == "ImageFile.load"), None)
+    if opened is not None:
+        # Its first steps are remembered, or cost nothing: reading the file, a copy in the same mode, and a
+        # resize to a size that the source's determines.
+        spared += [part for part in timeline.parts(probes.READ) if part.name == "file"]
+        spared += [
+            part
+            for part in timeline.parts(probes.DECODE)
+            if part.name == "Image.convert" and math.isclose(part.nbytes, opened.nbytes, rel_tol=0.01)
+        ]
+        spared += [part for part in timeline.parts(probes.TRANSFORM) if part.name == "Resize"]
+    share = sum(part.wall_s for part in spared) / max(sum(part.wall_s for part in timeline.stages), 1e-9)
+    yield Suggestion(
+        "files",
+        'remember decoded files: DataLoader(dataset, cache="ram"), or fastload run --cache ram. Decoding is '
+        f"{share:.0%} of the time of making a batch, and the rest runs as before. It needs at most "
+        f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free. The gain begins "
+        "in the second epoch",
+        _without(timeline, model, spared, fitting, added_s=fitting * added_s),
+    )
 
 
 def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iterator[Suggestion]:

@@ -59,6 +59,7 @@ class Stage:
         cpu_s: CPU seconds per batch.
         nbytes: Bytes of an image that it returned, on average; 0 if unknown.
         num_pixels: Pixels of an image that it returned, on average; 0 if unknown.
+        num_calls: Calls per batch.
     """
 
     stage: str
@@ -67,6 +68,7 @@ class Stage:
     cpu_s: float
     nbytes: float = 0
     num_pixels: float = 0
+    num_calls: float = 0
 
     @property
     def blocked_s(self) -> float:
@@ -282,8 +284,9 @@ def _add_events(timeline: Timeline, events: Iterable[Event]) -> None:
 
 def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stage:
     calls, wall_ns, cpu_ns, *sizes = sums
-    of_each = [size / max(calls, 1) for size in sizes]
-    return Stage(stage, name, seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches, *of_each)
+    times = seconds(wall_ns) / num_batches, seconds(cpu_ns) / num_batches
+    nbytes, num_pixels = (size / max(calls, 1) for size in sizes)
+    return Stage(stage, name, *times, nbytes, num_pixels, calls / num_batches)
 
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:

@@ -227,6 +227,13 @@ def has_cuda_context(device_index: int) -> bool | None:
     return None if asks is None else bool(asks(device_index))
 
 
+def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass as one of torch's class, whatever the subclass makes of results; since 2.0."""
+    cost = "tensors whose class returns its own class cannot be cached"
+    with _find(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext, cost)():
+        return tensor.as_subclass(torch.Tensor)
+
+
 def is_compiled(function: Any) -> bool:
     """Whether torch.compile made it, or a part of it: of a function, or of a module.
 

@@ -25,6 +25,7 @@ class PendingBatch:
 
     Attributes:
         number: The number of the batch in its epoch.
+        worker: The worker of which it was requested.
         index: The index, or list of indices, from the sampler.
         key: With `seeding="sample"`, `on_error` or a `batch_transform`: their draws depend on it.
         reply: None until the worker has replied.
@@ -35,6 +36,7 @@ class PendingBatch:
     """
 
     number: int
+    worker: int
     index: Any
     key: BatchKey | None = None
     reply: BatchReply | None = None

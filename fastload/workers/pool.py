@@ -1,7 +1,7 @@
 """The contract of a pool of workers, which worker processes, threads and Ray actors fulfill.
 
 A pool knows nothing of samplers and epochs' orders: it takes requests for batches of a worker, and returns
-the worker's replies in the order of these requests. `settings` has the pools by name.
+each worker's replies in the order of its requests. `settings` has the pools by name.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class PoolSettings:
         num_restarts: How many dead workers can be replaced; their unfinished batches are made again.
         is_persistent: Whether the workers serve more than one epoch.
         worker_type: The loader's: a name in `settings`, or an object with options of such a type.
+        in_order: Whether the caller takes the replies of one worker after the other, and not of any.
     """
 
     count: Callable[[WorkerCounters], None]
@@ -50,6 +51,7 @@ class PoolSettings:
     num_restarts: int
     is_persistent: bool
     worker_type: object
+    in_order: bool = True
 
 
 class WorkerPool(abc.ABC):
@@ -111,8 +113,8 @@ class WorkerPool(abc.ABC):
         """
 
     @abc.abstractmethod
-    def submit(self, worker_id: int, pending: PendingBatch) -> None:
-        """Request a batch from a worker; never blocks."""
+    def submit(self, pending: PendingBatch) -> None:
+        """Request a batch from its worker; never blocks."""
 
     @abc.abstractmethod
     def finish(self, worker_id: int) -> None:
@@ -123,14 +125,15 @@ class WorkerPool(abc.ABC):
         """
 
     @abc.abstractmethod
-    def take(self, worker_id: int) -> PendingBatch | None:
+    def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply; None if it has not replied yet.
 
-        A batch is an object of the worker thread, a view of a slot, lent to the caller, or a copy.
+        For the worker None, it is the next batch of any worker. A batch is an object of the worker thread, a
+        view of a slot, lent to the caller, or a copy.
         """
 
     @abc.abstractmethod
-    def wait(self, worker_id: int, deadline: float | None) -> None:
+    def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until `take` has something to do: a reply, a death, or the end of the pool.
 
         Raises:

@@ -70,6 +70,11 @@ class _ProcessHandle(WorkerHandle):
         return bool(self.sent) and self.sent[0].reply is not None
 
     @property
+    def has_requests(self) -> bool:
+        """Whether `take` has anything to wait for."""
+        return bool(self.sent or self.waiting)
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing more is expected of the worker, so its end is no error."""
         return (
@@ -116,11 +121,11 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         self.processes[worker_id : worker_id + 1] = [worker.process.process]
         return worker
 
-    def submit(self, worker_id: int, pending: PendingBatch) -> None:
-        """Request a batch from a worker; never blocks."""
+    def submit(self, pending: PendingBatch) -> None:
+        """Request a batch from its worker; never blocks."""
         with self.lock:
             self.expect_open()
-            worker = self._workers[worker_id]
+            worker = self._workers[pending.worker]
             worker.waiting.append(pending)
             self._feed(worker)
 
@@ -142,24 +147,30 @@ class ProcessPool(SlotPool[_ProcessHandle]):
             worker.loaded_at = next(self._serials)
         self._send(worker, message, 0)
 
-    def take(self, worker_id: int) -> PendingBatch | None:
-        """The worker's next batch with its reply; None if it has not replied yet."""
+    def take(self, worker_id: int | None) -> PendingBatch | None:
+        """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
         with self.lock:
             self.expect_open()
-            worker = self._workers[worker_id]
-            while True:
-                while worker.has_reply and worker.sent[0].is_stale:
-                    self._free_slot(worker.sent.popleft())
-                for other in self._workers:
-                    self._feed(other)
-                if worker.has_reply:
-                    pending = worker.sent.popleft()
-                    self._open(pending)
+            for worker in self._asked(worker_id):
+                pending = self._take(worker)
+                if pending is not None:
                     return pending
-                received = worker.channel.receive()
-                if received is None:
-                    return None
-                self._accept(worker, received)
+            return None
+
+    def _take(self, worker: _ProcessHandle) -> PendingBatch | None:
+        while True:
+            while worker.has_reply and worker.sent[0].is_stale:
+                self._free_slot(worker.sent.popleft())
+            for other in self._workers:
+                self._feed(other)
+            if worker.has_reply:
+                pending = worker.sent.popleft()
+                self._open(pending)
+                return pending
+            received = worker.channel.receive()
+            if received is None:
+                return None
+            self._accept(worker, received)
 
     @property
     def was_interrupted(self) -> bool:
@@ -226,16 +237,17 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # as above
             worker.channel.send(message, number=serial)
 
-    def wait(self, worker_id: int, deadline: float | None) -> None:
-        """Wait until the worker has replied, a pipe has room, a worker has died, or close() was called."""
+    def wait(self, worker_id: int | None, deadline: float | None) -> None:
+        """Wait for a reply of the worker, or of any, for room in a pipe, a death, or close()."""
         # The processes are watched too, so the caller learns of a death within moments, without a timeout.
         poller = select.poll()
         by_fd = {}
         with self.lock:
             if self._is_closed:
                 return
+            asked = self._asked(worker_id)
             for other in self._workers:
-                events = select.POLLIN if other.id == worker_id else 0
+                events = select.POLLIN if other in asked else 0
                 if not other.channel.is_flushed:
                     events |= select.POLLOUT
                 if events:
@@ -248,18 +260,18 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         if dead:
             with self.lock:
                 if not self._is_closed:  # workers that close() stopped are not dead workers
-                    self._handle_deaths(worker_id, dead)
+                    self._handle_deaths(asked, dead)
             if self._death:
                 self.close(_GRACE_AFTER_DEATH_S)  # `take` raises the error
 
-    def _handle_deaths(self, worker_id: int, dead: list[_ProcessHandle]) -> None:
+    def _handle_deaths(self, asked: list[_ProcessHandle], dead: list[_ProcessHandle]) -> None:
         """Replace dead workers, or note their death, unless the caller's reply has arrived."""
         try:
-            for worker in {self._workers[worker_id], *dead}:
+            for worker in {*asked, *dead}:
                 while (received := worker.channel.receive()) is not None:
                     self._accept(worker, received)
             dead = [worker for worker in dead if not worker.is_done]
-            if self._workers[worker_id].has_reply or not dead:
+            if any(worker.has_reply for worker in asked) or not dead:
                 return
             if len(dead) <= self._restarts_left:
                 for worker in dead:

@@ -260,11 +260,11 @@ class RayPool(SlotPool[_ActorHandle]):
         actor = self._class.remote(worker_id, [self._spec_reference], __version__)
         return _ActorHandle(worker_id, actor, actor.place.remote())
 
-    def submit(self, worker_id: int, pending: PendingBatch) -> None:
-        """Request a batch from a worker."""
+    def submit(self, pending: PendingBatch) -> None:
+        """Request a batch from its worker."""
         with self.lock:
             self.expect_open()
-            self._send(self._workers[worker_id], pending)
+            self._send(self._workers[pending.worker], pending)
 
     def _send(self, worker: _ActorHandle, pending: PendingBatch) -> None:
         try:
@@ -294,30 +294,33 @@ class RayPool(SlotPool[_ActorHandle]):
         worker.begin_epoch(message)
         worker.actor.begin_epoch.remote(*message)
 
-    def take(self, worker_id: int) -> PendingBatch | None:
+    def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, as a view of a slot or a copy; None: no reply yet."""
         with self.lock:
             self.expect_open()
-            worker = self._workers[worker_id]
             self._note_local(0.0)
-            if not worker.sent or worker.sent[0].reference not in self._local:
-                return None
-            pending = worker.sent[0]
-            errors = self._ray.exceptions
-            try:
-                plain, data = self._ray.get(pending.reference)
-            except errors.RayTaskError as error:  # of Ray's own work in the actor, such as storing the batch
-                text = f"a Ray actor could not send a batch: {error}"
-                pending.reply = BatchReply(ReplyKind.ERROR, _lost(text))
-            except errors.RayError as error:
-                self._handle_death(worker, error)
-                return None
-            else:
-                self._accept(worker, pending, BatchReply.from_plain(plain), data)
-            worker.sent.popleft()
-            self._local.discard(pending.reference)
-            pending.reference = None  # frees the object
-            return pending
+            for worker in self._asked(worker_id):
+                if worker.sent and worker.sent[0].reference in self._local:
+                    return self._take(worker)
+            return None
+
+    def _take(self, worker: _ActorHandle) -> PendingBatch | None:
+        pending = worker.sent[0]
+        errors = self._ray.exceptions
+        try:
+            plain, data = self._ray.get(pending.reference)
+        except errors.RayTaskError as error:  # of Ray's own work in the actor, such as storing the batch
+            text = f"a Ray actor could not send a batch: {error}"
+            pending.reply = BatchReply(ReplyKind.ERROR, _lost(text))
+        except errors.RayError as error:
+            self._handle_death(worker, error)
+            return None
+        else:
+            self._accept(worker, pending, BatchReply.from_plain(plain), data)
+        worker.sent.popleft()
+        self._local.discard(pending.reference)
+        pending.reference = None  # frees the object
+        return pending
 
     def _note_local(self, timeout_s: float) -> None:
         """Note which replies are on this machine; Ray begins to fetch those that exist elsewhere.
@@ -366,7 +369,7 @@ class RayPool(SlotPool[_ActorHandle]):
         if not self._ray.is_initialized():
             raise LoaderClosedError("ray.shutdown() has ended the workers of this iterator")
 
-    def wait(self, worker_id: int, deadline: float | None) -> None:
+    def wait(self, worker_id: int | None, deadline: float | None) -> None:
         """Wait until a worker has replied or died, or `close` was called."""
         wait_s = limit_s(deadline)
         workers = self._workers
@@ -374,7 +377,7 @@ class RayPool(SlotPool[_ActorHandle]):
             return
         self._note_local(wait_s)
         if not self._all_started and time.monotonic() - self._began_s >= WATCH_INTERVAL_S:
-            self._say_unplaced(workers[worker_id])
+            self._say_unplaced(workers[worker_id or 0])
 
     def _has_started(self, worker: _ActorHandle) -> bool:
         return bool(self._ray.wait([worker.place], timeout=0)[0])

@@ -1,11 +1,12 @@
 """Decide which worker makes which batch, and which batch comes next.
 
-Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader with in_order=True:
+Pure code: no I/O, no torch, no clock. The rules are those of torch.utils.data.DataLoader:
 
-1. Batches are numbered in the order in which the sampler gave their indices.
-2. Batch k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch. With all
-   workers active this is worker k mod W, so each worker's random streams are reproducible.
-3. Batches are delivered in the order of their numbers.
+1. Batches are requested in the order in which the sampler gave their indices.
+2. In order, batch k goes to the next active worker in a fixed cycle, which starts at worker 0 in every epoch.
+   With all workers active this is worker k mod W, so each worker's random streams are reproducible.
+3. In order, batches are delivered in the order of the requests. Otherwise, whichever worker replies first is
+   next, and a request goes to an active worker that has the fewest.
 4. A worker whose share of an iterable dataset has ended gets no more requests. The worker replies "ended" to
    those that it has, once for each and in order, and these replies are skipped.
 """
@@ -16,50 +17,53 @@ from collections import deque
 
 
 class Schedule:
-    """The order of the batches of one epoch.
+    """The order of the requests and replies of one epoch.
 
     Args:
         num_workers: How many workers there are; all start active.
         first_worker: The worker that makes the first batch.
+        in_order: Whether batches are delivered in the order of the requests.
 
     Attributes:
-        num_assigned: The batches that were numbered.
+        num_assigned: The batches that were requested.
     """
 
-    def __init__(self, num_workers: int, first_worker: int = 0) -> None:
+    def __init__(self, num_workers: int, first_worker: int = 0, *, in_order: bool = True) -> None:
         self._active = [True] * num_workers
         self._cursor = first_worker
-        self._pending: deque[tuple[int, int]] = deque()
+        self._in_order = in_order
+        self._pending: deque[int] = deque()  # the workers of the requests, the oldest first
         self.num_assigned = 0
 
-    def assign(self) -> tuple[int, int] | None:
-        """Number a new batch and choose its worker: ``(number, worker)``; None when no worker is active."""
-        for _ in self._active:
-            worker = self._cursor
-            self._cursor = (worker + 1) % len(self._active)
-            if self._active[worker]:
-                number = self.num_assigned
-                self.num_assigned += 1
-                self._pending.append((number, worker))
-                return number, worker
-        return None
+    def assign(self) -> int | None:
+        """Choose the worker of a new request; None when no worker is active."""
+        num_workers = len(self._active)
+        in_turn = [(self._cursor + step) % num_workers for step in range(num_workers)]
+        active = [worker for worker in in_turn if self._active[worker]]
+        if not active:
+            return None
+        worker = active[0] if self._in_order else min(active, key=self._pending.count)
+        self._cursor = (worker + 1) % num_workers
+        self.num_assigned += 1
+        self._pending.append(worker)
+        return worker
 
     @property
     def num_pending(self) -> int:
-        """The batches that were numbered and not yet removed."""
+        """The requests whose replies were not yet removed."""
         return len(self._pending)
 
-    def head(self) -> tuple[int, int] | None:
-        """The batch that is due next and its worker; None at the end of the epoch."""
-        return self._pending[0] if self._pending else None
+    def due(self) -> int | None:
+        """The worker whose reply is due next; None: whichever replies first. Call it while any is pending."""
+        return self._pending[0] if self._in_order else None
 
-    def pop(self) -> tuple[int, int]:
-        """Remove the head: its worker has replied.
+    def remove(self, worker: int) -> None:
+        """Remove the oldest request of ``worker``, which has replied.
 
         Raises:
-            IndexError: No batch is pending.
+            ValueError: It has none.
         """
-        return self._pending.popleft()
+        self._pending.remove(worker)
 
     def is_active(self, worker: int) -> bool:
         """Whether ``worker`` still delivers batches in this epoch."""

@@ -70,6 +70,11 @@ class WorkerHandle:
         self.sent: deque[PendingBatch] = deque()
         self.begin = BeginEpoch(None, None)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether `take` has anything to wait for."""
+        return bool(self.sent)
+
     def begin_epoch(self, message: BeginEpoch) -> bool:
         """Note the message of an epoch; return whether the worker's copy of the dataset loads its state."""
         state = message.dataset_state
@@ -107,6 +112,7 @@ class SlotPool(WorkerPool, Generic[Handle]):
         self.registered: RegisteredSlots | None = None  # set while a device reads slots in place
         self._workers: list[Handle] = []
         self._restarts_left = settings.num_restarts
+        self._first = 0  # of those asked for any reply
 
     # --- epochs and restarts ------------------------------------------------------------------------------
 
@@ -117,6 +123,14 @@ class SlotPool(WorkerPool, Generic[Handle]):
                 self._drop_requests(worker)
                 state = None if dataset_states is None else dataset_states[worker.id]
                 self._begin(worker, BeginEpoch(epoch, state))
+
+    def _asked(self, worker_id: int | None) -> list[Handle]:
+        """The worker, or for None all that have requests, so that each one's turn comes."""
+        if worker_id is not None:
+            return [self._workers[worker_id]]
+        self._first = (self._first + 1) % len(self._workers)
+        in_turn = self._workers[self._first :] + self._workers[: self._first]
+        return [worker for worker in in_turn if worker.has_requests]
 
     @abc.abstractmethod
     def _drop_requests(self, worker: Handle) -> None:

@@ -56,12 +56,17 @@ class ThreadPool(WorkerPool):
         )
         # The loader has called set_epoch() of its own dataset; a thread's can be a copy.
         self._has_copies = copies[0][0] is not spec.dataset
+        shared = None if settings.in_order else Wakeup()
         self._workers = [
             _WorkerThread(
-                worker_id, dataclasses.replace(spec, dataset=dataset, collate_fn=collate_fn), settings
+                worker_id,
+                dataclasses.replace(spec, dataset=dataset, collate_fn=collate_fn),
+                settings,
+                shared or Wakeup(),
             )
             for worker_id, (dataset, collate_fn) in enumerate(copies)
         ]
+        self._first = 0  # of the workers asked for any reply
 
     def start(self) -> None:
         """Start the threads."""
@@ -74,10 +79,10 @@ class ThreadPool(WorkerPool):
         finally:
             torch.set_num_threads(num_threads)  # threads that begin later inherit the last setting
 
-    def submit(self, worker_id: int, pending: PendingBatch) -> None:
-        """Request a batch from a worker."""
+    def submit(self, pending: PendingBatch) -> None:
+        """Request a batch from its worker."""
         self.expect_open()
-        worker = self._workers[worker_id]
+        worker = self._workers[pending.worker]
         with worker.sent_lock:
             worker.sent.append(pending)
         worker.requests.put(pending)
@@ -91,18 +96,24 @@ class ThreadPool(WorkerPool):
             worker.drop_requests()
             worker.requests.put(BeginEpoch(epoch if self._has_copies else None, None))
 
-    def take(self, worker_id: int) -> PendingBatch | None:
+    def take(self, worker_id: int | None) -> PendingBatch | None:
         """The worker's next batch with its reply, as the object that the thread made; None: no reply yet."""
         self.expect_open()
-        worker = self._workers[worker_id]
-        if not worker.sent or worker.sent[0].reply is None:
-            return None
-        with worker.sent_lock:
-            return worker.sent.popleft()
+        asked = self._workers
+        if worker_id is None:
+            self._first = (self._first + 1) % len(asked)
+            asked = asked[self._first :] + asked[: self._first]
+        else:
+            asked = [asked[worker_id]]
+        for worker in asked:
+            if worker.sent and worker.sent[0].reply is not None:
+                with worker.sent_lock:
+                    return worker.sent.popleft()
+        return None
 
-    def wait(self, worker_id: int, deadline: float | None) -> None:
-        """Wait until the worker has replied, or `close` was called."""
-        self._workers[worker_id].wakeup.wait(deadline)
+    def wait(self, worker_id: int | None, deadline: float | None) -> None:
+        """Wait until the worker, or any, has replied, or `close` was called."""
+        self._workers[worker_id or 0].wakeup.wait(deadline)  # all have the same one if any can be asked
 
     def read_slots(self, backend: Backend, stream: Any) -> None:
         """Do nothing: batches of threads lie in private memory, which a fork would copy."""
@@ -133,14 +144,14 @@ class ThreadPool(WorkerPool):
 class _WorkerThread:
     """One thread: its queues and its buffers."""
 
-    def __init__(self, worker_id: int, spec: WorkerSpec, settings: PoolSettings) -> None:
+    def __init__(self, worker_id: int, spec: WorkerSpec, settings: PoolSettings, wakeup: Wakeup) -> None:
         self._buffers = BufferPool(
             settings.max_bytes // spec.num_workers, settings.prefetch_factor + _BUFFERS_BEYOND_PREFETCH
         )
         self._maker = BatchMaker(worker_id, spec.load, self._buffers, settings.pin, is_thread=True)
         self._count = settings.count
         self.requests: queue.SimpleQueue[PendingBatch | BeginEpoch | None] = queue.SimpleQueue()
-        self.wakeup = Wakeup()  # the consumer, which looks into its requests for replies
+        self.wakeup = wakeup  # the consumer, which looks into its requests for replies
         self.sent: deque[PendingBatch] = deque()  # the consumer's requests, in the order of their replies
         self.sent_lock = threading.Lock()  # without the GIL, a deque cannot be copied while it changes
         self.has_begun = threading.Event()

@@ -20,9 +20,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from fastload.batch.dataset_state import LOST
-from fastload.batch.packing import Packed, pack
+from fastload.batch.packing import Packed, Packer, pack
 from fastload.memory.lease import BumpAllocator, Memory
 from fastload.memory.segment import Segment, create_slot_segment
+from fastload.system import by_value, remote_error
 from fastload.system.child_process import enter_child
 from fastload.system.limits import too_many_files
 from fastload.system.remote_error import RemoteError
@@ -70,6 +71,14 @@ def main(
         pass  # the parent hung up during a reply
 
 
+class _PackerByToken(Packer):
+    """Packs batches with objects of classes that came by value."""
+
+    def reducer_override(self, value: Any) -> Any:
+        reduced = by_value.reduce_class(value)
+        return Packer.reducer_override(self, value) if reduced is NotImplemented else reduced
+
+
 class _Worker:
     """The transport of one worker: its pipe and its slots."""
 
@@ -80,10 +89,14 @@ class _Worker:
         self._slots: dict[int, Memory] = {}
         self._allocator = BumpAllocator(self._make_memory)
         self._new_segment: Segment | None = None
+        self._packer = Packer
+        if spec.is_by_value:
+            self._packer = _PackerByToken
+            remote_error.use_pickle(by_value)
         self._maker = BatchMaker(worker_id, spec.load, self._allocator, self._pack)
 
     def _pack(self, batch: Any) -> Packed:
-        return pack(batch, self._allocator)
+        return pack(batch, self._allocator, self._packer)
 
     def serve(self) -> None:
         """Reply to messages until the parent hangs up."""

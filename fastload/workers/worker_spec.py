@@ -2,7 +2,8 @@
 
 Under fork nothing is pickled. Under spawn and forkserver the parent pickles the spec once into a segment.
 Each worker gets the segment's descriptor, and duplicates of the descriptors that the spec refers to (pipes of
-locks and queues, shared tensors, caches).
+locks and queues, shared tensors, caches). Functions and classes without a name that workers can import travel
+by value, if cloudpickle is installed (see `by_value`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 from fastload.batch.fetch import FetchSettings
 from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.segment import Segment, round_up
+from fastload.system import by_value
+from fastload.system.logs import log
 from fastload.system.notes import add_note
 
 if TYPE_CHECKING:
@@ -49,6 +52,11 @@ class WorkerSpec(FetchSettings):
     seeds_samples: bool
     file_cache: FileCache | None = None
 
+    @property
+    def is_by_value(self) -> bool:
+        """No: under fork nothing was pickled."""
+        return False
+
     def load(self) -> WorkerSpec:
         """This object itself: under fork nothing was pickled."""
         return self
@@ -58,12 +66,17 @@ class WorkerSpec(FetchSettings):
 
 
 class PickledWorkerSpec:
-    """A spec as a segment and its descriptors; can be pickled for a process that is being started."""
+    """A spec as a segment and its descriptors; can be pickled for a process that is being started.
 
-    def __init__(self, segment: Segment, sizes: list[int], fds: list[int]) -> None:
+    Attributes:
+        is_by_value: Whether functions and classes in it can be pickled by value.
+    """
+
+    def __init__(self, segment: Segment, sizes: list[int], fds: list[int], *, is_by_value: bool) -> None:
         self._segment = segment
         self._sizes = sizes
         self._fds = fds
+        self.is_by_value = is_by_value
 
     def load(self) -> WorkerSpec:
         """Unpickle the spec, in the worker.
@@ -92,9 +105,9 @@ class PickledWorkerSpec:
                 f"a worker cannot unpickle the dataset, or what is sent with it: {type(error).__name__}: "
                 f"{error}. Workers that are spawned or come from a fork server import classes and functions "
                 "by name: define them at the top level of a module file that they can import, not at a "
-                "prompt, in a notebook, or under `if __name__ == '__main__':`. Open files and connections "
-                "on first use, not in __setstate__ or a constructor. Or use "
-                'multiprocessing_context="fork"'
+                "prompt, in a notebook, or under `if __name__ == '__main__':`"
+                f"{_or_install()}. Open files and connections on first use, not in __setstate__ or a "
+                'constructor. Or use multiprocessing_context="fork"'
             ) from error
         finally:
             _received_fds.clear()
@@ -110,11 +123,18 @@ class PickledWorkerSpec:
 
     def __reduce__(self) -> tuple[Any, ...]:
         duplicates = [reduction.DupFd(fd) for fd in self._fds]
-        return _attach_spec, (self._segment, self._sizes, duplicates)
+        return _attach_spec, (self._segment, self._sizes, duplicates, self.is_by_value)
 
 
-def _attach_spec(segment: Segment, sizes: list[int], duplicates: list[Any]) -> PickledWorkerSpec:
-    return PickledWorkerSpec(segment, sizes, [duplicate.detach() for duplicate in duplicates])
+def _attach_spec(
+    segment: Segment, sizes: list[int], duplicates: list[Any], is_by_value: bool
+) -> PickledWorkerSpec:
+    fds = [duplicate.detach() for duplicate in duplicates]
+    return PickledWorkerSpec(segment, sizes, fds, is_by_value=is_by_value)
+
+
+def _or_install() -> str:
+    return "" if by_value.is_possible() else f"; or {by_value.ADVICE}"
 
 
 def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
@@ -128,10 +148,9 @@ def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: _close_all(fds))
         try:
-            with _collect_descriptors(fds):
-                head = _dump(spec, buffers)
+            head, is_by_value = _dump(spec, buffers, fds)
         except Exception as error:
-            add_note(error, explain(spec, _can_be_sent, _ADVICE))
+            add_note(error, explain(spec, _can_be_sent, _ADVICE.format(_or_install())))
             raise
         views: list[memoryview] = [memoryview(head), *(buffer.raw() for buffer in buffers)]
         nbytes = sum(round_up(len(view), mmap.PAGESIZE) for view in views)
@@ -142,7 +161,7 @@ def pickle_spec(spec: WorkerSpec) -> PickledWorkerSpec:
             segment.write(view, offset)
             offset += round_up(len(view), mmap.PAGESIZE)
         undo.pop_all()
-    return PickledWorkerSpec(segment, [len(view) for view in views], fds)
+    return PickledWorkerSpec(segment, [len(view) for view in views], fds, is_by_value=is_by_value)
 
 
 def _close_all(fds: list[int]) -> None:
@@ -151,7 +170,41 @@ def _close_all(fds: list[int]) -> None:
     fds.clear()
 
 
-def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
+def _dump(value: Any, buffers: list[pickle.PickleBuffer], fds: list[int]) -> tuple[bytes, bool]:
+    """The pickle of a value, and whether it can hold functions and classes by value.
+
+    Pickle comes first. It would write names that no worker finds, and not fail, if workers cannot import the
+    main module.
+
+    Args:
+        value: The value.
+        buffers: Gets what lies outside of the pickle.
+        fds: Gets duplicates of the descriptors in it.
+
+    Raises:
+        Exception: The error of pickle.
+    """
+    if not by_value.is_possible():
+        return _dump_one_way(value, buffers, fds, is_by_value=False), False
+    if not by_value.workers_find_main():
+        return _dump_one_way(value, buffers, fds, is_by_value=True), True
+    try:
+        return _dump_one_way(value, buffers, fds, is_by_value=False), False
+    except Exception as error:  # noqa: BLE001 - of the user's objects; raised if there is no other way
+        reason = error
+    buffers.clear()
+    _close_all(fds)
+    try:
+        head = _dump_one_way(value, buffers, fds, is_by_value=True)
+    except Exception:  # noqa: BLE001 - as above
+        raise reason from None
+    log.debug("what workers get is pickled by value: %r", reason)
+    return head, True
+
+
+def _dump_one_way(
+    value: Any, buffers: list[pickle.PickleBuffer], fds: list[int], *, is_by_value: bool
+) -> bytes:
     def take(buffer: pickle.PickleBuffer) -> bool:
         # A read-only buffer or a small one stays in the pickle.
         view = buffer.raw()
@@ -161,8 +214,12 @@ def _dump(value: Any, buffers: list[pickle.PickleBuffer]) -> bytes:
         return False
 
     file = io.BytesIO()
-    # ForkingPickler can send locks, queues, connections and torch's tensors to another process.
-    reduction.ForkingPickler(file, 5, True, take).dump(value)
+    with _collect_descriptors(fds):
+        if is_by_value:
+            by_value.dump(value, file, take)
+        else:
+            # ForkingPickler can send locks, queues, connections and torch's tensors to another process.
+            reduction.ForkingPickler(file, 5, True, take).dump(value)
     return file.getvalue()
 
 
@@ -207,7 +264,7 @@ def _collect_descriptors(fds: list[int]) -> Any:
 
 
 _ADVICE = (
-    "Define functions and classes at the top level of a module, not as lambdas or local functions; open "
+    "Define functions and classes at the top level of a module, not as lambdas or local functions{}; open "
     "files and connections in the worker, on first use; or use multiprocessing_context='fork'."
 )
 
@@ -232,8 +289,7 @@ def explain(spec: WorkerSpec, can_be_sent: Callable[[Any], bool], advice: str) -
 def _can_be_sent(value: Any) -> bool:
     fds: list[int] = []
     try:
-        with _collect_descriptors(fds):
-            _dump(value, [])
+        _dump(value, [], fds)
     except Exception:  # noqa: BLE001  # any error means that it cannot be pickled
         return False
     finally:

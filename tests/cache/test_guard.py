@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from torch.utils.data import Subset
 
 import fastload
@@ -25,6 +26,7 @@ from fastload.errors import NondeterministicDatasetError, UnsupportedSampleError
 from fastload.images.folder import ImageFolder
 from fastload.nested.tree import first_difference
 from tests.cache.zoo import Everything, Images, KnownImages, Made, Pair, RaggedImages, RandomImages
+from tests.kit.batches import assert_same_samples
 
 pytestmark = pytest.mark.usefixtures("registry_folder")
 
@@ -361,15 +363,58 @@ def test_advice_for_torchvisions_pipelines_names_all_steps(module: str, step: st
             CachedDataset(source)
 
 
-def test_a_transform_of_torchvision_for_one_image_fails_with_its_successor() -> None:
-    """Only those of v2 take whole samples; a note says so where a sample is more than an image."""
+@pytest.mark.parametrize("module", ["torchvision.transforms.transforms", "timm.data.transforms"])
+def test_a_transform_for_one_image_gets_the_image_beside_labels(module: str) -> None:
+    """As torchvision's datasets call it; in a pipeline of torchvision's, too."""
+    crop: Any = type("Crop", (), {"__module__": module, "__call__": lambda _, image: image[:4]})
+    pipeline: Any = type("Compose", (), {"__module__": "torchvision.transforms.transforms"})
+    pipeline.__call__ = lambda self, image: self.transforms[0](image)
+    pipeline.transforms = [crop()]
+    for transform in (crop(), pipeline()):
+        for sample in (
+            (BUFFER, 1),
+            [BUFFER, "a", None],
+            Pair(BUFFER, np.ones(3)),
+            {"image": BUFFER, "id": 1},
+        ):
+            found = CachedDataset(Made(lambda _, sample=sample: sample), transform)[0]
+            assert type(found) is type(sample)
+            values = list(found.values() if isinstance(found, dict) else found)
+            originals = list(sample.values() if isinstance(sample, dict) else sample)
+            assert np.array_equal(values[0], BUFFER[:4])
+            assert_same_samples(values[1:], originals[1:])
+        assert np.array_equal(CachedDataset(Made(lambda _: BUFFER), transform)[0], BUFFER[:4])
+
+
+def test_a_transform_for_one_image_fails_beside_what_it_would_leave_in_its_place() -> None:
+    """A mask, boxes, and what the loader does not know: a note names v2, whose classes take whole samples."""
 
     def fail(_flip: Any, sample: Any) -> None:
         raise TypeError(f"img should be PIL Image. Got {type(sample)}")
 
     flip: Any = type("Flip", (), {"__module__": "torchvision.transforms.transforms", "__call__": fail})
-    for sample, is_advised in (((BUFFER, 1), True), ({"image": BUFFER}, True), (BUFFER, False)):
-        dataset = CachedDataset(Made(lambda _, sample=sample: sample), flip())
-        with pytest.raises(TypeError) as caught:
-            dataset[0]
-        assert any("transforms.v2, which take" in note for note in caught.value.__notes__) == is_advised
+    mask, boxes = np.zeros((4, 4), np.uint8), torch.zeros(2, 4)
+    for other in (mask, boxes, {"boxes": [1, 2, 3, 4]}, Image.new("L", (4, 4))):
+        for sample in ((BUFFER, other), {"image": BUFFER, "other": other}):
+            dataset = CachedDataset(Made(lambda _, sample=sample: sample), flip())
+            with pytest.raises(TypeError, match=f"Got .*{type(sample).__name__}") as caught:
+                dataset[0]
+            assert any("transforms.v2, which take" in note for note in caught.value.__notes__)
+
+
+def test_a_pipeline_that_begins_with_the_users_own_step_gets_the_sample() -> None:
+    """Also in torchvision's Compose, and a subclass of a transform of torchvision's."""
+    crop: Any = type("Crop", (), {"__module__": "torchvision.transforms.transforms"})
+    own: Any = type("Own", (crop,), {"__call__": lambda _, sample: type(sample)})
+    pipeline: Any = type("Compose", (), {"__module__": "torchvision.transforms.transforms"})
+    pipeline.__call__ = lambda self, sample: self.transforms[0](sample)
+    pipeline.transforms = [own()]
+    dataset = CachedDataset(Made(lambda index: (BUFFER, index)), own())
+    assert dataset[0] is tuple
+    dataset.transform = pipeline()
+    assert dataset[0] is tuple
+    pipeline.transforms = []
+    empty: Any = pipeline()
+    empty.__class__.__call__ = lambda self, sample: sample
+    dataset.transform = empty
+    assert dataset[1][1] == 1

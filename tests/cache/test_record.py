@@ -157,8 +157,6 @@ ENDLESS.append(ENDLESS)
 @pytest.mark.parametrize(
     ("sample", "path", "advice"),
     [
-        *(({"image": Image.new("RGB", (2, 2))}, '$["image"]', "numpy.asarray(image)"),
-          ((1, [Image.new("L", (2, 2))]), "$[1][0]", "numpy.asarray(image)")),
         *(([{1, 2}], "$[0]", "plain list"), ({1: 2}, "$", "str keys")),
         ({"p": Path("x")}, '$["p"]', "str(value)"),
         *((OrderedDict(a=1), "$", "plain dict"), ({"file": bytearray(b"x")}, '$["file"]', "str or bytes")),

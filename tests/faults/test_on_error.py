@@ -14,7 +14,7 @@ import fastload
 from fastload.batch import failures
 from tests.faults import zoo
 from tests.faults.zoo import rows
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
 
 MODES: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
@@ -196,7 +196,7 @@ def test_a_replacement_under_a_batch_sampler_of_the_users_is_one_of_the_same_bat
         assert set(batch) <= set(indices) - zoo.BAD
 
 
-STREAM, TORCHS = datasets.Stream(), {"num_workers": 1, "in_order": False}
+STREAM, TORCHS = datasets.Stream(), {"num_workers": 1, **torchs_own.FORK}
 RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
 
 
@@ -209,8 +209,8 @@ RESTARTS: dict[str, Any] = {"on_error": "raise", "max_worker_restarts": 1}
         *(({"max_worker_restarts": value}, "max_worker_restarts should be") for value in (-1, 1.5)),
         ({"dataset": STREAM}, "needs a map-style dataset"),
         ({"dataset": STREAM} | RESTARTS, "needs a map-style dataset"),
-        (TORCHS, r"does not work with torch's own iterator, .*in_order=False"),
-        (TORCHS | RESTARTS, r"does not work with torch's own iterator, .*in_order=False"),
+        (TORCHS, r"does not work with torch's own iterator, .*OwnFork"),
+        (TORCHS | RESTARTS, r"does not work with torch's own iterator, .*OwnFork"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: str) -> None:

@@ -37,6 +37,7 @@ def _assert_same(one: Any, other: Any, *, in_memory: bool) -> None:
         for left, right in zip(one, other, strict=True):
             _assert_same(left, right, in_memory=in_memory)
     elif isinstance(one, torch.Tensor):
+        assert type(one) is torch.Tensor or vars(one) == vars(other)
         _assert_same_tensors(one, other, in_memory=in_memory)
     elif isinstance(one, (np.ndarray, np.generic)):
         _assert_same_arrays(one, other, in_memory=in_memory)

@@ -21,6 +21,7 @@ from fastload.cli import main
 from fastload.images import regions
 from fastload.profiling import suggestions
 from fastload.profiling.prediction import LoaderModel
+from fastload.system.humanize import readable_size
 from tests.profiling import zoo
 
 if TYPE_CHECKING:
@@ -120,12 +121,21 @@ def test_a_cluster_is_suggested_where_this_machine_gains_less(
         return iter(suggestions.Suggestion(name, "", gain) for name, gain in gains.items())
 
     monkeypatch.setattr(suggestions, "_caches", planned)
-    for name in ("_regions", "_workers", "_device_transform", "_threads", "_slow_parts", "_transport"):
+    for name in (
+        "_files",
+        "_regions",
+        "_workers",
+        "_device_transform",
+        "_threads",
+        "_slow_parts",
+        "_transport",
+    ):
         monkeypatch.setattr(suggestions, name, lambda *_: iter(()))
-    for name in ("_remote_workers", "_persistent_workers"):
+    for name in ("_files", "_remote_workers", "_persistent_workers"):
         monkeypatch.setattr(suggestions, name, lambda *_: iter(()))
     monkeypatch.setattr(suggestions.LoaderModel, "of", lambda _: None)
     timeline: Any = SimpleNamespace(data_share=0.9, waits=[1.0], warm=[1], start_share=0.0)
+    timeline.info = {"num_workers": 2}
     assert [one.change for one in suggestions.suggest(timeline, 0)] == changes
 
 
@@ -168,7 +178,7 @@ def suggested(kind: str, dataset: Any, free_bytes: int) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("dataset", "free_bytes", "changes"),
     [
-        (zoo.DecodedAndCropped(), 1 << 40, {"ram", "regions"}),
+        (zoo.DecodedAndCropped(), 1 << 40, {"ram", "regions", "files"}),
         (zoo.DecodedAndCropped(), 1, {"lmdb", "regions"}),
         (zoo.SlowRead(), 1, {"lmdb"}),
         (zoo.Quick(A.Compose([A.Normalize(), A.ToTensorV2()])), 1 << 40, {"uint8"}),
@@ -194,6 +204,20 @@ def test_advised_code_runs_as_printed(
         assert codes, text
         for code in codes:
             eval(code.replace('"cuda"', '"cpu"'), names)
+
+
+def test_what_remembering_files_takes_is_told(no_minimum: None) -> None:
+    """The memory of every decoded image, and nothing where less than a quarter fits or a cache does it."""
+    dataset = zoo.DecodedAndCropped()
+    text = suggested("fastload", dataset, 1 << 40)["files"]
+    assert f"at most {readable_size(600 * 800 * 3 * len(dataset))} of RAM" in text
+    assert re.search(r"Decoding is \d+% of the time of making a batch", text)
+    assert "files" not in suggested("fastload", dataset, 1 << 20)
+    with fastload.DataLoader(dataset, zoo.BATCH, cache="ram") as loader:
+        with fastload.profile() as profile:
+            list(loader)
+        changes = suggestions.suggest(profile._timelines[0], 1 << 40)
+    assert "files" not in {one.change for one in changes}
 
 
 @pytest.mark.usefixtures("no_minimum")

@@ -21,9 +21,10 @@ import fastload
 from fastload.cache.file_cache import forget_stores
 from fastload.cache.ram.file_store import SharedFileStore
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity
+from fastload.readers import identity, patches
 from fastload.readers.decode_cache import VERIFY_VARIABLE
 from fastload.readers.request import CACHE_VARIABLE
+from tests.kit import torchs_own
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -133,7 +134,8 @@ WORKERS: list[Any] = [
         {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}, id="persistent"
     ),
     pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, id="spawn", marks=pytest.mark.slow),
-    pytest.param({"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}, id="torch's"),
+    pytest.param({"num_workers": 1, "in_order": False, "multiprocessing_context": "fork"}, id="as they come"),
+    pytest.param({"num_workers": 1, **torchs_own.FORK}, id="torch's"),
 ]
 
 
@@ -148,7 +150,7 @@ def test_batches_are_those_of_torch_and_files_are_decoded_once(
     expected = epochs(tud.DataLoader(dataset, 4, **shuffle, **options))
     with fastload.DataLoader(dataset, 4, cache="ram", **shuffle, **options) as loader:
         assert epochs(loader) == expected
-    if options.get("in_order", True):  # torch's own iterators count nothing
+    if options.get("multiprocessing_context") not in torchs_own.FORK.values():  # torch's own counts nothing
         number = len(dataset) if kind != "stream" else SIZE
         stats = loader.stats()
         assert (stats.cache_hits, stats.cache_misses) == (2 * number, number)
@@ -173,6 +175,30 @@ def test_workers_and_their_parent_share_the_files(folder: Path) -> None:
     for number, workers in enumerate((options, {})):
         with fastload.DataLoader(Bgr(folder), 4, cache="ram", **workers) as loader:
             list(loader)
+            assert loader.stats().cache_misses == (0 if number else SIZE)
+
+
+@pytest.mark.slow
+def test_workers_remember_the_files_of_a_dataset_that_pickle_cannot_send(folder: Path) -> None:
+    """A local class with lambdas, which took a function of OpenCV before it was replaced or while it was."""
+
+    class Local(Bgr):
+        def __init__(self) -> None:
+            super().__init__(folder)
+            self.read = cv2.imread
+            self.flip = lambda image: image[::-1].copy()
+
+        def __getitem__(self, index: int) -> Any:
+            image, number = super().__getitem__(index)
+            return self.flip(image), number, self.read(str(self.paths[index]))[:16]
+
+    with patches.installed():
+        meanwhile = Local()
+    expected = [plain(batch) for batch in tud.DataLoader(Local(), 4)]
+    options: Any = {"num_workers": 1, "multiprocessing_context": "forkserver", "cache": "ram"}
+    for number, dataset in enumerate((Local(), meanwhile)):
+        with fastload.DataLoader(dataset, 4, **options) as loader:
+            assert [plain(batch) for batch in loader] == expected
             assert loader.stats().cache_misses == (0 if number else SIZE)
 
 

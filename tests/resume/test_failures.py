@@ -17,6 +17,7 @@ from fastload.epochs import on_device
 from fastload.errors import BatchLostError, DeviceUnavailableError, ResumeError, SharedMemoryError
 from fastload.workers import process_pool
 from tests.device.fake import FakeBackend
+from tests.kit import torchs_own
 from tests.resume.loaders import labels, order_states, seeded, state_after, through_json, uninterrupted
 from tests.resume.loaders import make as make_kind
 from tests.resume.zoo import Faulty, Numbers, Stateful, Stream, stream
@@ -60,7 +61,7 @@ WORKER: dict[str, Any] = {"num_workers": 1}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PERSISTENT: dict[str, Any] = {"persistent_workers": True}
 CUDA: dict[str, Any] = {"device": "cuda"}
-TORCHS: dict[str, Any] = {"num_workers": 1, "in_order": False}
+TORCHS: dict[str, Any] = {"num_workers": 1, **torchs_own.FORK}
 FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
     *(({}, fault) for fault in (ITER, OTHER)),
     ({}, (AssertionError, {"timeout": 5})),
@@ -70,7 +71,7 @@ FAULTS: list[tuple[dict[str, Any], tuple[Any, dict[str, Any]]]] = [
     *((WORKER | PERSISTENT, fault) for fault in (ITER, INTERRUPT, OTHER, NEXT)),
     (THREADS | PERSISTENT, NEXT),
     *((TORCHS | PERSISTENT, fault) for fault in (ITER, NEXT)),
-    (TORCHS, UNSTARTED),
+    (TORCHS, (Exception, {**UNSTARTED[1], **torchs_own.SPAWN})),
     (WORKER | PERSISTENT | CUDA, (ArithmeticError, {"StreamPrefetcher": _fail})),
 ]
 
@@ -83,7 +84,7 @@ def test_a_loaded_state_stays_loaded(options: Any, fault: Any, request: pytest.F
     Torch's iterators are resumed between epochs, and others within one.
     """
     fake: Any = request.getfixturevalue("fake") if "device" in options else None
-    is_torchs = "in_order" in options
+    is_torchs = isinstance(options.get("multiprocessing_context"), (torchs_own.OwnFork, torchs_own.OwnSpawn))
     with make(**TORCHS if is_torchs else {}) as loader:
         list(loader)
         iterator = loader if is_torchs else iter(loader)
@@ -264,9 +265,9 @@ def test_a_stream_whose_methods_need_arguments(methods: Any, options: dict[str, 
         assert labels(loader) == labels(DataLoader(Stream(), 3))
         next(iter(loader))
         state = through_json(loader.state_dict())
-        assert state["dataset_states"] is None or "in_order" in options
+        assert state["dataset_states"] is None or options is TORCHS
         loader.load_state_dict(state)
-        with pytest.raises(ResumeError, match=r"after 1 batches: .*(without arguments|in_order=False)"):
+        with pytest.raises(ResumeError, match=r"after 1 batches: .*(without arguments|OwnFork)"):
             iter(loader)
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DistributedSampler
 
 from fastload import DataLoader
 from fastload.errors import ResumeError
+from tests.kit import torchs_own
 from tests.resume.loaders import (
     DATASETS,
     SAMPLERS,
@@ -163,7 +164,7 @@ def test_torch_s_own_iterators_say_that_they_cannot(seeding: Any) -> None:
     """What goes through torch's iterator is counted; it can be resumed at its end, and not in its middle."""
     options: dict[str, Any] = {
         "num_workers": 1,
-        "in_order": False,
+        **torchs_own.FORK,
         "persistent_workers": True,
         "seeding": seeding,
     }
@@ -172,7 +173,7 @@ def test_torch_s_own_iterators_say_that_they_cannot(seeding: Any) -> None:
             iterator = iter(loader)
             next(iterator), next(iterator)
             resumed.load_state_dict(loader.state_dict())
-            with pytest.raises(ResumeError, match="after 2 batches: in_order=False"):
+            with pytest.raises(ResumeError, match="after 2 batches: multiprocessing_context is a OwnFork"):
                 iter(resumed)
             assert len(list(iterator)) == 1
             assert loader.state_dict()["epoch"] == number
@@ -183,8 +184,8 @@ def test_torch_s_own_iterators_say_that_they_cannot(seeding: Any) -> None:
 
 
 def test_an_older_iterator_of_torch_s_counts_in_its_own_epoch() -> None:
-    """What goes on with an earlier iterator over in_order=False is no batch of the later one's epoch."""
-    with DataLoader(Numbers(12), 4, num_workers=1, in_order=False) as loader:
+    """What goes on with an earlier iterator of torch's is no batch of the later one's epoch."""
+    with DataLoader(Numbers(12), 4, num_workers=1, **torchs_own.FORK) as loader:
         older, later = iter(loader), iter(loader)
         list(older)
         next(later)

@@ -298,6 +298,9 @@ def test_a_damaged_state_is_refused_or_harmless(data: Any) -> None:
         (3, {"_iterator_finished": True}, r"it is between epochs, but 'generators' \['default', 'loader'\]"),
         (99, {"_iterator_finished": False}, r"it is within epochs, but 'generators' \['loader'\]"),
         (3, {"_num_yielded": 4}, "'_num_yielded' is 4, but 'checksum' counts 3"),
+        (3, {"_num_yielded": 2, "received_ahead": []}, "'_num_yielded' is 2, but 'checksum' counts 3, and"),
+        (3, {"received_ahead": [5]}, "'_num_yielded' is 3, but 'checksum' counts 3, and .* has 1"),
+        (3, {"_num_yielded": 4, "received_ahead": [2]}, "'received_ahead' has a number below 3"),
         (3, {"next_worker": 1}, "'next_worker' is 1 of 0"),
         (3, {"dataset_states": [{"progress": "begun", "num_batches": 2}]}, "have read fewer batches than 3"),
         (0, {"iterator_kind": "again"}, "its generators do not produce its 'base_seed'"),
@@ -324,13 +327,14 @@ def test_a_state_that_contradicts_itself_is_refused(num_batches: int, change: An
 
 HUGE = 10**5000
 INVALID: dict[str, list[Any]] = {
-    "version": [None, 3.0, 4, HUGE],
+    "version": [None, 4.0, 3, HUGE],
     "epoch": [True, HUGE],
     "_num_yielded": [-1],
     "_iterator_finished": [0],
     "iterator_kind": [[]],
     "sample_seed": [1 << 64],
     "checksum": [[1], [2, 1 << 32]],
+    "received_ahead": [3, [-1], [5, 4], [4, 4], ["4"]],
     "generators": [{"default": "QUJD\n"}],
     "samplers": [{"sampler": lambda: 0}],
     "dataset_states": [[{"progress": "begun"}]],

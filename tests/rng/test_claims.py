@@ -110,7 +110,7 @@ def check_ways(make: Any, *ways: dict[str, Any], **more: Any) -> None:
 
 
 FORKED = {"num_workers": 2, "prefetch_factor": 3, "persistent_workers": True}
-AS_THEY_COME = {"num_workers": 2, "in_order": False, "persistent_workers": True}  # torch's own iterator
+AS_THEY_COME = {"num_workers": 2, "in_order": False, "persistent_workers": True}
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 WORKERS: dict[str, Any] = {"num_workers": 2}
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
-AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}  # torch's own iterator
+AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}
 
 
 def flat(epochs: list[Any]) -> list[Any]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 THREADS: dict[str, Any] = {"num_workers": 2, "worker_type": "thread"}
 PROCESSES: dict[str, Any] = {"num_workers": 2}
-AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}  # torch's own iterator
+AS_THEY_COME: dict[str, Any] = {"num_workers": 2, "in_order": False}
 
 
 # --- seeds -----------------------------------------------------------------------------------------------

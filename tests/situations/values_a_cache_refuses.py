@@ -1,4 +1,4 @@
-"""Values that a cache would change (PIL images, sparse tensors, objects) are refused, with their place in the sample."""
+"""Values that a cache would change (images of own classes, sparse tensors, objects) are refused, with their place in the sample."""
 
 import warnings
 
@@ -13,9 +13,13 @@ class Mine:
     pass
 
 
+class MyImage(Image.Image):
+    pass
+
+
 warnings.simplefilter("ignore")  # torch warns of nested tensors
 values = {
-    "a PIL image": Image.new("RGB", (4, 4)),
+    "an image of an own class": MyImage(),
     "a sparse tensor": torch.eye(3).to_sparse(),
     "a masked array": np.ma.masked_array([1, 2], [True, False]),
     "a strided nested tensor": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),

@@ -146,11 +146,9 @@ def _shapes(case: Case) -> dict[str, Any]:
 # What does not go together, and what is changed for it; a later rule sees what earlier ones have changed.
 _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict[str, Any]]]] = [
     # Modes.
-    (lambda c: c.mode in FAULTS, lambda c: {"num_workers": max(1, c.num_workers), "in_order": True}),
+    (lambda c: c.mode in FAULTS, lambda c: {"num_workers": max(1, c.num_workers)}),
     (lambda c: c.mode in FAULTS and c.method == "thread", {"method": "fork"}),
     (lambda c: c.mode != "stops" and c.timeout_s == 0.2, {"timeout_s": 0}),
-    # The iterator for in_order=False is torch's, which cannot do this.
-    (lambda c: c.mode in ("resumes", "forks"), {"in_order": True}),
     # This sampler draws in mid-epoch; and two loaders would both draw from the default generator.
     (lambda c: (c.mode, c.order) == ("interleaves", "with replacement"), {"order": "shuffle by a generator"}),
     (lambda c: (c.mode, c.order) == ("threads", "shuffle"), {"order": "shuffle by a generator"}),
@@ -185,9 +183,8 @@ _RULES: list[tuple[Callable[[Case], Any], dict[str, Any] | Callable[[Case], dict
         lambda c: not c.num_workers,
         {"method": "fork", "prefetch_factor": 2, "is_persistent": False, "timeout_s": 0},
     ),
-    (lambda c: not c.num_workers or c.method == "thread" or c.is_stream, {"in_order": True}),
-    # torch's own thread pins its batches, and asks for an accelerator.
-    (lambda c: not c.in_order, {"is_pinned": False}),
+    # A stream's copies end at different times, so how their batches come is not known.
+    (lambda c: not c.num_workers or c.is_stream, {"in_order": True}),
     # Each spawned worker takes two seconds to start.
     (
         lambda c: c.num_workers and c.method == "spawn",

@@ -94,8 +94,7 @@ def breaks(subject: Subject, rng: random.Random) -> None:
     for _ in range(rng.randrange(1, 4)):
         reader = subject.read(loader)
         held.some(reader)
-        # torch's own iterator, for in_order=False, knows no close().
-        where = rng.choice(["nowhere", "kept", "cycle", *(["closed"] * 2 if subject.case.in_order else ())])
+        where = rng.choice(["nowhere", "kept", "cycle", "closed", "closed"])
         if where == "kept":
             left.append(reader)
         elif where == "cycle":
@@ -212,7 +211,7 @@ def forks(subject: Subject, rng: random.Random) -> None:
 def _inherit(subject: Subject, held: Held, reads: bool) -> tuple[Held, None]:
     """In a child: perhaps read an epoch with a loader of its own and close all loaders; keep the batches."""
     if reads:
-        changes = {"is_persistent": False, "timeout_s": 0, "in_order": True}
+        changes = {"is_persistent": False, "timeout_s": 0}
         loader = subject.loader(num_workers=len(held.received) % 2, method="fork", **changes)
         for _ in subject.read(loader):
             pass

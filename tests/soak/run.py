@@ -17,7 +17,6 @@ import threading
 import time
 import traceback
 import warnings
-from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,8 +88,6 @@ class Soak:
         before = self._snapshot()
         with tempfile.TemporaryDirectory(dir=self._folder.name) as folder:
             consume(case, Path(folder))
-        # With in_order=False, torch sends tensors among the indices through a thread that it never ends.
-        resource_sharer.stop(timeout=leaks.GRACE_S)
         deadline = time.monotonic() + leaks.GRACE_S
         while grown := leaks.grown(before, self._snapshot()):
             if time.monotonic() > deadline:

@@ -212,7 +212,7 @@ class Reader:
         if not self.due:
             raise SoakError(f"{place} came after the end")
         shared = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_shared()]
-        if shared and self.case.in_order:  # torch's iterator brings them in another order
+        if shared:
             raise SoakError(f"{place} came through torch's transport: is_shared() is True")
         if self.case.channels_last and self.case.kind != "strided" and (wrong := wrong_strides(batch)):
             raise SoakError(f"{place}: {wrong}")

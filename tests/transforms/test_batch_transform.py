@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastload import CachedDataset, DataLoader, transforms
-from tests.kit import datasets
+from tests.kit import datasets, torchs_own
 from tests.kit.batches import read_epoch
 
 IMAGES = datasets.Made(datasets.image, 22)
@@ -62,7 +62,8 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
         "processes": {"num_workers": 2},
         "forkserver": {"num_workers": 1, "multiprocessing_context": "forkserver"},
         "threads": {"num_workers": 2, "worker_type": "thread"},
-        "torch": {"num_workers": 1, "in_order": False},
+        "torch": {"num_workers": 1, **torchs_own.FORK},
+        "as they come": {"num_workers": 1, "in_order": False},
     }[request.param]
 
 
@@ -70,10 +71,8 @@ def workers(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize("seeding", ["worker", "sample"])
 def test_it_draws_what_a_device_transform_draws(seeding: str, workers: dict[str, Any]) -> None:
     """A list of fastload's own transforms gives the same pixels in any kind of workers and on the device."""
-    # With in_order=False, draws with seeding="sample" depend on the batch's number on both ways.
-    alike = workers if "in_order" in workers else {}
-    expected = epoch_of(2, seeding=seeding, shuffle=True, device="cpu", device_transform=AUGMENT, **alike)
-    assert alike or equal(epoch_of(2, seeding=seeding, shuffle=True, batch_transform=AUGMENT), expected)
+    expected = epoch_of(2, seeding=seeding, shuffle=True, device="cpu", device_transform=AUGMENT)
+    assert equal(epoch_of(2, seeding=seeding, shuffle=True, batch_transform=AUGMENT), expected)
     assert equal(epoch_of(2, seeding=seeding, shuffle=True, batch_transform=AUGMENT, **workers), expected)
     assert not equal(epoch_of(2, seeding=seeding, shuffle=True), expected)
 

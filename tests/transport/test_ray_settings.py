@@ -30,7 +30,6 @@ IMAGES = datasets.Made(datasets.image, 12)
         ),
         ({"worker_type": "ray", "num_workers": "auto"}, "pass a number, such as the cluster's free CPUs"),
         ({"worker_type": fastload.RayWorkers(), "num_workers": "auto"}, "the cluster's free CPUs"),
-        ({"worker_type": "ray", "in_order": False}, "does not work with torch's own iterator"),
     ],
 )
 def test_arguments_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

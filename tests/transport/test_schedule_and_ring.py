@@ -240,26 +240,30 @@ def test_a_worker_that_died_loses_its_slots_and_no_other_worker_does() -> None:
 
 
 class Transport(RuleBasedStateMachine):
-    """Workers answer in order with batches of any size, a caller holds and drops some; the ring is tight."""
+    """Workers answer with batches of any size, a caller holds and drops some; the ring is tight."""
 
     @initialize(
         num_workers=st.integers(1, 3),
         in_flight=st.integers(1, 3),
         pages=st.integers(1, 12),
         shares=st.none() | st.lists(st.integers(0, 8), min_size=3, max_size=3),
+        in_order=st.booleans(),
     )
-    def start(self, num_workers: int, in_flight: int, pages: int, shares: list[int] | None) -> None:
+    def start(
+        self, num_workers: int, in_flight: int, pages: int, shares: list[int] | None, in_order: bool
+    ) -> None:
         self.num_workers = num_workers
         self.in_flight = in_flight
         self.limit_bytes = pages * PAGE
         self.shares = shares  # of an iterable dataset: how many batches each worker has
         self.ring = Ring(num_workers, in_flight, self.limit_bytes)
-        self.schedule = Schedule(num_workers)
+        self.in_order = in_order
+        self.schedule = Schedule(num_workers, in_order=in_order)
         self.waiting: list[tuple[int, int]] = []
         self.sent: dict[int, list[tuple[int, Any]]] = {worker: [] for worker in range(num_workers)}
         self.held: dict[int, tuple[Any, Any]] = {}  # batch -> (slot, lease)
         self.num_assigned = self.turn = 0
-        self.due = 0
+        self.num_received = 0
         self.num_given = [0] * num_workers
         self.num_copies = 0
         self.sizes_seen = {0}
@@ -267,23 +271,32 @@ class Transport(RuleBasedStateMachine):
 
     @rule()
     def submit(self) -> None:
-        if self.num_assigned - self.due < self.num_workers * self.in_flight:
+        if self.num_assigned - self.num_received < self.num_workers * self.in_flight:
             self._assign()
         self._feed()
 
     def _assign(self) -> None:
-        assigned = self.schedule.assign()
-        if assigned is None:
+        worker = self.schedule.assign()
+        if worker is None:
             assert self.shares is not None
             assert not any(self.schedule.is_active(worker) for worker in range(self.num_workers))
         else:
             active = [self.schedule.is_active(worker) for worker in range(self.num_workers)]
-            while not active[self.turn % self.num_workers]:  # tasks go round, without those that have ended
-                self.turn += 1
-            assert assigned == (self.num_assigned, self.turn % self.num_workers)
-            self.turn += 1
+            if self.in_order:
+                while not active[self.turn % self.num_workers]:  # without those that have ended
+                    self.turn += 1
+                assert worker == self.turn % self.num_workers
+            else:
+                counts = [self._num_pending(other) for other in range(self.num_workers) if active[other]]
+                assert active[worker]
+                assert self._num_pending(worker) == min(counts)
+            self.turn = worker + 1
+            self.waiting.append((self.num_assigned, worker))
             self.num_assigned += 1
-            self.waiting.append(assigned)
+            assert self.schedule.num_assigned == self.num_assigned
+
+    def _num_pending(self, worker: int) -> int:
+        return len(self.sent[worker]) + sum(other == worker for _, other in self.waiting)
 
     def _feed(self) -> None:
         for task, worker in list(self.waiting):
@@ -299,20 +312,23 @@ class Transport(RuleBasedStateMachine):
             self.waiting.remove((task, worker))
             self.sent[worker].append((task, slot))
 
-    @rule(pages=st.integers(0, 4))
-    def receive(self, pages: int) -> None:
-        head = self.schedule.head()
-        if head is None:
+    @rule(pages=st.integers(0, 4), choice=st.integers(0, 2))
+    def receive(self, pages: int, choice: int) -> None:
+        assert self.schedule.num_pending == self.num_assigned - self.num_received
+        if not self.schedule.num_pending:
             return
-        task, worker = head
-        assert task == self.due
+        worker = self.schedule.due()
+        assert (worker is not None) == self.in_order
+        if worker is None:  # any worker with a request can be the first to reply
+            asked = [other for other in range(self.num_workers) if self._num_pending(other)]
+            worker = asked[choice % len(asked)]
         self._feed()
         # Never a deadlock: the task that is due has a slot, whatever the caller holds.
         assert self.sent[worker]
-        assert self.sent[worker][0][0] == task
-        _, slot = self.sent[worker].pop(0)
-        assert self.schedule.pop() == head
-        self.due += 1
+        task, slot = self.sent[worker].pop(0)
+        assert not self.in_order or task == self.num_received
+        self.schedule.remove(worker)
+        self.num_received += 1
         if self.shares is not None and self.num_given[worker] >= self.shares[worker]:
             self._end(worker, slot)
         else:
@@ -374,8 +390,8 @@ class Transport(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "ring"):
             return
-        while self.schedule.head() is not None:
-            self.receive(1)
+        while self.schedule.num_pending:
+            self.receive(1, 0)
         self.held.clear()
         for worker in range(self.num_workers):
             self.ring.reclaim(worker)

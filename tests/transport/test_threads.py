@@ -278,12 +278,11 @@ def test_batches_that_wait_for_the_caller_leave_nothing_behind(num_batches: int)
     ("options", "named"),
     [
         ({"dataset": datasets.Stream()}, r"^worker_type=.thread. needs a map-style dataset, whose"),
-        ({"in_order": False}, r"worker_type=\"thread\".*in_order=False"),
         ({"multiprocessing_context": "spawn"}, "multiprocessing_context"),
     ],
 )
 def test_what_does_not_go_together_is_named(options: dict[str, Any], named: str) -> None:
-    """An iterable-style dataset has one iterator, and torch's own iterator knows no threads."""
+    """An iterable-style dataset has one iterator, and threads have no context."""
     with pytest.raises(ValueError, match=named):
         iter(threads(**{"dataset": range(4)} | options))
 

@@ -74,6 +74,12 @@ class Albumentations(AugmentationLibrary):
             and isinstance(sample[0], _IMAGES)
         ):
             return transform(image=sample[0])["image"], sample[1]  # most samples: a shortcut
+        if type(self.image_of(sample)).__module__.startswith("PIL."):
+            raise TypeError(
+                "an albumentations transform takes the image as a NumPy array; the dataset returned "
+                f"{structure_of(sample)}: convert it once, in a function that you pass as pre_transform=, "
+                'with numpy.asarray(image.convert("RGB")), or numpy.asarray(image) for a mask'
+            )
         if isinstance(self.image_of(sample), torch.Tensor):
             raise TypeError(
                 "an albumentations transform takes the image as a NumPy array, (H, W, C) uint8 or float32; "

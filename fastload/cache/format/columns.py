@@ -129,7 +129,7 @@ class ColumnReader:
             None if default_collate would not make tensors or lists of such samples.
         """
         make = tensor_functions()
-        if not all(make.collates(leaf) for leaf, _ in self._columns):
+        if self._spec.has_objects or not all(make.collates(leaf) for leaf, _ in self._columns):
             return None
         batch: list[Any] = []
         for (leaf, array), read in zip(self._columns, self._readers, strict=True):
