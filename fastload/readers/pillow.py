@@ -143,6 +143,8 @@ class _File:
 
     def content(self) -> Callable[[], bytes | bytearray] | None:
         """What reads the file later, even if it is closed or deleted; None if that is not possible."""
+        if isinstance(self._facts, Unknown):
+            return None
         try:
             return Descriptor.of(self._file.fileno(), self._facts).content
         except OSError:  # no descriptor is left, or someone would lose a lock
