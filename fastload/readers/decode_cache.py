@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
+_MAX_DEFERRED = 16  # of a thread: each holds a file open
 NEW = "new"
 FULL = "no memory left for it"
 NO_SPACE = "no space for it on the disk, or no right to write there"
@@ -100,6 +103,7 @@ class DecodeCache:
             yield self
         finally:
             _thread.cache = before
+            settle()
 
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
@@ -220,11 +224,35 @@ def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[An
     return copy.T if is_transposed else copy
 
 
+class Deferred(Protocol):
+    """Something that is decoded later, or never."""
+
+    def settle(self) -> None:
+        """Decode it now, so that no file is needed."""
+
+
 class _Thread(threading.local):
     cache: DecodeCache | None = None
 
+    def __init__(self) -> None:
+        self.deferred: deque[weakref.ref[Deferred]] = deque()
+
 
 _thread = _Thread()
+
+
+def defer(deferred: Deferred) -> None:
+    """Let something be settled when its access is over, or many others were deferred after it."""
+    _thread.deferred.append(weakref.ref(deferred))
+    settle(_MAX_DEFERRED)
+
+
+def settle(num_left: int = 0) -> None:
+    """Settle all but the newest of what this thread has deferred, if it still exists."""
+    while len(_thread.deferred) > num_left:
+        deferred = _thread.deferred.popleft()()
+        if deferred is not None:
+            deferred.settle()
 
 
 def current() -> DecodeCache | None:
