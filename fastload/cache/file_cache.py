@@ -27,6 +27,7 @@ from fastload.cache.format.sample_cache import BaseCache
 from fastload.cache.ram.file_store import FileStore, SharedFileStore, open_store
 from fastload.readers import patches
 from fastload.readers.decode_cache import OTHER_FORMAT, DecodeCache
+from fastload.readers.front import NUM_EQUAL
 from fastload.readers.request import DISK, check_cache
 from fastload.system.budget import check_memory, unused_bytes
 from fastload.system.cache_counts import cache_counts
@@ -110,6 +111,7 @@ class Forecast:
         store: Where the files are.
         num_batches: Of an epoch.
         num_ahead: The batches that workers read beside those that the caller has received, at most.
+        num_learning: The first batches, whose images are stored whole where later ones are not (`readers.front`).
 
     Attributes:
         is_stopped: Whether the loader is to store nothing more.
@@ -117,10 +119,12 @@ class Forecast:
         has_told: Whether a line has said how much is held.
     """
 
-    def __init__(self, store: SharedFileStore, num_batches: int, num_ahead: int) -> None:
+    def __init__(
+        self, store: SharedFileStore, num_batches: int, num_ahead: int, num_learning: int = 0
+    ) -> None:
         self.is_stopped = self.is_vain = self.has_told = False
         self._store = store
-        self._num_batches, self._num_ahead = num_batches, num_ahead
+        self._num_batches, self._num_ahead, self._num_learning = num_batches, num_ahead, num_learning
         self._first: tuple[int, int] | None = None  # batches received and bytes stored at the first look
         self._num_received = 0
         self._all_bytes = 0.0  # what all files of an epoch take
@@ -132,13 +136,15 @@ class Forecast:
             num_received: The batches of this epoch that the caller has received.
         """
         stored_bytes, max_bytes = self._store.nbytes, self._store.max_bytes
-        if self._first is None:
-            self._first = num_received, stored_bytes
         has_ended = num_received < self._num_received
         self._num_received = num_received
         if has_ended or self._num_batches <= 0:
             self._num_batches = 0  # the second epoch reads what is stored
             return
+        if num_received < self._num_learning:
+            return
+        if self._first is None:
+            self._first = num_received, stored_bytes
         stored_bytes -= self._first[1]
         # Too many rather than too few: some of them are not stored yet.
         num_begun = num_received - self._first[0] + self._num_ahead
@@ -191,10 +197,18 @@ class FileCache:
     def __reduce__(self) -> tuple[Any, ...]:
         return FileCache, (self.store, self._loader)
 
-    def expect(self, num_batches: int, num_ahead: int) -> None:
-        """Say in time if the store will hold a small part of an epoch; see `Forecast`."""
+    def expect(self, num_batches: int, batch_size: int | None, num_workers: int, num_ahead: int) -> None:
+        """Say in time if the store will hold a small part of an epoch; see `Forecast`.
+
+        Args:
+            num_batches: Of an epoch.
+            batch_size: Of the loader; None if batches have no fixed size.
+            num_workers: Each of them learns by itself what is of use to be stored.
+            num_ahead: The batches that workers read beside those that the caller has received, at most.
+        """
+        num_learning = -(-NUM_EQUAL * max(1, num_workers) // (batch_size or 1))
         if isinstance(self.store, SharedFileStore):
-            self.forecast = Forecast(self.store, num_batches, num_ahead)
+            self.forecast = Forecast(self.store, num_batches, num_ahead, num_learning)
 
     def poll(self, num_received: int = 0) -> None:
         """Let the store replace what it let go of; the process that owns a loader calls it once a batch.

@@ -14,6 +14,7 @@ from fastload.cache import file_cache
 from fastload.cache.file_cache import FileCache, Forecast, RememberedFiles
 from fastload.cache.ram import file_store, file_table
 from fastload.cache.ram.file_store import SharedFileStore
+from fastload.readers.front import NUM_EQUAL
 from tests.cache.test_file_store import KB, MB, array_of, key_of, put, right
 
 if TYPE_CHECKING:
@@ -81,6 +82,16 @@ def test_ten_times_the_memory_is_left_to_the_page_cache(
     assert "GB" in line
 
 
+def test_images_that_are_stored_whole_at_first_are_not_judged(free: Any, caplog: Any) -> None:
+    """Where a fixed resize is learnt, the first images take a multiple of what the others do."""
+    store: Any = Growing()
+    made = Forecast(store, 1000, 0, num_learning=2)
+    grow(made, store, GB // 10, range(2))
+    grow(made, store, GB // 1000, range(2, 1000))
+    assert not made.is_stopped
+    assert not caplog.messages
+
+
 def test_what_fits_to_a_fifth_is_held_beside_the_encoded_files(forecast: Any, free: Any, caplog: Any) -> None:
     """An eighth of 40 GB stays free for them; the line gives the share of the rest."""
     made, store = forecast()
@@ -130,14 +141,14 @@ def test_a_loader_that_stops_storing_stops_in_all_processes_and_others_go_on(
     store = SharedFileStore(MB)
     one, other = FileCache(store), FileCache(store)
     stores = one._decode_cache.store, other._decode_cache.store
-    one.expect(1000, 0)
+    one.expect(1000, NUM_EQUAL, 0, 0)
     monkeypatch.setattr(file_cache, "_VAIN_SHARE", 0.0)
     job = start(lambda: (stores[0], put(stores[0], range(3))))
     assert job.answer() == [0, 1, 2]
-    one.poll(0)
+    one.poll(1)
     assert put(stores[0], range(10)) == list(range(10))
     free[0] = 0
-    one.poll(1)
+    one.poll(2)
     assert one.forecast is not None
     assert one.forecast.is_stopped
     assert put(stores[0], range(20)) == job.ask(put, range(20)) == list(range(10))
@@ -145,7 +156,7 @@ def test_a_loader_that_stops_storing_stops_in_all_processes_and_others_go_on(
     assert not stores[0].has_room(1)
     assert stores[1].has_room(1)
     file_store.retire_store(store._name)
-    for number in range(2, 5):
+    for number in range(3, 6):
         one.poll(number)
         store.poll()
     assert put(stores[0], range(10)) == []
@@ -157,8 +168,8 @@ def test_a_store_that_holds_next_to_nothing_leaves_the_memory_to_the_system(star
     for other_reads in (False, True):
         store = SharedFileStore(MB)
         cache = FileCache(store)
-        cache.expect(1000, 0)
-        cache.poll(0)
+        cache.expect(1000, NUM_EQUAL, 0, 0)
+        cache.poll(1)
         stored = put(store, range(10))
         job = start(lambda held=store: (held, None))
         job.answer()
@@ -166,7 +177,7 @@ def test_a_store_that_holds_next_to_nothing_leaves_the_memory_to_the_system(star
             job = start(lambda: (other := SharedFileStore(MB), right(other, range(10))))
             assert job.answer() == stored
         store._look(file_store.time.monotonic())
-        cache.poll(1)
+        cache.poll(2)
         assert right(store, range(10)) == (stored if other_reads else [])
         store.poll()
         assert put(store, range(10)) == stored
