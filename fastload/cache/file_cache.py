@@ -111,7 +111,7 @@ class Forecast:
         store: Where the files are.
         num_batches: Of an epoch.
         num_ahead: The batches that workers read beside those that the caller has received, at most.
-        num_learning: The first batches, whose images are stored whole where later ones are not (`readers.front`).
+        num_learning: The first batches, of which more is stored than of later ones (see `readers.front`).
 
     Attributes:
         is_stopped: Whether the loader is to store nothing more.
