@@ -178,7 +178,7 @@ def _over(loader: Callable[..., Any], dataset: Any, setting: Setting, **options:
 
 CONTENDERS: list[tuple[str, Callable[[Setting], Iterable[Any]]]] = [
     ("torch DataLoader", torch_plain),
-    ("fastload,\ncache=\"ram\"", fastload_files),
+    ('fastload,\ncache="ram"', fastload_files),
     ("fastload,\nimport only", fastload_plain),
     ("fastload,\ncrop only", fastload_crops),
     ("fastload,\nCachedDataset", fastload_cached),

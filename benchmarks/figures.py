@@ -196,7 +196,9 @@ def headline() -> str:
         "decode only the crop of small JPEGs (`cache=None`)": ratio(torch_s, cropped_s),
         "`CachedDataset` of small JPEGs, from the second epoch on": range_of_rounds(torch_s, kept_s, rounds),
         "`CachedDataset` of photographs of 2048 x 1536 pixels": next(iter(large))["value"],
-        "`CachedDataset` of small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
+        "`CachedDataset` of small JPEGs: training steps of a small model": steps["fastload, cached / torch"][
+            "value"
+        ],
         "`CachedDataset` and `batch_transform`, 32 x 32 images in memory": ratio(together, one_by_one),
         "`ImageFolder` over a bucket that takes 50 ms a request": next(iter(slow.values()))["value"],
     }

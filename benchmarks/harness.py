@@ -11,15 +11,19 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
+
+import fastload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,6 +122,14 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit() -> str:
+    """The commit that is measured, with a plus if the package differs from it; empty outside a repository."""
+    git = ("git", "-C", str(RESULTS.parent.parent))
+    head = subprocess.run((*git, "rev-parse", "--short", "HEAD"), capture_output=True, text=True, check=False)
+    differs = subprocess.run((*git, "diff", "--quiet", "HEAD", "--", "fastload"), check=False).returncode
+    return head.stdout.strip() + "+" * (differs and not head.returncode)
+
+
 def report(
     title: str,
     unit: str,
@@ -158,8 +170,8 @@ def save(name: str, command: str, questions: list[dict[str, Any]]) -> Path:
     """Write the results where the README takes its figures from."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(
-        json.dumps({"command": command, "machine": machine(), "questions": questions}, indent=1) + "\n"
-    )
+    head = {"command": command, "date": f"{datetime.now(UTC):%Y-%m-%d}", "commit": commit()}
+    results = {**head, "version": fastload.__version__, "machine": machine(), "questions": questions}
+    path.write_text(json.dumps(results, indent=1) + "\n")
     Console().print(f"written to {path}")
     return path
