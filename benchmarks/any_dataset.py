@@ -37,6 +37,7 @@ import fastload
 
 BATCH_SIZE, NUM_WORKERS = 16, 2
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+START_METHOD = "fork"
 SETTLED_S = 3  # files that were just written are not remembered
 
 
@@ -90,6 +91,7 @@ def check_equal(makers: dict[str, Any]) -> None:
 
 def send_first_epoch(folder: str, name: str, label: str, num_images: int, results: Any) -> None:
     """Read one epoch through a new loader and send its rate; runs in a process of its own."""
+    multiprocessing.set_start_method(START_METHOD, force=True)  # a spawned process would spawn workers
     loader = loaders(folder, pipelines()[name])[label]()
     results.put(images_per_s(loader, num_images))
 
