@@ -26,7 +26,7 @@ demo:
 	  "more if PyTorch comes with CUDA), and draws 2,000 JPEGs (180 MB) into build/photos: five minutes, or" \
 	  "as long as the download takes. Each run then takes one or two minutes."
 	@$(MAKE) --no-print-directory photos
-	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.png
+	$(BIN)/python benchmarks/demo.py $(PHOTOS) --chart build/demo.svg
 
 test: $(BIN)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 $(if $(RECORD),--record=$(RECORD))
