@@ -172,7 +172,7 @@ def section(question: dict[str, Any]) -> list[str]:
 
 
 def headline() -> str:
-    """What each change brings the demo's pictures, and what `cache="ram"` brings torchvision's ImageFolder."""
+    """What each change brings the demo's pictures, and `cache="ram"` brings torchvision's ImageFolder."""
     demo, folders = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("demo", "any_dataset"))
     first, steady, _ = (question["rows"] for question in demo["questions"])
     base = "torch DataLoader"
@@ -205,8 +205,8 @@ def headline() -> str:
         "\n".join(lines) + "\n\n"
         f"Albumentations' `RandomResizedCrop` and a flip of small JPEGs; {cores} cores ({cpu}), no GPU, no "
         "model; the loaders read by turns, and a figure is the median of the ratios of their epochs, in the "
-        f"worst and in the best of {rounds} rounds. For torchvision's `ImageFolder` with `RandomResizedCrop`, a "
-        'flip, `ToTensor` and `Normalize`, unchanged, `cache="ram"` brings '
+        f"worst and in the best of {rounds} rounds. For torchvision's `ImageFolder` with `RandomResizedCrop`, "
+        'a flip, `ToTensor` and `Normalize`, unchanged, `cache="ram"` brings '
         f"{small:.1f} times torch's rate at 500 x 375 pixels and {large:.1f} at 2048 x 1536; if the pipeline "
         f"begins with `Resize(256)`, {resized:.1f} and {large_resized:.0f}. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
