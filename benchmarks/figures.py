@@ -205,8 +205,8 @@ def headline() -> str:
         "\n".join(lines) + "\n\n"
         f"Albumentations' `RandomResizedCrop` and a flip of small JPEGs; {cores} cores ({cpu}), no GPU, no "
         "model; the loaders read by turns, and a figure is the median of the ratios of their epochs, in the "
-        f"worst and in the best of {rounds} rounds. For torchvision's `ImageFolder` with `RandomResizedCrop`, "
-        'a flip, `ToTensor` and `Normalize`, unchanged, `cache="ram"` brings '
+        f"worst and in the best of {rounds} rounds. Where torchvision's `ImageFolder` crops at random, and ends "
+        'with `ToTensor` and `Normalize`, `cache="ram"` brings '
         f"{small:.1f} times torch's rate at 500 x 375 pixels and {large:.1f} at 2048 x 1536; if the pipeline "
         f"begins with `Resize(256)`, {resized:.1f} and {large_resized:.0f}. "
         "[All figures](benchmarks/README.md) include those where torch's loader is faster."
