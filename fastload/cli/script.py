@@ -152,7 +152,7 @@ def own_options_named(args: list[str], options: Iterable[str]) -> Iterator[None]
     try:
         yield
     except SystemExit as error:
-        given = [arg for arg in args if arg.partition("=")[0] in options]
+        given = [name for name in (arg.partition("=")[0] for arg in args) if name in options]
         if error.code == USAGE and given:
             write_stderr(f"fastload: {given[0]} went to the script: options of fastload come before SCRIPT\n")
         raise
