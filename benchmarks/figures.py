@@ -186,11 +186,12 @@ def headline() -> str:
     bare, ours = (best(in_memory, prefix) for prefix in ("torch, ", "fastload, import only"))
     (large,) = (q["ratios"].values() for q in cached["questions"] if q["title"].startswith("2048"))
     steps = next(q for q in training["questions"] if q["title"].startswith("JPEG"))["ratios"]
+    kept = range_of_rounds(torch_s, kept_s, rounds)
     rows: dict[str, float | str] = {
         "only the import, where each epoch decodes small JPEGs": ratio(torch_s, imported_s),
         "only the import, where 224 x 224 images are in memory already": ratio(ours, bare),
         "decode only the crop of small JPEGs (`cache=None`, the extra `regions`)": ratio(torch_s, cropped_s),
-        "cache small JPEGs, from the second epoch on (0.56 MB an image)": range_of_rounds(torch_s, kept_s, rounds),
+        "cache small JPEGs, from the second epoch on (0.56 MB an image)": kept,
         "cache photographs of 2048 x 1536 pixels (9.4 MB an image)": next(iter(large))["value"],
         "cache small JPEGs: training steps of a small model": steps["fastload, cached / torch"]["value"],
     }
@@ -286,9 +287,10 @@ def tested() -> tuple[str, str]:
             )
     notes += [f"Not run: {', '.join(rows)} ({reason})." for reason, rows in missing.items()]
     dates = sorted({row["date"] for row in results["rows"]})
+    days = " to ".join(sorted({dates[0], dates[-1]}))
     introduction = (
-        "`make test-matrix` runs the tests of `make test-fast` on these releases, each with the tests of its day "
-        f"({' to '.join(sorted({dates[0], dates[-1]}))}, Linux on x86-64, no GPU; [what failed](../benchmarks/README.md#compatibility)):"
+        "`make test-matrix` runs the tests of `make test-fast` on these releases, each with the tests of its "
+        f"day ({days}, Linux on x86-64, no GPU; [what failed](../benchmarks/README.md#compatibility)):"
     )
     return "\n".join([introduction, "", *lines]), "\n".join(f"- {note}" for note in notes)
 

@@ -75,7 +75,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """
     try:
         # literal_eval builds literals only and calls no code; .npy headers are read in the same way.
-        descr = ast.literal_eval(name) if name[:1] == "[" else name
+        descr: Any = ast.literal_eval(name) if name[:1] == "[" else name
         _check_names(descr)
         dtype = np.lib.format.descr_to_dtype(descr)
     except (
