@@ -85,7 +85,7 @@ def from_shell(*words: str) -> subprocess.CompletedProcess[str]:
 def built(dest: Path, *options: str, source: str = ZOO) -> Path:
     """A cache of the zoo."""
     pytest.importorskip("lmdb")
-    result = run("build", source, dest, "--workers", "0", "--quiet", *options)
+    result = run("build", source, dest, "--num-workers", "0", "--quiet", *options)
     assert result.exit_code == 0, result.stderr
     return dest
 
@@ -164,7 +164,11 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO empty", 1, "use a path that does not exist yet"),
     ("cache build ZOO file --force", 1, "file"),
     ("cache build ZOO memory://bucket/cache --force", 2, "--force"),
-    ("cache build ZOO", 2, "DEST"),
+    (
+        "cache build ZOO",
+        2,
+        "^UsageError: DEST is missing: `fastload cache build --help` shows the arguments$",
+    ),
     # SOURCE
     ("cache build empty made", 2, "find any class folder in empty: images of .* belong in empty/cat"),
     ("cache build flat made", 2, "find any class folder in flat: images of a class belong in flat/"),
@@ -174,6 +178,9 @@ MISTAKES: list[tuple[str, int, str]] = [
         (f"cache build {source} made", 2, NEITHER.format(source))
         for source in ("no/such/folder", "file.py:data", "notes.txt", ".here:data", "tests.cli_zoo:")
     ),
+    ("cache build fotos made", 2, "'fotos' is neither: did you mean photos[?]$"),
+    ("cache build with_objects.number made", 2, "is neither: did you mean with_objects:number[?]$"),
+    ("cache build with_objects:dat made", 2, "has no 'dat': did you mean data[?]$"),
     ("cache build tests.no_such_module:factory made", 2, "no module"),
     ("cache build tests.cli_zoo:no_such_name made", 2, "has no 'no_such_name'"),
     ("cache build with_objects:number made", 2, "is of type int"),
@@ -193,10 +200,27 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --size 64", 2, "--size is for folders"),
     ("cache build photos made --size 64x", 2, "--size should be like"),
     ("cache build ZOO made --quality 90", 2, "--quality is for jpeg and webp"),
-    ("cache build ZOO made --codec gif", 2, "gif"),
-    ("cache build ZOO made --shards 0", 2, "--shards"),
-    ("cache build ZOO made --no-such-option", 2, "--no-such-option"),
-    ("cache build tests.cli_zoo:nothing made --workers 2 --ray auto", 2, "omit --workers"),
+    ("cache build ZOO made --codec jpg", 2, "raw, jpeg, .* or source, but got 'jpg': did you mean jpeg[?]$"),
+    ("cache build ZOO made --codec jpeg --quality 200", 2, "a whole number from 1 to 100, but got '200'$"),
+    ("cache build ZOO made --shards 0", 2, "--shards should be a whole number from 1 on, but got '0'$"),
+    ("cache build ZOO made --shards 1.5", 2, "--shards should be a whole number from 1 on, but got '1.5'$"),
+    ("cache build ZOO made --num-workers -1", 2, "--num-workers should be a whole .* 0 on, but got '-1'$"),
+    (
+        "cache build ZOO made --no-such-option",
+        2,
+        "^UsageError: fastload cache build has no .*--no-such-option$",
+    ),
+    ("cache build ZOO made --wokers 2", 2, "no option --wokers: did you mean --num-workers[?]$"),
+    ("cache build ZOO made --on-error replace", 2, "--on-error should be raise or skip, but got 'replace'$"),
+    ("cache build ZOO made --by files", 2, "sample or file, but got 'files': did you mean file[?]$"),
+    ("cache build ZOO made more", 2, "fastload cache build takes no further argument, but got more$"),
+    ("cache build ZOO made --upload here", 2, "--upload should be a URL such as"),
+    ("cache prune --days many", 2, "--days should be a number from 0 on, but got 'many'$"),
+    ("cache prune --days nan", 2, "--days should be a number from 0 on, but got 'nan'$"),
+    ("cach ls", 2, "there is no command 'cach': did you mean cache[?]$"),
+    ("cache biuld", 2, "there is no command 'biuld': did you mean build[?]$"),
+    ("divides.py", 2, "there is no command 'divides.py': `fastload run divides.py` runs a script$"),
+    ("cache build tests.cli_zoo:nothing made --num-workers 2 --ray auto", 2, "omit --num-workers"),
     ("cache build ZOO made --ray auto", 1, r'not installed: pip install "fastload-torch\[ray\]"$'),
     # bench
     ("bench photos", 2, "add a size with both sides such as --size 224x224"),
@@ -204,10 +228,15 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("bench ZOO --transform with_objects:number", 2, "is not callable"),
     ("bench ZOO --transform 'no name'", 2, "should be MODULE:NAME"),
     ("bench ZOO --transform tests.cli_zoo:nothing", 2, "has no 'nothing'"),
-    ("bench ZOO --workers 0,two", 2, "--workers should be numbers from 0"),
+    ("bench ZOO --num-workers 0,two", 2, "--num-workers should be numbers from 0"),
     ("bench ZOO --batch-size 0", 2, "--batch-size should be numbers from 1"),
     ("bench ZOO --start-method clone", 2, "but got 'clone'"),
     ("bench ZOO --cache disk", 2, "none,ram,lmdb, but got 'disk'"),
+    ("bench ZOO --cache rma", 2, "none,ram,lmdb, but got 'rma': did you mean ram[?]$"),
+    ("bench ZOO --minutes x", 2, "--minutes should be a number from 0 on, but got 'x'$"),
+    ("bench ZOO --tolerance 3", 2, "--tolerance should be a number from 0 to 1, but got '3'$"),
+    ("bench ZOO --rounds 0", 2, "--rounds should be a whole number from 1 on, but got '0'$"),
+    ("bench", 2, "^UsageError: SOURCE is missing: `fastload bench --help` shows the arguments$"),
     ("bench ZOO --scratch no/such", 2, "--scratch should be a directory"),
     ("bench ZOO --output no/such/file", 2, "should be a file"),
     ("bench ZOO --chart empty", 2, "--chart should be a file"),
@@ -227,7 +256,12 @@ CLOSED: list[tuple[str, str, int, str]] = [
         ("locked/cache", "locked", 0, "locked/cache.*: Permission denied"),
     ),
     ("cache rm --yes caches/one", "caches", 0o500, "Permission denied"),
-    ("cache build ZOO empty/made --workers 0", "empty", 0o500, "denied: change the permissions of .*empty,"),
+    (
+        "cache build ZOO empty/made --num-workers 0",
+        "empty",
+        0o500,
+        "denied: change the permissions of .*empty,",
+    ),
     ("cache build photos made", "photos/cat", 0, "photos/cat: Permission denied"),
 ]
 
@@ -386,7 +420,72 @@ def test_without_a_command_the_help_is_printed_line_by_line() -> None:
     listed = [line.split()[0] for line in done.stderr.partition("Exit codes:")[2].splitlines() if line]
     assert listed == ["0", "1", "2", "3", "4", "75", "130"]
     assert fastload_("--version").output == f"fastload {fastload.__version__}\n"
-    assert tuple(codec.value for codec in cache_commands.Codec) == CACHE_CODECS  # what --codec offers
+    assert "|".join(CACHE_CODECS) in re.sub(r"\s", "", run("build", "--help").stdout)  # what --codec offers
+
+
+COMMANDS = {
+    "": {0, 1, 2, 3, 4, 75, 130},
+    "bench": {0, 1, 2, 4, 130},
+    "doctor": {0, 1, 2, 130},
+    "run": {2},
+    "profile": {2},
+    "cache build": {0, 1, 2, 3, 75, 130},
+    "cache rm": {0, 1, 2, 75, 130},
+    **{f"cache {name}": {0, 1, 2, 130} for name in ("info", "verify", "ls", "prune", "hold")},
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_help_ends_with_the_exit_codes(command: str) -> None:
+    """Of this command; all commands are in the table, and no option has two meanings."""
+    _, _, codes = fastload_(*command.split(), "--help").stdout.partition("Exit codes:\n")
+    assert {int(number) for number in re.findall(r"^ +(\d+) ", codes, re.MULTILINE)} == COMMANDS[command]
+    assert "fine" not in codes
+    named = {name for group in (main.app, cache_commands.app) for name in _names_of(group)}
+    assert {name for words in COMMANDS for name in words.split()} == named
+
+
+def test_an_option_without_its_value_is_named() -> None:
+    """At the end of the line, where nothing can be taken for the value."""
+    for option in ("--size", "--codec", "--num-workers"):
+        result = run("build", ZOO, "made", option)
+        assert (result.exit_code, result.stderr) == (2, f"fastload: error: {option} needs a value\n")
+
+
+def _names_of(group: typer.Typer) -> set[str]:
+    own: Any = typer.main.get_command(group)
+    return set(own.commands)
+
+
+def test_the_last_frame_of_a_bar_is_all_of_it(tmp_path: Path) -> None:
+    """Of a build in one file or in several, and with samples left out; and of a check."""
+    pytest.importorskip("lmdb")
+    words = ("build", "tests.cli_zoo:Broken", "--on-error", "skip", "--max-errors", "9", "--num-workers", "0")
+    for number, command in enumerate((words, (*words, "--shards", "3"), ("verify",))):
+        place = tmp_path / str(min(number, 1))
+        code, frames = on_a_terminal("cache", *command[:2], str(place), *command[2:])
+        assert code == 0, frames
+        counts = [count for frame in frames for count in re.findall(r" (\d+)/(\d+) ", frame)]
+        assert counts[-1][0] == counts[-1][1], frames
+
+
+def on_a_terminal(*words: str) -> tuple[int, list[str]]:
+    """Run `fastload ...` with a terminal for standard error; the exit code, and what it showed."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastload", *words], env=environment, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        with open(ours, "rb", 0) as terminal:
+            while data := terminal.read(1 << 16):
+                shown += data
+    except OSError:  # it was closed at the other end
+        pass
+    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    return process.wait(90), re.split(r"[\r\n]+", text)
 
 
 def test_completion_is_installed_for_the_shell_that_was_named(tmp_path: Path, monkeypatch: Any) -> None:
@@ -475,7 +574,7 @@ def test_a_finished_cache_is_left_alone_without_force(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_bad_sample_ends_the_build_with_one_line(workers: str, tmp_path: Path) -> None:
     """The line names the error, its type and the sample, wherever it was read."""
-    result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--workers", workers, "--json")
+    result = run("build", "tests.cli_zoo:Broken", tmp_path / "cache", "--num-workers", workers, "--json")
     error = json.loads(result.stdout)
     assert (result.exit_code, error["type"]) == (1, "ValueError")
     assert error["error"].startswith("ValueError: sample thirty is broken (in sample 30 of the dataset)")
@@ -514,7 +613,7 @@ def test_a_build_that_skips_finishes_and_says_what_is_missing(tmp_path: Path, mo
 def test_json_is_alone_on_standard_output(workers: str, tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
     """What a dataset prints, in Python or below, goes to standard error; many workers are no warning."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--workers", workers)
+    words = ("build", "tests.cli_zoo:Chatty", tmp_path / "cache", "--json", "--num-workers", workers)
     code, out, err = streamed(capfd, *words)
     assert (code, out.count("\n")) == (0, 1), err
     assert json.loads(out)["num_cached"] == NUM_SAMPLES
@@ -539,7 +638,7 @@ def test_verify_finds_a_flipped_bit(tmp_path: Path) -> None:
 def test_a_build_that_was_ended_goes_on(sent: str, workers: str, tmp_path: Path, interpreter: Any) -> None:
     """After Ctrl-C (exit code 130, one line) or SIGKILL, `ls` lists it, and the same command finishes it."""
     dest = f"{tmp_path}/cache"
-    words = ("build", "tests.cli_zoo:Signalled", dest, "--workers", workers, "--shards", "5")
+    words = ("build", "tests.cli_zoo:Signalled", dest, "--num-workers", workers, "--shards", "5")
     signals = {"CLI_ZOO_SIGNAL": sent, "CLI_ZOO_AFTER": f"{dest}.partial/00000-of-00005.lmdb"}
     stopped = interpreter.run(MODULE, "cache", *words, "--json", environment=signals, limit_s=90)
     if sent == "SIGINT":
@@ -630,9 +729,9 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
 def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: Path) -> None:
     """From a folder as torchvision reads it; a second build decodes nothing."""
     root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/c/3.png"), tmp_path / "files"
-    first = told("build", root, dest, "--by", "file", "--workers", "0")
+    first = told("build", root, dest, "--by", "file", "--num-workers", "0")
     assert (first["num_samples"], first["num_pixels"], first["num_contents"]) == (3, 3, 3)
-    again = told("build", root, dest, "--by", "file", "--workers", "0")
+    again = told("build", root, dest, "--by", "file", "--num-workers", "0")
     assert (again["num_pixels"], again["nbytes"]) == (3, first["nbytes"])
     assert told("info", dest)["num_pixels"] == 3
     assert "3 results of decoding 3 files" in run("info", dest).stdout
@@ -654,7 +753,7 @@ def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: P
 def test_decoded_files_are_accepted_where_they_were_moved(tmp_path: Path) -> None:
     """`verify --rebase` says how many are there, and how many are not."""
     root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png"), tmp_path / "files"
-    told("build", root, dest, "--by", "file", "--workers", "0")
+    told("build", root, dest, "--by", "file", "--num-workers", "0")
     shutil.copytree(root, tmp_path / "copied")
     (tmp_path / "copied/a/1.png").write_bytes(b"another file")
     found = told("verify", dest, "--rebase", tmp_path / "copied")

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ZOO = "tests.cli_zoo:factory"
-QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--workers", "0,1")
-ALONE = ("--rounds", "1", "--workers", "0", "--cache", "none")
+QUICK = ("--rounds", "1", "--samples", "32", "--batch-size", "8", "--num-workers", "0,1")
+ALONE = ("--rounds", "1", "--num-workers", "0", "--cache", "none")
 
 
 def with_lock() -> Any:
@@ -150,7 +150,7 @@ def test_the_code_for_any_source_and_transform_is_complete(
 
 
 SOME = (*QUICK, "--json")
-METHODS = ("--rounds", "1", "--workers", "1", "--cache", "none", "--start-method", "fork,spawn", "--json")
+METHODS = ("--rounds", "1", "--num-workers", "1", "--cache", "none", "--start-method", "fork,spawn", "--json")
 FEW = (*SOME, "--cache", "ram", "--samples", "8")
 # Source, options, the problem that some rows have, which rows, and a warning.
 PROBLEMS: list[tuple[str, Any, str, Callable[[Any], bool], str]] = [
@@ -188,7 +188,7 @@ def test_what_cannot_be_measured_is_a_row_with_its_reason(
 @pytest.mark.slow
 def test_when_all_fail_the_command_fails(temporary: Path) -> None:
     """The table has the reason once; the sample was not looked at before the runs."""
-    result = run("tests.cli_zoo:Broken", *QUICK[:2], "--workers", "0,1")
+    result = run("tests.cli_zoo:Broken", *QUICK[:2], "--num-workers", "0,1")
     assert result.exit_code == 1
     assert "failed: ValueError: sample thirty is broken" in result.stdout
     assert "no configuration could be measured" in result.stdout
@@ -296,7 +296,7 @@ def test_ctrl_c_shows_what_was_measured_and_leaves_nothing(
         raise AssertionError("the run was not interrupted")
 
     monkeypatch.setattr(measure, "measure", measure_and_interrupt)
-    words = ("--workers", "0", "--cache", "lmdb", "--output", saved, *["--json"] * as_json)
+    words = ("--num-workers", "0", "--cache", "lmdb", "--output", saved, *["--json"] * as_json)
     result = run(ZOO, *words)
     assert result.exit_code == 130
     assert "interrupted after 1 runs" in result.stderr

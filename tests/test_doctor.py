@@ -78,6 +78,8 @@ def test_without_a_gpu_all_else_is_found(without_gpu: None) -> None:
         r"^  process pss +[\d.,]+ [GM]iB$",
     ):
         assert re.search(line, text, re.MULTILINE)
+    assert text.startswith(f"{found['verdict']}\nversions\n")
+    assert re.fullmatch(r"no problems: \d+ CPUs?, [\d.,]+ [GM]iB of free memory, no GPUs", found["verdict"])
     assert all(hint in text for hint in ("CUDA_LAUNCH_BLOCKING=1", "num_workers=0", "on the CPU"))
 
 
@@ -104,6 +106,12 @@ def test_gpus_are_listed_with_all_that_was_found(monkeypatch: pytest.MonkeyPatch
     text = re.sub("  +", "  ", run().stdout)
     for line in ("name  Big", "total  80.00 GiB", "pageable bytes per s  9.31 GiB"):
         assert f"  {line}\n" in text
+    assert text.startswith("1 problem: GPU 1: CUDA out of memory\n")
+    gpus[0]["page_locking"] = "not allowed"
+    assert run().stdout.startswith(
+        "2 problems: GPU 1: CUDA out of memory; GPU 0 cannot read batches in place"
+    )
+    gpus[0]["page_locking"] = "works"
     for line in ("problem  CUDA out of memory", "pid  4712", "used  unknown"):
         assert f"  {line}\n" in text
     assert as_json()["gpus"][0]["page_locking"] == "works"
@@ -251,7 +259,7 @@ def test_a_source_has_its_bytes_and_the_line_to_use(
     assert found["decoded_bytes"] == pytest.approx(6 * 300 * 300 * 3, abs=100)
     assert found["file_bytes"] == pytest.approx(file_bytes, rel=0.01)
     assert "6 samples, estimated from the headers of 4" in text
-    assert text.splitlines()[-1] == f"use {found['use']}"
+    assert text.splitlines()[0] == f"use {found['use']}"  # the verdict comes first
     assert f"cache={cache})" in found["use"]
     made = found["use"].replace("PATH", f"{tmp_path}/photos.lmdb")
     assert len(eval(made, {"fastload": fastload, "transform": None})) == 6

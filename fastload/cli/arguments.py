@@ -6,13 +6,14 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cli.terminal import CommandError, ExitCode
+from fastload.cli.terminal import CommandError, ExitCode, did_you_mean
 from fastload.system.humanize import fastload_command
 from fastload.system.os_errors import write_errors_as
 
@@ -161,6 +162,44 @@ def duration(text: str) -> float:
     return seconds * float(number)
 
 
+def one_of(option: str, *choices: str) -> Callable[[str], str]:
+    """A parser of one of some names."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+            raise CommandError(f"{option} should be {listed}, but got {text!r}{did_you_mean(text, choices)}")
+        return text
+
+    return parse
+
+
+def whole_number(option: str, first: int, last: int | None = None) -> Callable[[str | int], int]:
+    """A parser of an int from `first` to `last`."""
+
+    def parse(text: str | int) -> int:
+        number = int(text) if str(text).isdecimal() else -1
+        if number < first or (last is not None and number > last):
+            limits = f"from {first} on" if last is None else f"from {first} to {last}"
+            raise CommandError(f"{option} should be a whole number {limits}, but got {text!r}")
+        return number
+
+    return parse
+
+
+def number(option: str, last: float = math.inf) -> Callable[[str | float], float]:
+    """A parser of a float from 0 to `last`."""
+
+    def parse(text: str | float) -> float:
+        with contextlib.suppress(ValueError):
+            if 0 <= float(text) <= last and math.isfinite(float(text)):
+                return float(text)
+        limits = "from 0 on" if last == math.inf else f"from 0 to {last:g}"
+        raise CommandError(f"{option} should be a number {limits}, but got {text!r}")
+
+    return parse
+
+
 def parse_max_errors(text: str) -> int | float:
     """The number of samples that can be left out, or their share.
 
@@ -195,7 +234,8 @@ def names(option: str, choices: tuple[str, ...], text: str) -> Any:
         words = tuple(dict.fromkeys(word.strip() for word in value.split(",")))
         for word in words:
             if choices and word not in choices:
-                raise CommandError(f"{option} should be some of {','.join(choices)}, but got {word!r}")
+                said = f"some of {','.join(choices)}, but got {word!r}{did_you_mean(word, choices)}"
+                raise CommandError(f"{option} should be {said}")
         return words
 
     return typer.Option(parser=parse, metavar=",".join(choices) or "PIXELS", help=text)
@@ -205,7 +245,7 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="SOURCE",
-        help="A folder with a folder of images for each class: a path, or a URL such as s3://bucket/train; "
+        help="A folder with one subfolder of images per class: a path, or a URL such as s3://bucket/train; "
         "or MODULE:NAME, a dataset or a function without arguments that returns one. The working directory "
         "is searched for MODULE, too.",
     ),

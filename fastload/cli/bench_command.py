@@ -22,9 +22,11 @@ from fastload.cli.arguments import (
     Source,
     json_writer,
     names,
+    number,
     numbers,
     output_file,
     parse_size,
+    whole_number,
     write_output,
 )
 from fastload.cli.source_argument import is_folder, open_source, open_transform, setup_code
@@ -55,20 +57,34 @@ def bench(
             "pipeline, any other callable, or a function without arguments that returns one.",
         ),
     ] = None,
-    workers: Annotated[Any, numbers("--workers", 0, "Default: 0, half of the CPUs, all CPUs.")] = None,
+    num_workers: Annotated[
+        Any, numbers("--num-workers", 0, "Default: 0, half of the CPUs, all CPUs.")
+    ] = None,
     batch_size: Annotated[Any, numbers("--batch-size", 1, "Default: 64.")] = None,
     start_method: Annotated[Any, names("--start-method", _METHODS, "Default: the platform's.")] = None,
     cache: Annotated[Any, names("--cache", CACHES, "Default: all; ram only if all samples fit.")] = None,
     size: Annotated[Any, names("--size", (), "HEIGHTxWIDTH, as in 'cache build'.")] = None,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, help="Samples of an epoch, evenly spaced; default: as many as --minutes allows."),
+        Any,  # int | None
+        typer.Option(
+            parser=whole_number("--samples", 1),
+            metavar="N",
+            help="Samples of an epoch, evenly spaced; default: as many as --minutes allows.",
+        ),
     ] = None,
     minutes: Annotated[
-        float, typer.Option(min=0.0, help="Approximate duration of the whole benchmark.")
-    ] = 3.0,
+        Any,  # float
+        typer.Option(
+            parser=number("--minutes"), metavar="N", help="Approximate duration of the whole benchmark."
+        ),
+    ] = "3",
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How often each configuration runs, in turn; default: 3.")
+        Any,  # int | None
+        typer.Option(
+            parser=whole_number("--rounds", 1),
+            metavar="N",
+            help="How often each configuration runs, in turn; default: 3.",
+        ),
     ] = None,
     scratch: Annotated[
         str | None,
@@ -97,9 +113,13 @@ def bench(
         ),
     ] = None,
     tolerance: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="The share of its rate that a configuration can lose."),
-    ] = 0.1,
+        Any,  # float
+        typer.Option(
+            parser=number("--tolerance", 1),
+            metavar="SHARE",
+            help="The share of its rate that a configuration can lose.",
+        ),
+    ] = "0.1",
     relative: Annotated[
         bool,
         typer.Option(
@@ -122,7 +142,17 @@ def bench(
     from fastload.bench.run import Settings
 
     settings = Settings(
-        source, transform, workers, batch_size, start_method, cache, size, samples, minutes, rounds, scratch
+        source,
+        transform,
+        num_workers,
+        batch_size,
+        start_method,
+        cache,
+        size,
+        samples,
+        minutes,
+        rounds,
+        scratch,
     )
     before = None if baseline is None else _read_baseline(baseline, any_machine=relative)
     if before is not None:

@@ -12,13 +12,23 @@ import sys
 import time
 import warnings
 from dataclasses import asdict
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastload.cache.format.codecs import CACHE_CODECS, CODECS, LOSSY
-from fastload.cli.arguments import Size, Source, check_url, duration, is_url, parse_max_errors, path_or_url
+from fastload.cache.format.codecs import BEST_QUALITY, CACHE_CODECS, CODECS, LOSSY
+from fastload.cli.arguments import (
+    Size,
+    Source,
+    check_url,
+    duration,
+    is_url,
+    number,
+    one_of,
+    parse_max_errors,
+    path_or_url,
+    whole_number,
+)
 from fastload.cli.source_argument import RemoteSource, open_source, users_code
 from fastload.cli.terminal import APP, Answer, CommandError, ExitCode, answers, is_quiet
 from fastload.errors import CacheMismatchError
@@ -37,19 +47,23 @@ app = typer.Typer(help="Caches of decoded samples and files: build them once, tr
 # --- building --------------------------------------------------------------------------------------------
 
 _LOSSY = " and ".join(LOSSY)
-Codec = StrEnum("Codec", {name.upper(): name for name in CACHE_CODECS})  # type: ignore[misc]  # the table's
-OnError = StrEnum("OnError", ["RAISE", "SKIP"])
-By = StrEnum("By", ["SAMPLE", "FILE"])
-
-CodecOption = Annotated[
-    Codec | None,
+Codec = Annotated[
+    str | None,
     typer.Option(
-        "--codec",
+        parser=one_of("--codec", *CACHE_CODECS),
+        metavar="|".join(CACHE_CODECS),
         help=f"Format of the stored images; default: raw. {_LOSSY} are small, but change pixels; source "
         "stores the files unchanged, and every access decodes them.",
     ),
 ]
-Quality = Annotated[int | None, typer.Option(min=1, max=100, help=f"Quality of {_LOSSY}; default: 95.")]
+Quality = Annotated[
+    Any,  # int | None
+    typer.Option(
+        parser=whole_number("--quality", 1, BEST_QUALITY),
+        metavar="N",
+        help=f"Quality of {_LOSSY}, from 1 to {BEST_QUALITY}; default: 95.",
+    ),
+]
 LossyLeaf = Annotated[
     str | None,
     typer.Option(
@@ -58,13 +72,19 @@ LossyLeaf = Annotated[
         "one that looks like a photograph.",
     ),
 ]
-Workers = Annotated[
-    int | None, typer.Option(min=0, help="Number of decoding processes; default: one per core.")
-]
-OnErrorOption = Annotated[
-    OnError,
+NumWorkers = Annotated[
+    Any,  # int | None
     typer.Option(
-        "--on-error",
+        parser=whole_number("--num-workers", 0),
+        metavar="N",
+        help="Number of processes that decode; default: one per core.",
+    ),
+]
+OnError = Annotated[
+    str,
+    typer.Option(
+        parser=one_of("--on-error", "raise", "skip"),
+        metavar="raise|skip",
         help="How to handle a sample that cannot be read: 'raise' ends the build, 'skip' leaves it out "
         "and writes its path and the reason to DEST.errors.jsonl, or to errors.jsonl below the URL.",
     ),
@@ -85,12 +105,12 @@ Strict = Annotated[bool, typer.Option("--strict", help="Exit with code 3 if samp
 
 def _url(text: str) -> str:
     if not is_url(text):
-        raise CommandError(f"--out should be a URL such as s3://bucket/caches/train, but is {text!r}")
+        raise CommandError(f"--upload should be a URL such as s3://bucket/caches/train, but is {text!r}")
     check_url(text)
     return text
 
 
-@answers(app)
+@answers(app, ExitCode.SKIPPED, ExitCode.BUSY)
 def build(
     source: Source,
     dest: Annotated[
@@ -102,19 +122,20 @@ def build(
             "s3://bucket/caches/train, to which finished shards are uploaded.",
         ),
     ],
-    out: Annotated[
+    upload: Annotated[
         str | None,
         typer.Option(parser=_url, metavar="URL", help="Upload the cache at DEST to this URL, too."),
     ] = None,
     size: Size = None,
-    codec: CodecOption = None,
+    codec: Codec = None,
     quality: Quality = None,
     lossy_leaf: LossyLeaf = None,
-    workers: Workers = None,
+    num_workers: NumWorkers = None,
     shards: Annotated[
-        int | None,
+        Any,  # int | None
         typer.Option(
-            min=1,
+            parser=whole_number("--shards", 1),
+            metavar="N",
             help="Number of files of the cache; default: files of about 1 GiB, with --ray a few per CPU. "
             "An interrupted build loses the file being written.",
         ),
@@ -128,7 +149,7 @@ def build(
             "DEST. Needs the extra 'ray'.",
         ),
     ] = None,
-    on_error: OnErrorOption = OnError.RAISE,
+    on_error: OnError = "raise",
     max_errors: MaxErrors = "0.01",
     strict: Strict = False,
     wait: Annotated[
@@ -142,14 +163,15 @@ def build(
         bool, typer.Option("--force", help="First remove the cache or the unfinished build at DEST.")
     ] = False,
     by: Annotated[
-        By,
+        str,
         typer.Option(
-            "--by",
+            parser=one_of("--by", "sample", "file"),
+            metavar="sample|file",
             help="What is cached: 'sample', or 'file', the decoded pixels of the files that SOURCE reads, "
             "for DataLoader(..., cache='lmdb:DEST'). The images of a folder are read as torchvision's "
             "ImageFolder reads them.",
         ),
-    ] = By.SAMPLE,
+    ] = "sample",
 ) -> Answer:
     """Decode every sample of SOURCE once, into a cache at DEST.
 
@@ -162,29 +184,29 @@ def build(
             raise CommandError(
                 f"{option} is for {_LOSSY}, but --codec {codec or CODECS[0]} changes no pixels"
             )
-    if by is By.FILE:
-        given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--out": out}
+    if by == "file":
+        given = {"--codec": codec, "--size": size, "--shards": shards, "--ray": ray, "--upload": upload}
         for option, value in given.items():
             if value is not None:
                 raise CommandError(f"{option} is for caches of samples: omit it, or --by file")
-        return _build_files(source, dest, workers, on_error.value, max_errors, force=force)
+        return _build_files(source, dest, num_workers, on_error, max_errors, force=force)
     options = {
-        "codec": None if codec is None else codec.value,
+        "codec": codec,
         "quality": quality,
         "lossy_leaf": lossy_leaf,
         "shards": shards,
-        "on_error": on_error.value,
+        "on_error": on_error,
         "max_errors": max_errors,
         "progress": not is_quiet(),
         "wait": wait,
     }
-    path, url = (None, dest) if is_url(dest) else (dest, out)
-    if out is not None and path is None:
-        raise CommandError("DEST is a URL, and so is --out: pass one of them")
-    if ray is not None and (url is not None or workers is not None):
+    path, url = (None, dest) if is_url(dest) else (dest, upload)
+    if upload is not None and path is None:
+        raise CommandError("DEST is a URL, and so is --upload: pass one of them")
+    if ray is not None and (url is not None or num_workers is not None):
         raise CommandError(
             "--ray builds in a directory that all machines see, one task per CPU: pass a DEST there, omit "
-            "--workers, and upload the cache with `fastload cache build SOURCE DEST --out URL`"
+            "--num-workers, and upload the cache with `fastload cache build SOURCE DEST --upload URL`"
         )
     if force:
         if path is None:
@@ -209,7 +231,7 @@ def build(
         from fastload.cache.build.upload import build_at_url
 
         with _opened(source, size, codec) as (dataset, fingerprint):
-            options |= {"num_workers": workers, "fingerprint": fingerprint}
+            options |= {"num_workers": num_workers, "fingerprint": fingerprint}
             if url is not None:
                 cache, was_built = build_at_url(dataset, url, path=path, **options)
             else:
@@ -233,7 +255,7 @@ def build(
 
 
 def _build_files(
-    source: str, dest: str, workers: int | None, on_error: Any, max_errors: Any, *, force: bool
+    source: str, dest: str, num_workers: int | None, on_error: Any, max_errors: Any, *, force: bool
 ) -> Answer:
     """Decode the files that SOURCE reads, into a directory at DEST."""
     from fastload.cache.build import inventory
@@ -251,7 +273,7 @@ def _build_files(
     with users_code(source):
         dataset = OpenedImages(source) if is_folder(source) else open_source(source)
         cached = CachedDataset(dataset, cache=f"lmdb:{dest}", by="file")
-        cached.fill(workers, progress=not is_quiet(), on_error=on_error, max_errors=max_errors)
+        cached.fill(num_workers, progress=not is_quiet(), on_error=on_error, max_errors=max_errors)
     details, elapsed_s = details_of(dest), time.monotonic() - started_s
     lines = [
         f"{dest}: read {len(dataset):,} samples in {elapsed_s:,.1f} s: {_decoded(details)}",
@@ -466,7 +488,7 @@ def _in_memory() -> tuple[list[str], dict[str, Any]]:
         ]
         for cache in live
     ]
-    lines = table(rows) if rows else ["none of your processes shares a cache in memory"]
+    lines = table(rows) if rows else ["no caches in memory"]
     if local:
         lines.append(
             f"{len(local)} local copies of caches at URLs take {readable_size(nbytes)}: "
@@ -489,7 +511,7 @@ def _confirm(what: str, nbytes: int, *, yes: bool) -> None:
         raise CommandError("nothing was removed", ExitCode.FAILED) from typer.Abort()
 
 
-@answers(app, short_help="Remove caches or unfinished builds.")
+@answers(app, ExitCode.BUSY, short_help="Remove caches or unfinished builds.")
 def rm(
     paths: Annotated[
         list[str],
@@ -558,8 +580,13 @@ def _files_of(path: str) -> list[str]:
 @answers(app, short_help="Remove unused local copies of caches at URLs.")
 def prune(
     days: Annotated[
-        float, typer.Option(min=0, help="Keep the copies that a process has opened within this many days.")
-    ] = 0,
+        Any,  # float
+        typer.Option(
+            parser=number("--days"),
+            metavar="DAYS",
+            help="Keep the copies that a process has opened within this many days.",
+        ),
+    ] = "0",
     yes: Yes = False,
 ) -> Answer:
     """Remove the local copies of caches at URLs that no process uses, and interrupted downloads.

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import functools
 import os
-from enum import StrEnum
+import re
 from typing import Annotated, Any
 
 import typer
 
 from fastload.cli import bench_command, cache_commands
-from fastload.cli.arguments import Output, output_file
+from fastload.cli.arguments import Output, one_of, output_file, whole_number
 from fastload.cli.source_argument import is_folder, open_source, users_code
-from fastload.cli.terminal import APP, EXIT_CODES, Answer, CommandGroup, ExitCode, answers
+from fastload.cli.terminal import APP, Answer, CommandError, CommandGroup, ExitCode, answers, exit_codes
 from fastload.version import __version__
 
-app = typer.Typer(cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=EXIT_CODES, **APP)
+app = typer.Typer(
+    cls=CommandGroup, help="Fast data loading for PyTorch.", epilog=exit_codes(*ExitCode), **APP
+)
 app.add_typer(cache_commands.app, name="cache")
-answers(app, short_help="Compare torch's loader and fastload over your own data.")(bench_command.bench)
+answers(app, ExitCode.SLOWER, short_help="Compare torch's loader and fastload over your own data.")(
+    bench_command.bench
+)
 
 
 @cache_commands.app.callback()
@@ -51,36 +55,43 @@ def _root(
 
 # --- commands that run a script --------------------------------------------------------------------------
 
-Seeding = StrEnum("Seeding", ["WORKER", "SAMPLE"])
-WorkerType = StrEnum("WorkerType", ["PROCESS", "THREAD"])
+_DEVICE = re.compile(r"cuda|cuda:\d+|\d+|cpu|auto|mps|xpu")
 
 
-def _checked_cache(cache: str | None) -> str | None:
+def _checked_cache(cache: str) -> str:
     from fastload.readers.request import DISK, check_cache
 
     try:
         place = check_cache(cache)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        if cache.startswith(DISK):
+            raise CommandError(f"--cache: {error}") from None
+        said = f"ram, ram:SIZE such as ram:32G, or lmdb:PATH such as lmdb:/nvme/files, but got {cache!r}"
+        raise CommandError(f"--cache should be {said}") from None
     # The script may change the working directory.
     return place if place is not None and place.startswith(DISK) else cache
 
 
+def _checked_device(device: str) -> str:
+    if not _DEVICE.fullmatch(device):
+        raise CommandError(f"--device should be cuda, cuda:N, cpu, auto, mps or xpu, but got {device!r}")
+    return device
+
+
 _RUNS_A_SCRIPT: dict[str, Any] = {
     "context_settings": {"allow_interspersed_args": False},
-    "epilog": "The exit code is that of the script.",
+    "epilog": "\b\nExit codes:\n    2  wrong usage\n  all others are those of the script",
 }
 Script = Annotated[
     str, typer.Argument(metavar="SCRIPT", help="The script, - for standard input, or with -m the module.")
 ]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[ARGS]...", help="All arguments of the script.")
-]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="All arguments of the script.")]
 IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
 
 
 @app.command(short_help="Run a training script with fastload's loader instead of torch's.", **_RUNS_A_SCRIPT)
 def run(
+    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
@@ -88,31 +99,42 @@ def run(
         str | None,
         typer.Option(
             metavar="ram|ram:SIZE|lmdb:PATH",
-            callback=_checked_cache,
+            parser=_checked_cache,
             help="Remember the pixels of all files that the script's loaders decode, in memory; 'ram:32G' "
             "takes at most so much, and 'lmdb:PATH' remembers them on disk, in the directory PATH.",
         ),
     ] = None,
     seeding: Annotated[
-        Seeding | None,
+        str | None,
         typer.Option(
+            parser=one_of("--seeding", "worker", "sample"),
+            metavar="worker|sample",
             help="How random numbers are seeded: 'worker' as in torch (the default), or 'sample', the same "
-            "for any number of workers."
+            "for any number of workers.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Deliver batches on this device, such as cuda or auto; default: as in torch."),
+        typer.Option(
+            parser=_checked_device,
+            metavar="DEVICE",
+            help="Deliver batches on this device, such as cuda or auto; default: as in torch.",
+        ),
     ] = None,
     worker_type: Annotated[
-        WorkerType | None, typer.Option(help="Worker type; default: process, as in torch.")
+        str | None,
+        typer.Option(
+            parser=one_of("--worker-type", "process", "thread"),
+            metavar="process|thread",
+            help="Type of the workers; default: process, as in torch.",
+        ),
     ] = None,
     seed_albumentations: Annotated[
         bool | None,
         typer.Option(
             "--seed-albumentations/--no-seed-albumentations",
-            help="Whether albumentations pipelines draw differently in each worker (the default), or as "
-            "under torch's loader.",
+            help="Whether albumentations pipelines use other random numbers in each worker (the default), "
+            "or the same, as under torch's loader.",
         ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Suppress fastload's output.")] = False,
@@ -122,17 +144,17 @@ def run(
     The script needs no change. Processes that it starts do the same. Options of fastload come before SCRIPT;
     everything after SCRIPT belongs to the script. --seeding, --device, --worker-type and
     --seed-albumentations apply to every loader of the script. At exit, a line on standard error says how many
-    loaders were replaced, and a second one whether albumentations pipelines were seeded, which changes their
-    draws.
+    loaders were replaced, and a second one whether albumentations pipelines were seeded, which changes the
+    random numbers that they use.
     """
     from fastload.cli.script import run_script
     from fastload.integrations.patch import patch_on_import
     from fastload.readers.request import CACHE_VARIABLE
 
     given: dict[str, Any] = {
-        "seeding": seeding and seeding.value,
+        "seeding": seeding,
         "device": device,
-        "worker_type": worker_type and worker_type.value,
+        "worker_type": worker_type,
         "seed_albumentations": seed_albumentations,
     }
     if cache is not None:  # for fastload's own loaders, too
@@ -142,25 +164,27 @@ def run(
         is_verbose=not quiet,
     )
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
-    return functools.partial(run_script, script, list(args or ()), as_module=is_module)
+    options = _long_options(context)
+    return functools.partial(run_script, script, list(args or ()), as_module=is_module, options=options)
 
 
 @app.command(
     short_help="Run a training script, and say how long it waits for data, and why.", **_RUNS_A_SCRIPT
 )
 def profile(
+    context: typer.Context,
     script: Script,
     args: Arguments = None,
     is_module: IsModule = False,
     replay: Annotated[
-        int,
+        Any,  # int
         typer.Option(
-            min=0,
+            parser=whole_number("--replay", 0),
             metavar="STEPS",
             help="Alternate new batches with this many earlier ones, held in memory, to measure the "
             "script's speed if loading were free. It then trains on these batches again.",
         ),
-    ] = 0,
+    ] = "0",
     output: Output = None,
     trace: Annotated[
         str | None,
@@ -183,8 +207,19 @@ def profile(
     files = {"--output": output, "--trace": trace}
     # CommandGroup.main calls this outside of its own handling of errors, which are the script's here.
     return functools.partial(
-        profile_script, script, list(args or ()), as_module=is_module, replay=replay, files=files
+        profile_script,
+        script,
+        list(args or ()),
+        as_module=is_module,
+        replay=replay,
+        files=files,
+        options=_long_options(context),
     )
+
+
+def _long_options(context: typer.Context) -> list[str]:
+    names = [name for parameter in context.command.params for name in parameter.opts]
+    return [name for name in names if name.startswith("--") and name != "--help"]
 
 
 @answers(app, short_help="Show what this machine offers a data loader.")
@@ -193,7 +228,7 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[SOURCE]",
-            help="A folder or a URL with a folder of images for each class, or MODULE:NAME of a dataset: "
+            help="A folder or a URL with one subfolder of images per class, or MODULE:NAME of a dataset: "
             "show which cache fits it, instead of the machine.",
         ),
     ] = None,

@@ -22,12 +22,14 @@ from fastload.cli.terminal import CommandError
 from fastload.system.logs import write_stderr
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from fastload.profiling.session import Profile
 
+USAGE = 2  # the exit code of python, and of argparse, for wrong arguments
 
-def run_script(target: str, args: list[str], *, as_module: bool = False) -> None:
+
+def run_script(target: str, args: list[str], *, as_module: bool = False, options: Iterable[str] = ()) -> None:
     """Run a script to its end.
 
     `sys.argv`, `sys.path[0]` and `__main__` are those of plain python, so argparse, pickling, and child
@@ -39,6 +41,7 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
             `__main__.py`; "-" for a script on standard input; with `as_module`, the name of a module.
         args: The arguments of the script, `sys.argv[1:]`.
         as_module: Run `target` as `python -m` does.
+        options: Of the command, for those who pass them to the script.
 
     Raises:
         SystemExit: From the script; or with code 2, as python, if there is no such file.
@@ -54,21 +57,26 @@ def run_script(target: str, args: list[str], *, as_module: bool = False) -> None
         sys.modules["__mp_main__"] = main
     sys.argv[:] = [target, *args]
     try:
-        if as_module:
-            _set_first_path(os.getcwd())
-            _run_as_main(target, alter_argv=True)
-        elif target == "-":
-            _run_stdin(vars(main))
-        elif _is_importable(target):
-            _set_first_path(os.path.join(os.getcwd(), target), even_if_safe=True)
-            _run_as_main("__main__", alter_argv=False)
-        else:
-            _run_file(target, vars(main))
+        with own_options_named(args, options):
+            _run(target, main, as_module=as_module)
     except SystemExit:
         raise
     except BaseException as error:
         _hide_own_frames(error)
         raise
+
+
+def _run(target: str, main: types.ModuleType, *, as_module: bool) -> None:
+    if as_module:
+        _set_first_path(os.getcwd())
+        _run_as_main(target, alter_argv=True)
+    elif target == "-":
+        _run_stdin(vars(main))
+    elif _is_importable(target):
+        _set_first_path(os.path.join(os.getcwd(), target), even_if_safe=True)
+        _run_as_main("__main__", alter_argv=False)
+    else:
+        _run_file(target, vars(main))
 
 
 def _run_file(target: str, namespace: dict[str, Any]) -> None:
@@ -133,11 +141,34 @@ def _hide_own_frames(error: BaseException) -> None:
     sys.excepthook = excepthook
 
 
+@contextlib.contextmanager
+def own_options_named(args: list[str], options: Iterable[str]) -> Iterator[None]:
+    """If the script refuses its arguments, say which of them are options of fastload.
+
+    Args:
+        args: Those of the script.
+        options: Those of the command.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        given = [name for name in (arg.partition("=")[0] for arg in args) if name in options]
+        if error.code == USAGE and given:
+            write_stderr(f"fastload: {given[0]} went to the script: options of fastload come before SCRIPT\n")
+        raise
+
+
 # --- under a profile -------------------------------------------------------------------------------------
 
 
 def profile_script(
-    target: str, args: list[str], *, as_module: bool, replay: int, files: Mapping[str, str | None]
+    target: str,
+    args: list[str],
+    *,
+    as_module: bool,
+    replay: int,
+    files: Mapping[str, str | None],
+    options: Iterable[str] = (),
 ) -> None:
     """Run a script to its end under a profile, and print the report, also after an error or Ctrl-C.
 
@@ -150,6 +181,7 @@ def profile_script(
         as_module: As for `run_script`.
         replay: See `fastload.profile`.
         files: The files to write, by option.
+        options: As for `run_script`.
 
     Raises:
         BaseException: Whatever ends the script.
@@ -160,17 +192,20 @@ def profile_script(
 
     pid = os.getpid()
     profile = Profile((), replay).start()
+    has_begun = True
     try:
-        run_script(target, args, as_module=as_module)
+        run_script(target, args, as_module=as_module, options=options)
     except BaseException as error:
         hide_frames(error, (FOLDER,))
+        has_begun = not isinstance(error, SystemExit) or error.code != USAGE
         raise
     finally:
         if os.getpid() == pid:  # a process that the script forked ends here, too
             try:
                 profile.stop()
             finally:
-                _save(profile, files)
+                if has_begun or profile.report().loaders:
+                    _save(profile, files)
 
 
 def _save(profile: Profile, files: Mapping[str, str | None]) -> None:

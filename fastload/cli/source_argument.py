@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastload.cli.arguments import check_url, is_url
-from fastload.cli.terminal import CommandError, ExitCode
+from fastload.cli.terminal import CommandError, ExitCode, did_you_mean
 from fastload.system.notes import add_note
 from fastload.system.os_errors import why_unreadable
 
@@ -133,9 +133,19 @@ def _parse_names(source: str) -> tuple[str, str]:
     if module.endswith(".py") or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
         raise CommandError(
             f"SOURCE should be a folder of images, or MODULE:NAME such as my_data:train_set for a name in "
-            f"my_data.py, but {source!r} is neither"
+            f"my_data.py, but {source!r} is neither{did_you_mean(source, _possible(source))}"
         )
     return module, name
+
+
+def _possible(source: str) -> list[str]:
+    """What a SOURCE that is neither of both could have been meant to be."""
+    parent = os.path.dirname(source)
+    module, _, name = source.replace(".py", "").replace("/", ".").rpartition(":" if ":" in source else ".")
+    with contextlib.suppress(OSError):
+        names = [os.path.join(parent, entry.name) for entry in os.scandir(parent or ".") if entry.is_dir()]
+        return [*names, f"{module}:{name}"] if os.path.isfile(f"{module}.py") else names
+    return []
 
 
 def _import(module: str, name: str) -> Any:
@@ -149,7 +159,8 @@ def _import(module: str, name: str) -> Any:
                 f"there is no module {error.name!r} in the working directory or among the installed packages"
             ) from error
         if isinstance(error, AttributeError) and module in sys.modules:
-            raise CommandError(f"module {module!r} has no {name!r}") from error
+            names = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
+            raise CommandError(f"module {module!r} has no {name!r}{did_you_mean(name, names)}") from error
         add_note(error, f"while module {module!r} was imported; fastload --debug ... shows where")
         raise
 

@@ -103,4 +103,4 @@ def _lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"{count} cannot be read; the first one: {report['first_error']}")
     if report["problem"]:
         lines.append(f"no cache can hold these samples: {report['problem']}")
-    return [*lines, f"use {report['use']}"]
+    return [f"use {report['use']}", *lines]

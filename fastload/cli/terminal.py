@@ -29,7 +29,7 @@ from fastload.system.logs import is_debugging, log, write_stderr
 from fastload.system.os_errors import why_unreadable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class ExitCode(IntEnum):
@@ -44,15 +44,22 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
-EXIT_CODES = """\b
-Exit codes:
-    0  fine
-    1  failed: a source or a file cannot be read, or damage was found
-    2  wrong usage, such as a path that does not exist
-    3  with --strict: finished, but samples were skipped
-    4  slower than the --baseline
-   75  another build is running: try again later
-  130  interrupted: run the same command again to continue"""
+_MEANINGS = {
+    ExitCode.FINE: "success",
+    ExitCode.FAILED: "failed: a source or a file cannot be read, or damage was found",
+    ExitCode.USAGE: "wrong usage, such as a path that does not exist",
+    ExitCode.SKIPPED: "with --strict: finished, but samples were skipped",
+    ExitCode.SLOWER: "slower than the --baseline",
+    ExitCode.BUSY: "another build is running: try again later",
+    ExitCode.INTERRUPTED: "interrupted: run the same command again to continue",
+}
+
+
+def exit_codes(*more: ExitCode) -> str:
+    """The last lines of a command's help: the exit codes that all commands have, and more."""
+    codes = sorted({ExitCode.FINE, ExitCode.FAILED, ExitCode.USAGE, ExitCode.INTERRUPTED, *more})
+    return "\n".join(["\b", "Exit codes:", *(f"  {code:>3}  {_MEANINGS[code]}" for code in codes)])
+
 
 APP: dict[str, Any] = {
     "invoke_without_command": True,  # a callback of fastload handles this, because releases of click differ
@@ -140,7 +147,7 @@ def _exit_code(error: Exception) -> ExitCode:
 
 def _one_line(error: Exception) -> str:
     if isinstance(error, _ClickUsageError):
-        text = str(error.format_message())
+        text = _usage_text(error)
     elif isinstance(error, OSError) and error.strerror:
         text = why_unreadable(error)
     elif isinstance(error, (FastloadError, CommandError, OSError)):
@@ -153,6 +160,42 @@ def _one_line(error: Exception) -> str:
     text = text.replace('on_error="skip"', "--on-error skip")
     text = re.sub(r"`?\bmax_errors\b`?", "--max-errors", text)
     return " ".join(text.split())
+
+
+def _usage_text(error: Any) -> str:
+    """Wrong usage in our words; the classes of errors are click's, or those of typer's own copy of it."""
+    context, text, kind = error.ctx, str(error.format_message()), type(error).__name__
+    words = (
+        []
+        if context is None
+        else context.command_path.split()[len(context.find_root().command_path.split()) :]
+    )
+    command = " ".join(("fastload", *words))
+    if kind == "MissingParameter":
+        name = str(error.param.metavar or error.param.human_readable_name).rstrip(".")
+        return f"{name} is missing: `{command} --help` shows the arguments"
+    if kind == "NoSuchOption":
+        found = context.command.params if context is not None else []
+        options = [name for parameter in found for name in parameter.opts]
+        return f"{command} has no option {error.option_name}{did_you_mean(error.option_name, options)}"
+    if kind == "BadOptionUsage":
+        return f"{error.option_name} needs a value"
+    if (extra := re.search(r"unexpected extra arguments? ?(?:\(s\) )?\((.*)\)", text)) is not None:
+        return f"{command} takes no further argument, but got {extra[1]}"
+    if (unknown := re.search(r"No such command '(.*?)'", text)) is not None:
+        if os.path.isfile(unknown[1]):
+            return f"there is no command {unknown[1]!r}: `fastload run {unknown[1]}` runs a script"
+        return f"there is no command {unknown[1]!r}{did_you_mean(unknown[1], context.command.commands)}"
+    return text
+
+
+def did_you_mean(text: str, choices: Iterable[str]) -> str:
+    """A question that names the choice that is most like a text, after a colon; empty if none is."""
+    import difflib  # here: most commands do not need it
+
+    by_name = {choice.lstrip("-"): choice for choice in choices}
+    found = difflib.get_close_matches(text.lstrip("-"), by_name, 1)
+    return f": did you mean {by_name[found[0]]}?" if found else ""
 
 
 # --- results ---------------------------------------------------------------------------------------------
@@ -175,8 +218,16 @@ class Answer:
     complaint: str = ""
 
 
-def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
-    """Make a command of a function that returns its answer, and give it the options --json and --quiet."""
+def answers(
+    app: typer.Typer, *codes: ExitCode, **settings: Any
+) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
+    """Make a command of a function that returns its answer, and give it the options --json and --quiet.
+
+    Args:
+        app: What it is a command of.
+        codes: Its exit codes beside those of all commands.
+        settings: As for typer's `command`.
+    """
 
     def register(function: Callable[..., Answer]) -> Callable[..., Answer]:
         @functools.wraps(function)
@@ -200,7 +251,7 @@ def answers(app: typer.Typer, **settings: Any) -> Callable[[Callable[..., Answer
 
         own, added = (inspect.signature(each, eval_str=True).parameters for each in (function, _output))
         vars(command)["__signature__"] = inspect.Signature([*own.values(), *added.values()])
-        app.command(**settings)(command)
+        app.command(epilog=exit_codes(*codes), **settings)(command)
         return function
 
     return register

@@ -131,7 +131,8 @@ class ImageFolder(Dataset[tuple[Any, int]]):
         self.classes = files.classes
         if not self.classes:
             raise FileNotFoundError(
-                f"Couldn't find any class folder in {self.root}: images of a class belong in {self.root}/cat"
+                f"Couldn't find any class folder in {self.root}: images of a class belong in "
+                f"{self.root}/cat. If this is the folder of one class, pass the folder around it"
             )
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         empty = [name for name, paths in zip(self.classes, files.names, strict=True) if not paths]

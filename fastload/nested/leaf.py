@@ -8,6 +8,7 @@ and, if default_collate batches it, its batch in `tensors`.
 from __future__ import annotations
 
 import ast
+import re
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ NUMBER_DTYPES: dict[str, np.dtype[Any]] = {
 BARE_KINDS = (*NUMBER_DTYPES, "none", IMAGE, *TEXT_KINDS)  # these have neither a dtype nor a shape
 
 _MAX_BYTES = (1 << 63) - 1  # of an array
+_TOO_LARGE = (MemoryError, RecursionError)
+# What `dtype.str` gives. NumPy's parser takes much more, and some of it ends the process: "M8[Y/0]".
+_PLAIN_NAME = re.compile(r"[<>|](?:[biufcSUV]\d+|[mM]8(?:\[\d*[A-Za-z]+\])?)")
 
 # The NumPy dtype that stores a tensor, by torch's name of the tensor's dtype. A dtype that NumPy lacks is
 # stored as integers of the same width; `tensors` lists those of these dtypes that this release of torch has.
@@ -71,12 +75,33 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """
     try:
         # literal_eval builds literals only and calls no code; .npy headers are read in the same way.
-        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(name)) if name[:1] == "[" else np.dtype(name)
-    except (TypeError, ValueError, SyntaxError, MemoryError, RecursionError, KeyError, IndexError) as error:
+        descr: Any = ast.literal_eval(name) if name[:1] == "[" else name
+        _check_names(descr)
+        dtype = np.lib.format.descr_to_dtype(descr)
+    except (
+        TypeError,
+        ValueError,
+        SyntaxError,
+        ArithmeticError,
+        MemoryError,
+        RecursionError,
+        LookupError,
+    ) as error:
         raise ValueError(f"{name!r} is not the name of a dtype") from error
     if dtype.hasobject or dtype.kind == "T" or dtype.itemsize == 0:
         raise ValueError(f"dtype {name!r} has no fixed size in bytes")
     return dtype
+
+
+def _check_names(descr: Any) -> None:
+    """Check all names of plain dtypes in a description: a name, a shaped one, or a list of fields."""
+    if isinstance(descr, list):
+        for field in descr:
+            _check_names(field[1])
+    elif isinstance(descr, tuple):
+        _check_names(descr[0])
+    elif not _PLAIN_NAME.fullmatch(descr):
+        raise ValueError(descr)
 
 
 class Leaf(NamedTuple):

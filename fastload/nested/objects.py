@@ -112,6 +112,9 @@ def _image_of(_: type, parts: dict[str, Any]) -> Any:
         raise ValueError(f"an image of mode {mode!r}")
     if type(pixels) is EncodedImage:  # of a cache whose jpegs stay undecoded
         pixels = pixels.decode()
+    width, height = size
+    if pixels.shape[0] != height or 8 * pixels.nbytes < width * height:  # before memory is taken
+        raise ValueError(f"{pixels.nbytes:,} bytes are no image of {width:,} x {height:,} pixels")
     image = Image.new(mode, size, None)
     image.frombytes(pixels)
     image.info = parts["info"]

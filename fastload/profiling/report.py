@@ -102,10 +102,7 @@ class LoaderReport:
         samples = "" if settings["num_samples"] is None else f", {settings['num_samples']:,} samples"
         loader = f"{self.dataset}{samples}, batch_size={settings['batch_size']}"
         loops = f"{self.num_batches:,} batches, {self.num_epochs} epochs, {self.total_s:,.1f} s"
-        lines = [
-            f"{self.name} ({loader}, {workers}): {loops}",
-            f"  {self.verdict}",
-        ]
+        lines = [f"{self.name}: {self.verdict}", f"  {loader}, {workers}: {loops}"]
         if not self.num_batches:
             return lines
         starts = f"very first batch: {self.first_start_s:,.2f} s"
@@ -163,7 +160,8 @@ class ProfileReport:
     def __str__(self) -> str:
         if not self.loaders:
             return "No DataLoader was used."
-        texts = ["\n".join(loader.lines_of_text()) for loader in self.loaders]
+        by_waits = sorted(self.loaders, key=lambda loader: -loader.data_share * loader.total_s)
+        texts = ["\n".join(loader.lines_of_text()) for loader in by_waits]
         return "\n".join(["\n\n".join(texts), *(f"Note: {note}" for note in self.notes)])
 
     def as_dict(self) -> dict[str, Any]:

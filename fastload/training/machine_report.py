@@ -25,6 +25,7 @@ from fastload.errors import FastloadError, WorkerStartError
 from fastload.memory.lease import Memory
 from fastload.memory.segment import Segment, populate
 from fastload.system.cpus import cpu_quota, usable_cpus
+from fastload.system.humanize import readable_memory
 from fastload.training.report import lines_of, memory_report
 from fastload.version import __version__
 from fastload.workers.ray_pool import connect
@@ -82,7 +83,26 @@ def machine_report() -> tuple[dict[str, Any], list[str]]:
         "gpu_processes_note": processes_note,
         "hints": HINTS,
     }
-    return report, lines_of(report)
+    verdict = _verdict(report)
+    return {"verdict": verdict, **report}, [verdict, *lines_of(report)]
+
+
+def _verdict(report: dict[str, Any]) -> str:
+    """Whether something here slows a loader down, or keeps it from working, in one sentence."""
+    problems = [f"GPU {gpu['index']}: {gpu['problem']}" for gpu in report["gpus"] if gpu["problem"]]
+    problems += [
+        f"GPU {gpu['index']} cannot read batches in place, which costs a copy: {gpu['page_locking']}"
+        for gpu in report["gpus"]
+        if gpu["page_locking"] not in (None, WORKS)
+    ]
+    if isinstance(report["ray_cluster"], str) and report["ray_cluster"]:
+        problems.append(report["ray_cluster"])
+    if problems:
+        return f"{len(problems)} problem{'s' * (len(problems) > 1)}: {'; '.join(problems)}"
+    cpus, gpus = report["num_usable_cpus"], len(report["gpus"])
+    free = readable_memory(report["memory"]["host_available_bytes"])
+    counts = f"{cpus} CPU{'s' * (cpus != 1)}, {free} of free memory, {gpus or 'no'} GPU{'s' * (gpus != 1)}"
+    return f"no problems: {counts}"
 
 
 def ray_cluster() -> dict[str, Any] | str:

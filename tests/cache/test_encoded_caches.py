@@ -268,7 +268,7 @@ def test_damaged_files(name: str, num_workers: int, damaged: Path, tmp_path: Pat
 def test_files_of_files(photos: Path, tmp_path: Path) -> None:
     """`cache build --codec source` stores the files without loss; the folder knows its cache."""
     dest, folder = tmp_path / "photos.lmdb", ImageFolder(photos)
-    build = ("build", photos, dest, "--codec", "source", "--workers", 2, "--quiet")
+    build = ("build", photos, dest, "--codec", "source", "--num-workers", 2, "--quiet")
     outputs = [CliRunner().invoke(main.app, ["cache", *map(str, words)]) for words in (build, ("info", dest))]
     ds, beside = CachedDataset.from_cache(dest), CachedDataset(folder, pipeline(), cache=f"lmdb:{dest}")
     assert [result.exit_code for result in outputs] == [0, 0]

@@ -204,7 +204,8 @@ def test_the_command_line_names_the_leaf(tmp_path: Path, monkeypatch: pytest.Mon
         "train = t.of('dict', lambda index: np.full((96, 96, 3), 40 * index, np.uint8))\n"
     )
     monkeypatch.chdir(tmp_path)
-    command = ("build", "lossy_data:train", tmp_path / "a", "--codec", "jpeg", "--workers", "0", "--quiet")
+    options = ("--codec", "jpeg", "--num-workers", "0", "--quiet")
+    command = ("build", "lossy_data:train", tmp_path / "a", *options)
     unclear = run(*command)
     assert (unclear.exit_code, "--lossy-leaf image" in unclear.stderr) == (1, True)
     assert run(*command, "--lossy-leaf", "image").exit_code == 0

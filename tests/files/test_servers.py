@@ -190,7 +190,7 @@ def run(*words: str) -> Any:
 def test_commands_build_and_manage_a_cache(host: Path) -> None:
     """Built again it is found; `info` downloads nothing, `verify` makes a copy; `ls` and `rm` take it."""
     url, copies = "s3://photos/caches/built", host / f"copies-{os.getuid()}"
-    command = ("build", "s3://photos/train", url, "--shards", "3", "--workers", "1")
+    command = ("build", "s3://photos/train", url, "--shards", "3", "--num-workers", "1")
     built = run(*command)
     assert (built["was_built"], run(*command)["was_built"]) == (True, False)
     assert os.listdir(host / f"builds-{os.getuid()}") == []
@@ -213,9 +213,9 @@ def test_commands_build_and_manage_a_cache(host: Path) -> None:
 def test_a_cache_is_read_by_workers_through_its_local_copy(
     host: Path, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With storage options, found by its fingerprint without reading an image, or kept locally by `--out`."""
+    """With storage options, found by its fingerprint without reading an image, or kept by `--upload`."""
     url, local = "s3://photos/caches/options", str(tmp_path / "x.lmdb")
-    found = run("build", "s3://photos/train", local, "--out", url)
+    found = run("build", "s3://photos/train", local, "--upload", url)
     assert found["path"] == url
     assert run("info", local)["nbytes"] == found["nbytes"]
     monkeypatch.setattr(fastload.ImageFolder, "__getitem__", lambda *_: pytest.fail("an image is read"))
@@ -238,7 +238,7 @@ def test_a_cache_is_read_by_workers_through_its_local_copy(
     ("words", "code", "message"),
     [
         ("build S s3://b/c --ray local", 2, "--ray builds in a directory that all machines see"),
-        ("build S s3://b/c --out s3://b/d", 2, "pass one of them"),
+        ("build S s3://b/c --upload s3://b/d", 2, "pass one of them"),
         ("build S", 2, "DEST"),
         ("rm s3://b/c", 2, "your store's own tool"),
         ("ls s3://b/c", 2, "fastload cache info s3://b/c"),

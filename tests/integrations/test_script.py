@@ -293,7 +293,7 @@ def test_commands_run_scripts_as_python_does(tmp_path: Path, run: Run, name: str
     """Its output, exit code and last words are the same, whatever it starts and closes."""
     (tmp_path / "train.py").write_text(PROGRAMS_UNDER_COMMANDS[name])
     plain, done = run("train.py"), run(*command, "train.py")
-    report = r"\n(No DataLoader was used|DataLoader \().*?(?=^[TE]|\Z)"  # before the interpreter's last words
+    report = r"\n(No DataLoader was used|DataLoader: ).*?(?=^[TE]|\Z)"  # before the interpreter's last words
     err = re.sub(report, "", done.stderr, flags=re.DOTALL | re.MULTILINE)
     assert (done.returncode, done.stdout, err) == (plain.returncode, plain.stdout, plain.stderr)
     assert plain.stdout or plain.stderr or name == "closed stdout"
@@ -324,7 +324,17 @@ def test_words_after_the_script_are_the_script_s(tmp_path: Path, run: Run, words
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("run --cache disk", "'disk'"),
+        (
+            "run --cache disk",
+            "--cache should be ram, ram:SIZE such as ram:32G, or lmdb:PATH .*, but got 'disk'$",
+        ),
+        ("run --cache ram:lots", "--cache should be ram, .*, but got 'ram:lots'$"),
+        ("run --cache lmdb:s3://b/c", "--cache: .* decoded files are remembered on disk, not at a URL"),
+        ("run --seeding smaple", "should be worker or sample, but got 'smaple': did you mean sample[?]$"),
+        ("run --worker-type ray", "--worker-type should be process or thread, but got 'ray'$"),
+        ("run --device gpu7", "--device should be cuda, cuda:N, cpu, auto, mps or xpu, but got 'gpu7'$"),
+        ("run --chace ram", "fastload run has no option --chace: did you mean --cache[?]$"),
+        ("profile --replay x", "--replay should be a whole number from 0 on, but got 'x'$"),
         ("profile --output absent/file", "directory that can be written, not 'absent/file'"),
         ("profile --trace folder", "--trace should be a file in a directory .*, not 'folder'"),
     ],
@@ -337,6 +347,19 @@ def test_wrong_options_end_the_command(words: str, said: str, tmp_path: Path, mo
     done = CliRunner().invoke(main.app, [*words.split(), "show.py"])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert re.search(rf"^fastload: error: .*{said}", done.stderr)
+
+
+@pytest.mark.parametrize("words", ["run train.py --cache ram", "profile train.py --replay=20"])
+def test_an_option_behind_the_script_is_named_if_the_script_refuses_it(
+    words: str, run: Run, tmp_path: Path
+) -> None:
+    """In one line, after the script's own error; there is no report about no loader."""
+    (tmp_path / "train.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = run(*words.split())
+    option = words.split()[2].partition("=")[0]
+    assert done.returncode == 2
+    assert f"fastload: {option} went to the script: options of fastload come before SCRIPT\n" in done.stderr
+    assert "No DataLoader" not in done.stderr
 
 
 def test_defaults_of_the_command_line_reach_workers_and_children(tmp_path: Path, run: Run) -> None:
@@ -462,7 +485,7 @@ if __name__ == "__main__":
     for batch in DataLoader(Photos(range(40)), 10, num_workers=1, multiprocessing_context=sys.argv[1]):
         print(type(batch) is Sample, batch.y[0].item())
 """
-REPORT = "\ntrain_loader (Numbers, 40 samples, batch_size=4, "
+REPORT = r"\ntrain_loader: .+\n  Numbers, 40 samples, batch_size=4, "  # the verdict comes first
 FILES = ("--output", "a.json", "--trace", "b.json")
 HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where some are replayed
 
@@ -470,11 +493,11 @@ HELD = [0, 4, 8, 12, 0, 4, 16, 20, 24, 28]  # the first values of batches, where
 @pytest.mark.parametrize(
     ("ending", "code", "report", "said"),
     [
-        ("code", 3, "0 workers): 7 batches, ", ""),
-        ("error", 1, "0 workers): 7 batches, ", "ValueError: a bad batch\n"),
-        ("interrupt", -signal.SIGINT, "0 workers): 7 batches, ", "KeyboardInterrupt\n"),
-        ("fork", 0, "1 worker): 10 batches, ", ""),
-        ("profile", 1, "0 workers): 10 batches, ", "`fastload profile`"),
+        ("code", 3, "0 workers: 7 batches, ", ""),
+        ("error", 1, "0 workers: 7 batches, ", "ValueError: a bad batch\n"),
+        ("interrupt", -signal.SIGINT, "0 workers: 7 batches, ", "KeyboardInterrupt\n"),
+        ("fork", 0, "1 worker: 10 batches, ", ""),
+        ("profile", 1, "0 workers: 10 batches, ", "`fastload profile`"),
         ("removed directory", 5, "", "cannot write --output out/a.json: "),
     ],
 )
@@ -484,7 +507,7 @@ def test_it_reports_once(run: Run, tmp_path: Path, ending: str, code: int, repor
     (tmp_path / "train.py").write_text(ENDING if report else REMOVES)
     done = run("profile", *([] if report else ["--output", "out/a.json"]), "train.py", ending)
     assert done.returncode == code, done.stderr
-    *_, before, last = ("", *done.stderr.split(f"{REPORT}{report}")) if report else ("", done.stderr)
+    *_, before, last = ("", *re.split(f"{REPORT}{report}", done.stderr)) if report else ("", done.stderr)
     assert said in last
     assert done.stderr.count(" batches, ") == bool(report)
     assert before == "" or "child" in before

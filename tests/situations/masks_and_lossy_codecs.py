@@ -1,6 +1,6 @@
 """A cache built with `--codec jpeg` changes the photograph of a sample alone; masks and ids are exact.
 
-$ fastload cache build masks_and_lossy_codecs:train scenes.lmdb --codec jpeg --lossy-leaf image --workers 0
+$ fastload cache build masks_and_lossy_codecs:train scenes.lmdb --codec jpeg --lossy-leaf image --num-workers 0
 $ python masks_and_lossy_codecs.py
 """
 

@@ -302,12 +302,12 @@ class Build:
     ) -> Iterator[tuple[int, Value | FailedSample]]:
         """The index of each sample with its value, or with why it has none."""
         for indices, values in zip(ranges, answers, strict=True):
+            nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
+            progress.advance(nbytes, len(values))  # here: nobody asks for more after the last value
             for index, value in zip(indices, values, strict=False):  # fewer values, if the last one failed
                 if isinstance(value, Failure):
                     value.reraise()
                 yield index, value
-            nbytes = sum(len(value.data) for value in values if isinstance(value, Value))
-            progress.advance(nbytes, len(values))
 
     def _write_shard(
         self, files: StagingDirectory, shard: int, values: Iterable[tuple[int, Value | FailedSample]]

@@ -18,6 +18,7 @@ import numpy as np
 
 from fastload.cache.format.plain_text import parse_plain_text, plain_text
 from fastload.memory.segment import round_up
+from fastload.nested.leaf import numpy_dtype
 from fastload.readers.decode_cache import Stored
 
 if TYPE_CHECKING:
@@ -73,11 +74,11 @@ def decode(data: memoryview, head_bytes: int, checksum: int) -> Stored | None:
         return None
     try:
         text, shape, order, note = parse_plain_text(data[:head_bytes])
-        dtype = np.dtype(text)
-        if dtype.hasobject or math.prod(shape) * dtype.itemsize != pixels.nbytes:
+        dtype = numpy_dtype(text)
+        if math.prod(shape) * dtype.itemsize != pixels.nbytes:
             return None
         return Stored(pixels.view(dtype).reshape(shape, order=order), note)
-    except (ValueError, TypeError):  # written by something else
+    except (ValueError, TypeError, OverflowError):  # written by something else
         return None
 
 

@@ -1,0 +1,153 @@
+"""Hostile image files, read with a cache of decoded files: each library's own answer, at each access.
+
+A cache must neither hide an error of a library, nor answer where the library would not, nor take more memory.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import struct
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.readers import identity, patches
+from fastload.readers.decode_cache import DecodeCache
+from tests.attacks.test_records import bomb, png
+from tests.kit.decoding import DictStore
+from tests.kit.jobs import Job
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SPARE_BYTES = 1 << 30
+
+
+def saved(format_name: str, mode: str = "RGB", **options: Any) -> bytes:
+    """A picture of noise of 48 x 40 pixels."""
+    pixels = np.random.RandomState(0).randint(0, 256, (40, 48, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).convert(mode).save(file, format_name, **options)
+    return file.getvalue()
+
+
+def changed(content: bytes, at: int, new: bytes) -> bytes:
+    return content[:at] + new + content[at + len(new) :]
+
+
+def tiff_with_a_loop() -> bytes:
+    """The next directory is the first one."""
+    content = saved("TIFF")
+    (at,) = struct.unpack_from("<I", content, 4)
+    (count,) = struct.unpack_from("<H", content, at)
+    return changed(content, at + 2 + 12 * count, struct.pack("<I", at))
+
+
+def jpeg_of(height: int, width: int) -> bytes:
+    """A JPEG whose header says that it has these sides."""
+    content = saved("JPEG")
+    at = content.index(b"\xff\xc0")
+    return changed(content, at + 5, struct.pack(">HH", height, width))
+
+
+FILES: dict[str, Callable[[], bytes]] = {
+    "png of 2.5 gigabytes": lambda: png(50_000, 50_000),
+    "png of 100 megabytes without data": lambda: png(10_000, 10_000),
+    "png with text that unpacks to 256 megabytes": lambda: png(4, 4, (b"zTXt", bomb())),
+    "png with a profile that does": lambda: png(4, 4, (b"iCCP", bomb())),
+    "png without sides": lambda: png(0, 0),
+    "png with a wrong checksum": lambda: saved("PNG").replace(b"IDAT", b"IDAU"),
+    "png with more after its end": lambda: saved("PNG") + saved("JPEG"),
+    "jpeg of 4 gigabytes": lambda: jpeg_of(65_500, 65_500),
+    "jpeg of more rows than there are": lambda: jpeg_of(4_000, 48),
+    "jpeg of fewer rows": lambda: jpeg_of(8, 48),
+    "jpeg without rows": lambda: jpeg_of(0, 48),
+    "jpeg cut in the middle": lambda: saved("JPEG")[:1500],
+    "jpeg and a second one": lambda: saved("JPEG") * 2,
+    "jpeg in a png's place": lambda: b"\x89PNG\r\n\x1a\n" + saved("JPEG"),
+    "jpeg with EXIF that points anywhere": lambda: saved("JPEG", exif=b"Exif\0\0II*\0" + b"\x7f" * 60),
+    "tiff with a loop of directories": tiff_with_a_loop,
+    "tiff whose directory is outside": lambda: changed(saved("TIFF"), 4, b"\xff\xff\xff\x7f"),
+    "tiff of many strips": lambda: saved("TIFF", compression="raw", strip_size=48),
+    "bmp of 2.7 gigabytes": lambda: changed(saved("BMP"), 18, struct.pack("<ii", 30_000, 30_000)),
+    "bmp with negative rows": lambda: changed(saved("BMP"), 18, struct.pack("<ii", 48, -(1 << 31))),
+    "webp that is longer than the file": lambda: changed(saved("WEBP"), 4, b"\xff\xff\xff\x7f"),
+    "gif of 4 gigabytes": lambda: changed(saved("GIF"), 6, b"\xff\xff\xff\xff"),
+    "zeros": lambda: bytes(5000),
+    "nothing": lambda: b"",
+}  # fmt: skip
+
+
+def answer(read: Callable[[str], Any], path: str) -> Any:
+    """What comes of a file: an array, or the type and the text of an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of bombs that are small enough, and of metadata
+        try:
+            found = read(path)
+        except Exception as error:  # noqa: BLE001 - errors are compared too
+            return type(error).__name__, str(error).partition(" at 0x")[0]
+    return None if found is None else (found.shape, str(found.dtype), found.tobytes()[: 1 << 20])
+
+
+def with_pillow(path: str) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB"))
+
+
+def cropped(path: str) -> Any:
+    with Image.open(path) as image:
+        return np.asarray(image.convert("RGB").crop((1, 2, 9, 10)).resize((5, 5)))
+
+
+def from_bytes(path: str) -> Any:
+    with open(path, "rb") as file:
+        return np.asarray(Image.open(io.BytesIO(file.read())).convert("L"))
+
+
+READERS = [with_pillow, cropped, from_bytes, cv2.imread]
+
+
+def answers(state: Any, path: str) -> list[Any]:
+    """How many answers each reader gave, with caches in memory and on disk; all answers if one differs."""
+    found = []
+    for read in READERS:
+        own = [answer(read, path)]
+        for store in (DictStore(), DiskFileStore(f"{path}.files"), DiskFileStore(f"{path}.files")):
+            with patches.installed(), DecodeCache(store, verify_share=1).active():
+                own += [answer(read, path) for _ in range(3)]
+        found.append(len(own) if all(each == own[0] for each in own) else own)
+    return found
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[Job]:
+    """A child process with a gigabyte to spare: what ends it ends no test run."""
+    job = Job(limited)
+    job.answer()
+    yield job
+    job.end()
+
+
+def limited() -> tuple[None, None]:
+    identity.SETTLED_S = identity.SETTLED_REMOTE_S = 0
+    identity._file_systems.clear()
+    for format_name in ("PNG", "JPEG", "TIFF", "WEBP"):  # what is imported at the first use
+        Image.open(io.BytesIO(saved(format_name))).load()
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + SPARE_BYTES,) * 2)
+    return None, None
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_answer_is_the_library_s_own(name: str, tmp_path: Path, reader: Job) -> None:
+    """The same pixels or the same error, at each access, from memory and from disk; the process goes on."""
+    (tmp_path / "image").write_bytes(FILES[name]())
+    assert reader.ask(answers, str(tmp_path / "image")) == [10] * len(READERS)

@@ -1,0 +1,131 @@
+"""Reads caches on disk without fastload; docs/cache-format.md describes them, and shows this code."""
+
+import ast
+import io
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+STORED_AS = {"bfloat16": "<i2", "complex32": "<i4"}  # tensors of dtypes that NumPy lacks
+
+
+def read_samples(path):
+    """Each index and sample of a cache of samples."""
+    path = Path(path)
+    for file in sorted(path.glob("*.lmdb")) if path.is_dir() else [path]:
+        data = file.read_bytes()
+        text_crc, text_bytes, magic = struct.unpack("<IQ8s", data[-20:])
+        end = len(data) - 20 - text_bytes
+        fields = json.loads(data[end:-20]) if zlib.crc32(data[end:-20]) == text_crc else {}
+        if magic != b"FLlmdb1\0" or fields.get("version") != 3:
+            raise ValueError(f"{file} is damaged, or of another format")
+        plan, shard = fields["plan"], fields["shard"]
+        first, stop = (n * plan["num_samples"] // plan["num_shards"] for n in (shard, shard + 1))
+        rows = stop - first
+        table = data[end - 16 * rows : end]
+        if zlib.crc32(table) != fields["table_crc32"]:
+            raise ValueError(f"{file} is damaged")
+        starts = np.frombuffer(table, "<i8", rows).tolist()
+        sizes, crcs = np.frombuffer(table, "<u4", 2 * rows, 8 * rows).reshape(2, rows).tolist()
+        for row in range(rows):
+            record = data[starts[row] : starts[row] + sizes[row]]
+            if zlib.crc32(record) != crcs[row]:
+                raise ValueError(f"{file}: sample {first + row} is damaged")
+            if record:  # else it was left out
+                yield first + row, read_record(record)
+
+
+def read_record(record):
+    """The sample in a record; a tensor as an array, an object as its name and parts."""
+    spec_bytes, count = struct.unpack_from("<II", record, 8)
+    at = -(-(24 + spec_bytes) // 8) * 8
+    words = iter(struct.unpack_from(f"<{count}Q", record, at))
+    at += 8 * count
+
+    def read(kind, *more):
+        nonlocal at
+        if kind in ("tuple", "list"):
+            return {"tuple": tuple, "list": list}[kind](read(*node) for node in more[0])
+        if kind in ("dict", "object"):
+            parts = {name: read(*node) for name, node in more[-1]}
+            return parts if kind == "dict" else (more[0], parts)
+        if kind == "namedtuple":
+            return ".".join(more[:2]), dict(zip(more[2], (read(*node) for node in more[3]), strict=True))
+        word, unit = next(words), 64 if kind in ("array", "tensor") else 8
+        start = -(-at // unit) * unit
+        at = start + word % (1 << 56)
+        return read_leaf(record[start:at], word >> 56, kind, *more)
+
+    return read(*json.loads(record[24 : 24 + spec_bytes]))
+
+
+def read_leaf(payload, codec, kind, dtype="", shape=()):
+    """One value."""
+    if codec:  # 1 jpeg, 2 png, 3 webp
+        return np.asarray(Image.open(io.BytesIO(payload))).reshape(shape)
+    if kind in ("array", "tensor", "scalar"):
+        name = STORED_AS.get(dtype, "|u1" if dtype.startswith("float8") else dtype)
+        descr = ast.literal_eval(name) if name.startswith("[") else name  # the fields of a structure
+        array = np.ndarray(shape, np.lib.format.descr_to_dtype(descr), payload or bytes(64))
+        return array[()] if kind == "scalar" else array
+    if kind == "image":  # a file that is not decoded, after its path
+        return payload[4 + int.from_bytes(payload[:4], "little") :]
+    if kind in ("str", "str_"):
+        return payload.decode("utf-8", "surrogatepass")
+    if kind == "int":
+        return int.from_bytes(payload, "little", signed=True)
+    if kind == "float":
+        return struct.unpack("<d", payload)[0]
+    return {"bool": payload == b"\1", "none": None}.get(kind, payload)
+
+
+FACTORS = np.array(
+    [
+        *(0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93),
+        *(0xA0761D6478BD642F, 0xE7037ED1A0B428DB, 0x8EBC6AF09C88C6E3),
+    ],
+    np.uint64,
+)
+START, PIXELS = np.uint64(0x589965CC75374CC3), 2
+
+
+def read_files(directory):
+    """Each key, array and note of a directory of decoded files; what is damaged is passed over."""
+    for file in sorted(Path(directory).glob("*.rows")):
+        words = np.fromfile(file, "<u8")
+        if words[:2].tobytes() != b"FLfiles\0" + (1).to_bytes(8, "little"):
+            continue
+        rows = words[: len(words) // 8 * 8].reshape(-1, 8)
+        pixels = file.with_suffix(".pixels").read_bytes()
+        is_right = (rows[:, :7] * FACTORS).sum(1, dtype=np.uint64) + START == rows[:, 7]
+        for row in rows[is_right & (rows[:, 2] == PIXELS)]:
+            offset, nbytes, head_bytes, checksum = row[3:7].tolist()
+            record, head_end = pixels[offset : offset + nbytes], -(-head_bytes // 64) * 64
+            if len(record) == nbytes and checksum_of(record, head_end) == checksum:
+                dtype, shape, order, note = plain_value(json.loads(record[:head_bytes]))
+                elements = np.frombuffer(record, np.uint8, offset=head_end).view(dtype)
+                yield row[:2].tobytes(), elements.reshape(shape, order=order), note
+
+
+def checksum_of(record, head_end):
+    """The checksum of a record: of its head, of the sums of blocks of 512 words, and of the rest."""
+    rest = head_end + (len(record) - head_end) // 4096 * 4096
+    sums = np.frombuffer(record[head_end:rest], "<u8").reshape(-1, 512).sum(1, dtype=np.uint64)
+    return zlib.crc32(record[rest:], zlib.crc32(sums.astype("<u8"), zlib.crc32(record[:head_end])))
+
+
+def plain_value(value):
+    """The value that JSON with tags stands for."""
+    if not isinstance(value, list):
+        return value
+    tag, *parts = value
+    if tag == "b":
+        return bytes.fromhex(parts[0])
+    parts = [plain_value(part) for part in parts]
+    if tag == "d":
+        return dict(zip(parts[::2], parts[1::2], strict=True))
+    return tuple(parts) if tag == "t" else parts

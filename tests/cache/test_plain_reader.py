@@ -1,0 +1,212 @@
+"""docs/cache-format.md is enough to read caches on disk: a reader that imports nothing of fastload does."""
+
+from __future__ import annotations
+
+import ast
+import re
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fastload.cache.build.build import build_lmdb
+from fastload.cache.disk.disk_store import DiskFileStore
+from fastload.cache.disk.segments import SegmentWriter
+from fastload.cache.format.codecs import CACHE_CODECS
+from fastload.cache.lmdb.lmdb_cache import LMDBCache
+from fastload.images.encoded import EncodedImage
+from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
+from fastload.nested.leaves import to_bytes
+from fastload.nested.spec import flatten, is_namedtuple
+from tests.cache import plain_reader
+from tests.cache.build_zoo import BrokenImages
+from tests.cache.zoo import Everything, Files, Images, Made, Pair
+from tests.kit.batches import assert_same_samples
+from tests.kit.numbered_files import key_of
+
+if TYPE_CHECKING:
+    from fastload.nested.leaf import Leaf
+
+pytestmark = pytest.mark.usefixtures("needs_lmdb")
+
+ROOT = Path(__file__).parents[2]
+STRUCTURE = np.dtype([("x", "<f4", (2,)), ("name", "S3")], align=True)
+TENSORS = [name for name in TENSOR_STORAGE if hasattr(torch, name)]
+
+
+def plain(value: Any) -> Any:
+    """A sample as the reader returns it: tensors as the arrays that store them, names for classes."""
+    if is_namedtuple(value):
+        kind = type(value)
+        return f"{kind.__module__}.{kind.__name__}", dict(zip(kind._fields, map(plain, value), strict=True))
+    if isinstance(value, dict):
+        return {name: plain(part) for name, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(plain, value))
+    if isinstance(value, torch.Tensor):
+        leaf = flatten(value)[0].leaves[0]
+        return np.frombuffer(bytes(to_bytes(leaf, value)), TENSOR_STORAGE[leaf.dtype]).reshape(leaf.shape)
+    if isinstance(value, EncodedImage):
+        return value.content()
+    return {np.str_: str, np.bytes_: bytes}.get(type(value), lambda same: same)(value)
+
+
+def values(index: int) -> Any:
+    """Every kind of value."""
+    rng = np.random.RandomState(index)
+    return {
+        "tensors": [torch.arange(6).reshape(2, 3).to(getattr(torch, name)) for name in TENSORS],
+        "arrays": (rng.rand(3, 2).astype(">f8"), rng.rand(0, 4), np.array(index), np.zeros(3, STRUCTURE)),
+        "scalars": [np.float16(0.5), np.datetime64("2026-01-02"), np.zeros(1, STRUCTURE)[0]],
+        "numbers": (index, -(10**30), 0.1, float("inf"), True, False, None),
+        "texts": ["", "ä\udc80" * index, b"\0\xff", np.str_("s"), np.bytes_(b"b")],
+        "pair": Pair({"empty": ()}, []),
+        "ä": 1,
+    }
+
+
+def assert_reads(path: Path, expected: dict[int, Any]) -> None:
+    """The reader gives exactly these samples."""
+    found = dict(plain_reader.read_samples(path))
+    assert list(found) == list(expected)
+    for index, sample in expected.items():
+        assert_same_samples(plain(sample), found[index])
+
+
+def test_it_imports_nothing_of_fastload() -> None:
+    """Only the standard library, NumPy, and Pillow for image files."""
+    tree = ast.parse(Path(plain_reader.__file__).read_text())
+    lines = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {getattr(node, "module", None) or node.names[0].name for node in lines}
+    assert names == {"ast", "io", "json", "struct", "zlib", "pathlib", "numpy", "PIL"}
+
+
+def test_the_page_shows_the_reader() -> None:
+    """All of its functions, as they are here."""
+    page = (ROOT / "docs" / "cache-format.md").read_text()
+    shown = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    text = Path(plain_reader.__file__).read_text()
+    for node in ast.parse(text).body[1:]:
+        assert ast.get_source_segment(text, node) in shown, ast.unparse(node)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_values_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Each kind of leaf, each dtype of tensors, each container."""
+    for number, dataset in enumerate(
+        (Made(values, 5), Everything(7), Made(lambda index: index, 1), Images(0))
+    ):
+        build_lmdb(dataset, tmp_path / str(number), num_workers=0).close()
+        assert_reads(tmp_path / str(number), {index: dataset.sample(index) for index in range(len(dataset))})
+    leaves: tuple[Leaf, ...] = flatten(values(0))[0].leaves
+    assert {leaf.kind for leaf in leaves} | {"image"} == {*BARE_KINDS, "array", "tensor", "scalar"}
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CACHE_CODECS if codec != "source"])
+def test_images_of_every_codec_are_read(codec: str, tmp_path: Path) -> None:
+    """In shards, of which samples were left out; pixels are those of the cache."""
+    dataset = BrokenImages(30, bad=[3, 4, 10, 28])
+    skip: Any = {"on_error": "skip", "max_errors": 1.0}
+    build_lmdb(dataset, tmp_path / "a", num_workers=0, shards=3, codec=codec, **skip).close()
+    cache = LMDBCache(tmp_path / "a")
+    assert_reads(tmp_path / "a", {index: cache.get(index) for index in range(30) if index not in dataset.bad})
+
+
+def test_files_that_are_not_decoded_are_read(photos: Path, tmp_path: Path) -> None:
+    """The bytes of the file, without the path before them."""
+    dataset = Files(photos, "dict")
+    build_lmdb(dataset, tmp_path / "a", num_workers=0, codec="source").close()
+    assert_reads(tmp_path / "a", {index: dataset.sample(index) for index in range(len(dataset))})
+
+
+def test_objects_are_read_as_their_parts(tmp_path: Path) -> None:
+    """Images of Pillow, here with a palette."""
+    image = Image.new("RGB", (5, 3), (1, 2, 3)).quantize(4)
+    image.info["gamma"] = 0.5
+    build_lmdb(Made(lambda index: (image, index), 2), tmp_path / "a", num_workers=0).close()
+    (name, parts), _ = dict(plain_reader.read_samples(tmp_path / "a"))[1]
+    assert name == "PIL.Image:Image"
+    assert (parts["mode"], parts["size"], parts["info"]) == ("P", (5, 3), {"gamma": 0.5})
+    assert parts["pixels"].tobytes() == image.tobytes()
+    assert parts["palette"][1][:3] == b"\1\2\3"
+
+
+def test_lmdb_finds_the_same_records(tmp_path: Path) -> None:
+    """The file is an environment of LMDB too, whose keys and values are those of the page."""
+    lmdb = pytest.importorskip("lmdb")
+    build_lmdb(Images(20), tmp_path / "a", num_workers=0).close()
+    samples = dict(plain_reader.read_samples(tmp_path / "a"))
+    with (
+        lmdb.open(str(tmp_path / "a"), subdir=False, readonly=True, lock=False) as environment,
+        environment.begin() as transaction,
+    ):
+        for key, value in transaction.cursor():
+            assert value[:48] == bytes(48)
+            (index,) = struct.unpack(">Q", key)
+            assert_same_samples(samples.pop(index), plain_reader.read_record(value[48:]))
+    assert not samples
+
+
+def test_damage_of_samples_is_seen(tmp_path: Path) -> None:
+    """A bit in a record, in the table, or in the description."""
+    build_lmdb(Images(3), tmp_path / "a", num_workers=0).close()
+    content = (tmp_path / "a").read_bytes()
+    end = len(content) - 20 - int.from_bytes(content[-16:-8], "little")
+    for place in (content.index(Images().sample(1)[0].tobytes()), end - 1, end + 1):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (tmp_path / "a").write_bytes(damaged)
+        with pytest.raises(ValueError, match="damaged"):
+            dict(plain_reader.read_samples(tmp_path / "a"))
+
+
+# --- decoded files ----------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+ARRAYS = [
+    RNG.integers(0, 256, (375, 500, 3), np.uint8),  # many blocks of its checksum, and a rest
+    RNG.integers(0, 256, 4096, np.uint8),
+    np.asfortranarray(RNG.random((5, 7, 2))),
+    RNG.random((3, 4)).astype(">f4"),
+    np.array(7, np.int64),
+    np.zeros((0, 3), np.complex128),
+    np.array(["ab", "c"]),
+    np.array(["2026-01-02"], "M8[D]"),
+]
+NOTES = [None, {"a": [1, (2.5, b"\0", "ä")], 3: {}}, [[], ()], float("inf"), -(10**30), True, "text", ("t",)]
+
+
+def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
+    """Arrays of several segments, in both orders of memory, and notes of all plain values."""
+    store = DiskFileStore(str(tmp_path / "files"))
+    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
+        assert store.put(key_of(number), array, note)
+    other = SegmentWriter(store.path)  # of another process, say
+    assert store.add_file(key_of(98), bytes(32))
+    found = {key: (array, note) for key, array, note in plain_reader.read_files(store.path)}
+    assert found.keys() == {key_of(number) for number in range(len(ARRAYS))}
+    for number, (array, note) in enumerate(zip(ARRAYS, NOTES, strict=True)):
+        copy, copied_note = found[key_of(number)]
+        assert (copy.dtype, copy.flags.fnc) == (array.dtype, array.flags.fnc)
+        assert_same_samples((array, note), (copy, copied_note))
+    assert len([*Path(store.path).glob("*.rows")]) == 2
+    del other
+
+
+def test_what_is_damaged_of_decoded_files_is_passed_over(tmp_path: Path) -> None:
+    """A bit in a record or in its row, and files that are cut short."""
+    store = DiskFileStore(str(tmp_path / "files"))
+    for number, array in enumerate(ARRAYS[:4]):
+        store.put(key_of(number), array, None)
+    rows, pixels = Path(store.path, "00000.rows"), Path(store.path, "00000.pixels")
+    content = bytearray(rows.read_bytes())
+    content[64 * 2 + 30] ^= 1  # the second record's
+    rows.write_bytes(content + b"\1")
+    content = bytearray(pixels.read_bytes())
+    content[300_000] ^= 1  # in the first record
+    pixels.write_bytes(content[:-9])  # of the last one
+    assert [key for key, _, _ in plain_reader.read_files(store.path)] == [key_of(2)]
