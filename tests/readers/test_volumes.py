@@ -13,7 +13,7 @@ import pytest
 
 from fastload.readers import patches
 from fastload.readers.decode_cache import DecodeCache, inactive
-from tests.kit.decoding import check_three_rounds
+from tests.kit.decoding import check_three_rounds, outcome
 
 nibabel = pytest.importorskip("nibabel")
 pydicom = pytest.importorskip("pydicom")
@@ -157,25 +157,6 @@ CALLS: dict[str, tuple[str, Callable[[Path], Any], int]] = {
     "hdf5 stream": ("file.h5", lambda path: h5py.File(path.open("rb"))["group/voxels"][3], 0),
     "hdf5 to write": ("file.h5", lambda path: h5py.File(path, "r+")["group/voxels"][3], 0),
 }
-
-
-def outcome(call: Callable[[Path], Any], path: Path) -> Any:
-    """All of a result that a caller can see, or the error; the result is overwritten."""
-    try:
-        result = call(path)
-    except Exception as error:  # noqa: BLE001  # the same one is expected
-        return type(error), str(error)
-    facts = []
-    for part in result if isinstance(result, (tuple, list)) else [result]:
-        strides = getattr(part, "strides", None)
-        is_array = isinstance(part, np.ndarray)
-        is_writable = is_array and part.flags.writeable
-        facts.append(
-            (type(part), getattr(part, "shape", None), strides, is_writable, np.asarray(part).tolist())
-        )
-        if is_writable:
-            part[...] = 0
-    return facts
 
 
 @pytest.mark.filterwarnings("ignore")
