@@ -118,6 +118,7 @@ class Started:
             "OMP_NUM_THREADS": "1",
             "NO_ALBUMENTATIONS_UPDATE": "1",
             "HF_HUB_OFFLINE": "1",
+            "YOLO_CONFIG_DIR": str(folder / "ultralytics"),
             "HF_HOME": str(folder / "huggingface"),
             "TOKENIZERS_PARALLELISM": "false",
             "FASTLOAD_RUNTIME_DIR": str(folder / "runtime"),

@@ -52,7 +52,15 @@ __all__ += [
     "photograph",
     "photos",
 ]
-__all__ += ["record", "run_in_ray_train", "sample", "sampler_of_ranks", "seed", "training"]
+__all__ += [
+    "record",
+    "run_in_ray_train",
+    "sample",
+    "sampler_of_ranks",
+    "seed",
+    "start_workers_by",
+    "training",
+]
 
 NUM_SAMPLES = 24
 NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))
@@ -178,6 +186,11 @@ def photograph(number: int, size: tuple[int, int] = (120, 90)) -> Any:
     return Image.fromarray((pixels + draw.integers(-6, 7, pixels.shape)).clip(0, 255).astype(np.uint8))
 
 
+def start_workers_by(options: dict[str, Any]) -> None:
+    """Let loaders that a library makes start their workers as these options of a loader say."""
+    multiprocessing.set_start_method(options.get("multiprocessing_context", "fork"), force=True)
+
+
 def seed(number: int = 1) -> None:
     """Seed all that a training draws from."""
     random.seed(number)
@@ -215,9 +228,13 @@ def fit(loader: Any, images_of: Callable[[Any], Any], epochs: int = 10) -> None:
                 saved = [one.state_dict() for one in (layer, optimizer, loader)]
                 torch.save([*saved, torch.get_rng_state()], states)
                 return
-        if hasattr(loader, "stats"):
-            decoded.append(loader.stats().cache_misses)
+        decoded.append(decodes(loader))
     record("decoded", json.dumps(decoded))
+
+
+def decodes(loader: Any) -> int | None:
+    """How many files fastload's loader has decoded so far."""
+    return loader.stats().cache_misses if hasattr(loader, "stats") else None
 
 
 _fits = itertools.count()

@@ -42,7 +42,8 @@ class Losses:
 
     script: ClassVar[str]  # its loader's last argument is `**options`
     ways: ClassVar[tuple[str, ...]] = ("fastload", "ram", "lmdb", "run")
-    by_file: ClassVar[Mapping[str, str]] = {}  # a user's change for `CachedDataset`
+    replacements: ClassVar[Mapping[str, str]] = {}  # what a user changes beside the import
+    by_file: ClassVar[Mapping[str, str]] = {}  # a user's change for `CachedDataset`, which he iterates over
     seeding: ClassVar[str] = SAMPLE
     filled_after: ClassVar[int] = 1  # epochs; more, if samples read random files
     limit_s: ClassVar[float] = 300.0
@@ -57,7 +58,7 @@ class Losses:
         elif way.startswith("run"):
             command = (*RUN, store if way == "run lmdb" else "ram", "train.py")
         elif way != "torch":
-            replacements = {IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD}
+            replacements = {IMPORT_OF_TORCH: IMPORT_OF_FASTLOAD, **self.replacements}
             replacements[OPTIONS] = f"**options{caches.get(way, '')}{more})"
             script = changed(self.script, "fastload", replacements)
         variables = {"CLIENT_DATA": str(data), "FASTLOAD_VERIFY": "1", **settings}
@@ -71,7 +72,7 @@ class Losses:
 
         assert first.got("train") == expected
         assert len(expected) > 100
-        if way in ("fastload", "by file"):
+        if way in ("fastload", "by file"):  # torch's loaders count no decodes
             return
         decoded = [json.loads(counts) for counts in first.got("decoded")]
         assert decoded[0][0] > 0
@@ -84,10 +85,12 @@ class Losses:
             decoded = [json.loads(counts) for counts in second.got("decoded")]
             assert not any(map(any, decoded)), decoded
 
+
+class Resumed(Losses):
+    """The script's loop is that of `in_rank.fit`, which can save and load the state of a loader."""
+
     def test_resumes_in_mid_epoch(self, tmp_path: Path, torchs_losses: Any) -> None:
         """Stopped with the files in memory, resumed with those on disk: the losses of one run."""
-        if self.by_file:
-            pytest.skip("the library makes its own loader")
         data, _ = torchs_losses(self)
         whole, before, after = (
             self.run(tmp_path / part, data, way, self.seeding, CLIENT_PART=part, CLIENT_IS_PLAIN="1")
@@ -99,7 +102,7 @@ class Losses:
         assert parts[0] + parts[1] == whole.ranks[0].got("train")
 
 
-class TestTorchvision(Losses):
+class TestTorchvision(Resumed):
     script = """
 from torch.utils.data import DataLoader
 from torchvision import transforms
@@ -128,7 +131,7 @@ if __name__ == "__main__":
     ways = ("fastload", "ram", "lmdb", "run", "run lmdb")
 
 
-class TestHuggingFaceFromFiles(Losses):
+class TestHuggingFaceFromFiles(Resumed):
     script = """
 from datasets import Dataset, Image
 from torch.utils.data import DataLoader
@@ -166,7 +169,7 @@ if __name__ == "__main__":
     seeding = ""  # by sample, it needs samples one by one, and a Dataset gives batches
 
 
-class TestHuggingFaceFromParquet(Losses):
+class TestHuggingFaceFromParquet(Resumed):
     script = (
         TestHuggingFaceFromFiles.script.replace(
             "    paths =", "    table = files(make) / 'rows.parquet'\n    paths ="
@@ -198,7 +201,7 @@ class TestHeif(Losses):
     limit_s = 400.0
 
 
-class TestMonai(Losses):
+class TestMonai(Resumed):
     script = """
 import nibabel
 from monai.data import Dataset, list_data_collate
@@ -263,7 +266,7 @@ def collate(batch):
 """
 
 
-class TestCocoDetection(Losses):
+class TestCocoDetection(Resumed):
     script = f"""import json
 {JOINT}
 
@@ -297,7 +300,7 @@ if __name__ == "__main__":
 """
 
 
-class TestVocSegmentation(Losses):
+class TestVocSegmentation(Resumed):
     script = f"""
 {JOINT}
 
@@ -331,3 +334,214 @@ if __name__ == "__main__":
         seed()
         fit(DataLoader(dataset, batch_size=4, shuffle=True, **options), lambda batch: batch[0])
 """
+
+
+class TestTimm(Losses):
+    script = (
+        """
+from timm.data import create_dataset, create_loader
+
+"""
+        + TestTorchvision.script[
+            TestTorchvision.script.index("def make") : TestTorchvision.script.index("augment =")
+        ]
+        + """
+if __name__ == "__main__":
+    for options in WORKERS:
+        seed()
+        start_workers_by(options)
+        dataset = create_dataset("", root=str(files(make)), is_training=True)
+        loader = create_loader(
+            dataset,
+            (3, 64, 64),
+            4,
+            is_training=True,
+            num_workers=options["num_workers"],
+            persistent_workers=options["num_workers"] > 0,
+            use_prefetcher=False,
+            device=torch.device("cpu"),
+        )
+        fit(loader, lambda batch: batch[0])
+"""
+    )
+    ways = ("run", "run lmdb", "by file")
+    by_file: ClassVar[dict[str, str]] = {
+        "            dataset,\n": '            fastload.CachedDataset(dataset, by="file"),\n',
+        "from timm.data": "import fastload\nfrom timm.data",
+    }
+
+
+class TestTrainer(Losses):
+    script = (
+        TestHuggingFaceFromFiles.script[: TestHuggingFaceFromFiles.script.index("if __name__")]
+        + """
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+
+class Classifier(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(192, 24)
+
+    def forward(self, image, label):
+        pooled = torch.nn.functional.adaptive_avg_pool1d(image.flatten(1), 192)
+        loss = torch.nn.functional.cross_entropy(self.layer(pooled), label)
+        record("train", f"{loss.item().hex()} {digest([image, label])}")
+        return {"loss": loss}
+
+
+class Counting(TrainerCallback):
+    counts = []
+
+    def on_epoch_end(self, *args, train_dataloader, **kwargs):
+        self.counts.append(decodes(train_dataloader))
+
+
+if __name__ == "__main__":
+    dataset = opened()
+    for options in WORKERS:
+        seed()
+        start_workers_by(options)
+        arguments = TrainingArguments(
+            output_dir=str(FOLDER / "state"),
+            use_cpu=True,
+            per_device_train_batch_size=4,
+            num_train_epochs=10,
+            dataloader_num_workers=options["num_workers"],
+            dataloader_persistent_workers=options["num_workers"] > 0,
+            remove_unused_columns=False,
+            label_names=["label"],
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        counting = Counting()
+        Trainer(model=Classifier(), args=arguments, train_dataset=dataset, callbacks=[counting]).train()
+        record("decoded", json.dumps(counting.counts))
+        Counting.counts = []
+"""
+    )
+    script = "import json\n" + script.lstrip()
+    ways = ("run", "by file")
+    by_file: ClassVar[dict[str, str]] = {
+        "train_dataset=dataset": 'train_dataset=fastload.CachedDataset(dataset, by="file")',
+        "import json\n": "import json\nimport fastload\n",
+    }
+
+
+LOOP = "        fit(DataLoader(dataset, batch_size=4, shuffle=True, **options), lambda batch: batch[0])\n"
+
+
+class TestAccelerate(Losses):
+    ways = ("ram", "lmdb", "run")
+    script = TestTorchvision.script.replace(
+        LOOP,
+        """
+        accelerator = Accelerator(cpu=True)
+        loader = DataLoader(dataset, batch_size=4, shuffle=True, **options)
+        loader = accelerator.prepare(loader)
+        fit(loader, lambda batch: batch[0])
+""",
+    ).replace("from torchvision import", "from accelerate import Accelerator\nfrom torchvision import")
+    replacements: ClassVar[dict[str, str]] = {
+        "from accelerate import Accelerator\n": (
+            "from accelerate import Accelerator\nfrom fastload.integrations.accelerate import prepare\n"
+        ),
+        "accelerator.prepare(loader)": "prepare(accelerator, loader)",
+    }
+
+
+class TestLightning(Losses):
+    ways = ("ram", "lmdb", "run")
+    script = (
+        TestTorchvision.script.replace(
+            LOOP,
+            """
+        trainer = L.Trainer(
+            accelerator="cpu",
+            max_epochs=10,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        model = Classifier()
+        trainer.fit(model, DataLoader(dataset, batch_size=4, shuffle=True, **options))
+        record("decoded", json.dumps(model.counts))
+""",
+        )
+        .replace(
+            "augment =",
+            """
+class Classifier(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.counts = torch.nn.Linear(192, 2), []
+
+    def training_step(self, batch, batch_idx):
+        pooled = torch.nn.functional.adaptive_avg_pool1d(batch[0].flatten(1), 192)
+        loss = torch.nn.functional.cross_entropy(self.layer(pooled), batch[1])
+        record("train", f"{loss.item().hex()} {digest(batch)}")
+        return loss
+
+    def on_train_epoch_end(self):
+        self.counts.append(decodes(self.trainer.train_dataloader))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+augment =""",
+        )
+        .replace("from torch.utils", "import json\nimport lightning as L\nfrom torch.utils", 1)
+    )
+
+
+ULTRALYTICS = """
+from torch.utils.data import DataLoader
+from ultralytics.cfg import get_cfg
+from ultralytics.data.build import build_dataloader, build_yolo_dataset
+
+
+def make(folder):
+    for name in ("images", "labels"):
+        (folder / name).mkdir()
+    for number in range(24):
+        photograph(number, (120 + number, 90)).save(folder / "images" / f"{number:02d}.jpg", quality=90)
+        (folder / "labels" / f"{number:02d}.txt").write_text(f"{number % 3} 0.5 0.4 0.3 0.2\\n")
+
+
+def opened():
+    settings = get_cfg(overrides={"imgsz": 64, "mixup": 0.3, "mosaic": 0.0 if IS_PLAIN else 1.0})
+    settings.augmentations = []  # those of albumentations draw from a generator that nobody seeds
+    data = {"names": {0: "a", 1: "b", 2: "c"}, "nc": 3, "channels": 3}
+    return build_yolo_dataset(settings, str(files(make) / "images"), 4, data)
+
+
+if __name__ == "__main__":
+    for options in WORKERS:
+        seed()
+        dataset = opened()
+        loader = DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=dataset.collate_fn, **options)
+        fit(loader, lambda batch: batch["img"])
+"""
+
+
+class TestUltralytics(Resumed):
+    script = ULTRALYTICS
+
+
+class TestUltralyticsWithItsOwnLoader(Losses):
+    """It iterates once, over batches without an end."""
+
+    script = ULTRALYTICS.replace(
+        "        dataset = opened()", "        start_workers_by(options)\n        dataset = opened()"
+    ).replace(
+        "DataLoader(dataset, batch_size=4, shuffle=True, collate_fn=dataset.collate_fn, **options)",
+        'build_dataloader(dataset, 4, options["num_workers"], device="cpu")',
+    )
+    ways = ("run", "by file")
+    by_file: ClassVar[dict[str, str]] = {
+        "build_dataloader(dataset,": 'build_dataloader(fastload.CachedDataset(dataset, by="file"),',
+        "from torch.utils": "import fastload\nfrom torch.utils",
+    }
