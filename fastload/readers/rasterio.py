@@ -39,7 +39,10 @@ def patches() -> list[Patch]:
 
 def _init(original: Callable[..., Any]) -> Callable[..., None]:
     def __init__(self: Any, path: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        is_plain = current() is not None and not any((*args, *kwargs.values()))  # nor shared with another one
+        # An open driver or option can change the pixels, and a shared dataset was opened by somebody else.
+        is_plain = current() is not None and all(
+            value is None or value is False for value in (*args, *kwargs.values())
+        )
         before = identify_path(getattr(path, "name", path)) if is_plain else Unknown.NOT_A_FILE
         original(self, path, *args, **kwargs)
         if isinstance(before, Identity) and self.driver in _DRIVERS and self.files == [self.name]:

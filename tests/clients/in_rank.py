@@ -44,23 +44,16 @@ __all__ += [
     "Photos",
     "Rows",
     "check",
+    "decodes",
     "digest",
     "files",
     "fit",
     "image_of",
     "num_epochs",
     "photograph",
-    "photos",
 ]
-__all__ += [
-    "record",
-    "run_in_ray_train",
-    "sample",
-    "sampler_of_ranks",
-    "seed",
-    "start_workers_by",
-    "training",
-]
+__all__ += ["photos", "record", "run_in_ray_train", "sample", "sampler_of_ranks", "seed", "start_workers_by"]
+__all__ += ["training"]
 
 NUM_SAMPLES = 24
 NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))

@@ -373,7 +373,9 @@ if __name__ == "__main__":
 
 class TestTrainer(Losses):
     script = (
-        TestHuggingFaceFromFiles.script[: TestHuggingFaceFromFiles.script.index("if __name__")]
+        TestHuggingFaceFromFiles.script[: TestHuggingFaceFromFiles.script.index("if __name__")].replace(
+            '"label"', '"labels"'
+        )
         + """
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -383,10 +385,10 @@ class Classifier(torch.nn.Module):
         super().__init__()
         self.layer = torch.nn.Linear(192, 24)
 
-    def forward(self, image, label):
+    def forward(self, image, labels):
         pooled = torch.nn.functional.adaptive_avg_pool1d(image.flatten(1), 192)
-        loss = torch.nn.functional.cross_entropy(self.layer(pooled), label)
-        record("train", f"{loss.item().hex()} {digest([image, label])}")
+        loss = torch.nn.functional.cross_entropy(self.layer(pooled), labels)
+        record("train", f"{loss.item().hex()} {digest([image, labels])}")
         return {"loss": loss}
 
 
@@ -410,7 +412,6 @@ if __name__ == "__main__":
             dataloader_num_workers=options["num_workers"],
             dataloader_persistent_workers=options["num_workers"] > 0,
             remove_unused_columns=False,
-            label_names=["label"],
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
