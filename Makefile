@@ -59,7 +59,7 @@ test-emulated: build/cuda/.ready
 	build/cuda/bin/python -m tests.emulated_cuda -m pytest -m gpu tests/device
 
 # Scripts of other libraries over both loaders, in environments of pinned releases below build/clients; 5 GB, and
-# a quarter of an hour. One client: make test-clients CLIENTS_ARGS="-k Lightning"
+# half an hour. One client: make test-clients CLIENTS_ARGS="-k Lightning"
 CLIENTS := build/clients
 CLIENTS_ENVIRONMENTS := $(foreach name,shared albumentationsx,$(CLIENTS)/$(name)/.ready)
 CLIENTS_PINS := tests/clients/requirements

@@ -40,6 +40,7 @@ LAST = [
     "test_crop_in_decoder.py",
     "test_record.py",
     "test_foreign_samples.py",
+    "test_hugging_face.py",
     "test_training.py",
     "test_stats.py",
 ]

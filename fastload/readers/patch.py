@@ -43,7 +43,13 @@ class Patch:
     @functools.cached_property
     def original(self) -> Any:
         """The attribute when the library was first met."""
-        return vars(self.owner).get(self.name)
+        return self.current
+
+    @property
+    def current(self) -> Any:
+        """The attribute now; a class can inherit it, such as from a compiled one, which cannot be changed."""
+        is_inherited = isinstance(self.owner, type) and self.name not in vars(self.owner)
+        return getattr(self.owner, self.name, None) if is_inherited else vars(self.owner).get(self.name)
 
     @functools.cached_property
     def wrapper(self) -> Any:
@@ -65,14 +71,15 @@ class Patch:
         if isinstance(self.original, FunctionType):
             origin = str(self.original.__globals__.get("__name__", ""))
         else:
-            # A function that Cython compiled has a type of no library.
+            # Functions that Cython compiled, and slots of compiled classes, have types of no library.
             is_compiled = type(self.original).__name__ == "cython_function_or_method"
-            origin = self.original.__module__ if is_compiled else type(self.original).__module__
+            named = self.original if is_compiled else type(self.original)
+            origin = getattr(self.original, "__objclass__", named).__module__
         return origin.partition(".")[0] == library
 
     def put(self) -> None:
         """Replace the attribute, if it is the original."""
-        if vars(self.owner).get(self.name) is self.original and self.is_genuine:
+        if self.current is self.original and self.is_genuine:
             setattr(self.owner, self.name, self.wrapper)
 
     def take_away(self) -> None:

@@ -38,6 +38,7 @@ READERS = {
     "nibabel.arrayproxy": "fastload.readers.nibabel",
     "numpy": "fastload.readers.npz",
     "pydicom.pixels.decoders.base": "fastload.readers.pydicom",
+    "rasterio": "fastload.readers.rasterio",
     "tifffile": "fastload.readers.tifffile",
     "torchvision.io": "fastload.readers.torchvision_io",
     "PIL.Image": "fastload.readers.pillow",
@@ -140,11 +141,10 @@ def unmet() -> list[str]:
     with _patches.lock:
         _patches.meet(libraries)
         patches = list(_patches.each(object, libraries))
-    current = [(patch, vars(patch.owner).get(patch.name)) for patch in patches]
     return [
         f"{patch.owner.__name__}.{patch.name}"
-        for patch, value in current
-        if value not in (patch.original, patch.wrapper) or not patch.is_genuine
+        for patch in patches
+        if patch.current not in (patch.original, patch.wrapper) or not patch.is_genuine
     ]
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import io
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,7 @@ _CLASSES = frozenset(
         ("PIL.PngImagePlugin", "PngImageFile"),
         ("PIL.TiffImagePlugin", "TiffImageFile"),
         ("PIL.WebPImagePlugin", "WebPImageFile"),
+        _HEIF := ("pillow_heif.as_plugin", "HeifImageFile"),
     }
 )
 # Its frames are stored one after another, and the first one is loaded by itself.
@@ -99,8 +101,9 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
             if cache is not None:
                 cache.missed(OTHER_FORMAT)
             return
-        if "load" in vars(cls) and all(patch.owner is not cls for patch in _patches):
-            _patches.append(Patch(cls, "load", _loading))
+        owner = next(base for base in cls.__mro__ if "load" in vars(base))
+        if all(patch.owner is not owner for patch in _patches):
+            _patches.append(Patch(owner, "load", _loading))
             _patches[-1].put()
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
@@ -296,6 +299,7 @@ def _key(image: Any, identity: Identity) -> bytes | None:
         bool(ImageFile.LOAD_TRUNCATED_IMAGES),
         bool(image._exclusive_fp),  # Pillow closes such a file
         getattr(image, "tile_prefix", b""),
+        _heif() if (cls.__module__, cls.__name__) == _HEIF else None,
     )
     try:
         digest_of_how = _digest(_versions(), how)
@@ -307,6 +311,13 @@ def _key(image: Any, identity: Identity) -> bytes | None:
 @functools.lru_cache(1024)
 def _digest(*parts: Any) -> bytes | None:
     return digest(*parts)
+
+
+def _heif() -> Any:
+    """What decides the pixels of pillow-heif: its release, codecs and options."""
+    library = sys.modules["pillow_heif"]
+    options = {name: value for name, value in vars(library.options).items() if name.isupper()}
+    return library.__version__, library.libheif_info(), options
 
 
 @functools.cache

@@ -87,7 +87,8 @@ def changed(script: str, way: str, replacements: Mapping[str, str] | None = None
 class Started:
     """The processes of a run that has begun, in a new folder: one for each rank, with torchrun's variables.
 
-    The program is a text that `changed` gives; `settings` are further environment variables.
+    The program is a text that `changed` gives, and the `command` runs it by Python; `settings` are further
+    environment variables.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Started:
         *,
         ranks: int = 1,
         environment: str = "shared",
+        command: tuple[str, ...] = ("train.py",),
         arguments: tuple[str, ...] = (),
         num_workers: int = 0,
         settings: Mapping[str, str] | None = None,
@@ -116,6 +118,7 @@ class Started:
             "OMP_NUM_THREADS": "1",
             "NO_ALBUMENTATIONS_UPDATE": "1",
             "HF_HUB_OFFLINE": "1",
+            "YOLO_CONFIG_DIR": str(folder / "ultralytics"),
             "HF_HOME": str(folder / "huggingface"),
             "TOKENIZERS_PARALLELISM": "false",
             "FASTLOAD_RUNTIME_DIR": str(folder / "runtime"),
@@ -129,7 +132,7 @@ class Started:
         for rank, output in enumerate(self._outputs):
             with output.open("w") as file:
                 process = subprocess.Popen(
-                    [str(python), "train.py", *arguments],
+                    [str(python), *command, *arguments],
                     cwd=folder,
                     env={**shared, **(_torchrun(rank, ranks) if ranks > 1 else {})},
                     stdin=subprocess.DEVNULL,

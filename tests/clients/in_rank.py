@@ -11,7 +11,9 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import threading
@@ -27,14 +29,37 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 # What `from tests.clients.in_rank import *` gives to each script.
-__all__ = ["FOLDER", "NUM_SAMPLES", "NUM_WORKERS", "RANK", "RANKS", "Classifier", "Model", "Photos", "Rows"]
-__all__ += ["check", "digest", "image_of", "num_epochs", "photos", "record", "run_in_ray_train", "sample"]
-__all__ += ["sampler_of_ranks", "training"]
+__all__ = [
+    "FOLDER",
+    "IS_PLAIN",
+    "NUM_SAMPLES",
+    "NUM_WORKERS",
+    "RANK",
+    "RANKS",
+    "WORKERS",
+    "Classifier",
+    "Model",
+]
+__all__ += [
+    "Photos",
+    "Rows",
+    "check",
+    "decodes",
+    "digest",
+    "files",
+    "fit",
+    "image_of",
+    "num_epochs",
+    "photograph",
+]
+__all__ += ["photos", "record", "run_in_ray_train", "sample", "sampler_of_ranks", "seed", "start_workers_by"]
+__all__ += ["training"]
 
 NUM_SAMPLES = 24
 NUM_WORKERS = int(os.environ.get("CLIENT_NUM_WORKERS", "0"))
 RANK, RANKS = (int(os.environ.get(name, ours)) for name, ours in (("RANK", "0"), ("WORLD_SIZE", "1")))
 FOLDER = Path(os.environ.get("CLIENT_FOLDER", "."))
+IS_PLAIN = "CLIENT_IS_PLAIN" in os.environ  # samples draw no random numbers
 IS_ENDLESS = "CLIENT_IS_ENDLESS" in os.environ  # a signal shall end the script
 
 # torchvision's wheel is built for CUDA, and its compiled operators cannot be loaded beside torch's build for
@@ -44,6 +69,20 @@ if importlib.util.find_spec("torchvision"):
     for _name in ("nms", "qnms"):
         _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
+
+if "CLIENT_DATA" in os.environ:  # files that were made a moment ago are remembered, in each process
+    from fastload.readers import identity
+
+    identity.SETTLED_S = 0.0
+
+# How scripts that read files read them, one after another.
+WORKERS: list[dict[str, Any]] = [
+    {"num_workers": 0},
+    {"num_workers": 2, "multiprocessing_context": "fork"},
+    {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True},
+]
+if "CLIENT_PART" in os.environ:
+    WORKERS = WORKERS[1:2]
 
 # Samples draw from these in this process if there are no workers, and not every client seeds them.
 random.seed(1)
@@ -67,7 +106,10 @@ def digest(batch: Any) -> str:
 def _parts(value: Any) -> Any:
     if isinstance(value, torch.Tensor | np.ndarray):
         array = value.detach().cpu().as_subclass(torch.Tensor).numpy() if torch.is_tensor(value) else value
-        yield f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+        yield (
+            f"{type(value).__name__}{array.dtype}{array.shape}".encode()
+            + np.ascontiguousarray(array).tobytes()
+        )
     elif isinstance(value, dict) or hasattr(value, "items"):
         for name, part in sorted(value.items()):
             yield str(name).encode()
@@ -97,7 +139,7 @@ def sample(index: int) -> tuple[torch.Tensor, int]:
     """A (3, 8, 8) float32 image with random parts of torch, NumPy and Python; its number is the label."""
     check(index)
     image = image_of(index)
-    if os.environ.get("CLIENT_IS_PLAIN"):
+    if IS_PLAIN:
         return image, index
     drawn = torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
     return image + drawn[:, None, None], index
@@ -114,6 +156,81 @@ def photos(height: int, width: int, count: int = 12, grey: int | None = None) ->
         shape = (height, width) if number == grey else (height, width, 3)
         Image.fromarray(draw.integers(0, 256, shape, dtype=np.uint8)).save(place / f"{number:02d}.png")
     return FOLDER / "photos"
+
+
+def files(make: Callable[[Path], None]) -> Path:
+    """A folder of files that all runs of a client share; the first process of the first run makes them."""
+    folder = Path(os.environ["CLIENT_DATA"])
+    if not folder.exists():
+        new = folder.with_name("new")
+        new.mkdir()
+        make(new)
+        new.rename(folder)
+    return folder
+
+
+def photograph(number: int, size: tuple[int, int] = (120, 90)) -> Any:
+    """A picture as a camera takes it, smooth with some noise; the number decides what is on it."""
+    from PIL import Image
+
+    draw = np.random.default_rng(number)
+    small = Image.fromarray(draw.integers(0, 256, (4, 5, 3), dtype=np.uint8))
+    pixels = np.asarray(small.resize(size, Image.Resampling.BICUBIC)).astype(np.int16)
+    return Image.fromarray((pixels + draw.integers(-6, 7, pixels.shape)).clip(0, 255).astype(np.uint8))
+
+
+def start_workers_by(options: dict[str, Any]) -> None:
+    """Let loaders that a library makes start their workers as these options of a loader say."""
+    multiprocessing.set_start_method(options.get("multiprocessing_context", "fork"), force=True)
+
+
+def seed(number: int = 1) -> None:
+    """Seed all that a training draws from."""
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def fit(loader: Any, images_of: Callable[[Any], Any], epochs: int = 10) -> None:
+    """Train; note each batch with its loss and, with fastload's loader, the decodes up to each epoch's end.
+
+    As CLIENT_PART says, stop in the middle of the second epoch and save all states, or go on from there.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layer = nn.Linear(192, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01)
+    part, first, decoded = os.environ.get("CLIENT_PART"), 0, []
+    states = FOLDER.parent / f"state-{next(_fits)}.pt"
+    if part == "resume":
+        saved = torch.load(states)
+        for one, state in zip((layer, optimizer, loader), saved[:3], strict=True):
+            one.load_state_dict(state)
+        torch.set_rng_state(saved[3])  # later epochs are shuffled with it
+        first = 1
+    for epoch in range(first, epochs):
+        for number, batch in enumerate(loader):
+            flat = [one.float().flatten()[None] for one in images_of(batch)]
+            pooled = torch.cat([nn.functional.adaptive_avg_pool1d(one, 192) for one in flat])
+            loss = layer(pooled).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            record("train", f"{loss.item().hex()} {digest(batch)}")
+            if part == "stop" and (epoch, number) == (1, 2):
+                saved = [one.state_dict() for one in (layer, optimizer, loader)]
+                torch.save([*saved, torch.get_rng_state()], states)
+                return
+        decoded.append(decodes(loader))
+    record("decoded", json.dumps(decoded))
+
+
+def decodes(loader: Any) -> int | None:
+    """How many files fastload's loader has decoded so far."""
+    return loader.stats().cache_misses if hasattr(loader, "stats") else None
+
+
+_fits = itertools.count()
 
 
 class Photos(data.Dataset[Any]):
@@ -229,4 +346,5 @@ def _report(pid: int) -> None:
 
 
 _count_epochs()
-atexit.register(_report, os.getpid())
+if multiprocessing.current_process().name == "MainProcess":
+    atexit.register(_report, os.getpid())

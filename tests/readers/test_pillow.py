@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import fcntl
+import importlib.util
 import io
 import itertools
 import os
@@ -101,8 +102,14 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     **({"avif": ("RGB", {"format": "AVIF"})} if "avif" in features.get_supported() else {}),
     "mpo": ("RGB", {"format": "MPO", "save_all": True, "append_images": [pixels("RGB").rotate(180)]}),
 }
+if importlib.util.find_spec("pillow_heif"):
+    importlib.import_module("pillow_heif").register_heif_opener()
+    FILES["heif"] = ("RGB", {"format": "HEIF", "exif": EXIF.tobytes()})
+    FILES["heif alpha"] = ("RGBA", {"format": "HEIF"})
+    FILES["heif 16"] = ("I;16", {"format": "HEIF"})
+    FILES["heif frames"] = ("RGB", {"format": "HEIF", "save_all": True, "append_images": [pixels("RGB")]})
 # What is decoded anew each time: turned while it is loaded, a format of frames.
-NEVER = {"tiff turned", "gif"}
+NEVER = {"tiff turned", "gif", "heif frames"}
 
 
 def content(name: str) -> bytes:
@@ -324,6 +331,15 @@ def test_a_file_is_decoded_once(name: str, active: DictStore, tmp_path: Path) ->
                 np.asarray(image)
             is_mapped = name == "bmp mapped" and way is ways[0]  # by Pillow, which copies nothing
             assert cache_counts.hits - hits == (number > 0 and name not in NEVER and not is_mapped)
+
+
+def test_heif_is_decoded_again_with_other_options(active: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options of pillow-heif can choose another decoder, so they belong to the key."""
+    heif = pytest.importorskip("pillow_heif")
+    for num_stored, decoder in ((1, ""), (2, "libde265"), (2, "")):
+        monkeypatch.setitem(heif.options.PREFERRED_DECODER, "HEIF", decoder)
+        Image.open(io.BytesIO(content("heif"))).load()
+        assert len(active.values) == num_stored
 
 
 def are_stored(image: Any) -> bool:

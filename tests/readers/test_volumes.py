@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from fastload.readers import patches
+from fastload.readers import nest, patches
 from fastload.readers.decode_cache import DecodeCache, inactive
-from tests.kit.decoding import check_three_rounds
+from tests.kit.decoding import check_three_rounds, outcome
 
 nibabel = pytest.importorskip("nibabel")
 pydicom = pytest.importorskip("pydicom")
@@ -159,25 +159,6 @@ CALLS: dict[str, tuple[str, Callable[[Path], Any], int]] = {
 }
 
 
-def outcome(call: Callable[[Path], Any], path: Path) -> Any:
-    """All of a result that a caller can see, or the error; the result is overwritten."""
-    try:
-        result = call(path)
-    except Exception as error:  # noqa: BLE001  # the same one is expected
-        return type(error), str(error)
-    facts = []
-    for part in result if isinstance(result, (tuple, list)) else [result]:
-        strides = getattr(part, "strides", None)
-        is_array = isinstance(part, np.ndarray)
-        is_writable = is_array and part.flags.writeable
-        facts.append(
-            (type(part), getattr(part, "shape", None), strides, is_writable, np.asarray(part).tolist())
-        )
-        if is_writable:
-            part[...] = 0
-    return facts
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("title", CALLS)
 def test_calls_have_the_same_results(title: str, folder: Path, store: DictStore) -> None:
@@ -191,6 +172,66 @@ def test_one_volume_serves_every_dtype(folder: Path, store: DictStore) -> None:
     for dtype in (np.float32, np.float64):
         assert nibabel.load(folder / "volume.nii.gz").get_fdata(dtype=dtype).dtype == dtype
     assert len(store.values) == 1
+
+
+SELECTIONS: list[Any] = [(..., number) for number in range(4)]
+SELECTIONS += [
+    (3,),
+    (1, 2, 3),
+    (slice(None, None, -1),),
+    (slice(1, 9, 3), ..., slice(0, 0)),
+    (None, ..., 2),
+    (),
+]
+SELECTIONS += [
+    (slice(None), slice(2, 5)),
+    ([1, 2],),
+    (99,),
+    (..., slice(9, 2, -2)),
+    (slice(None), 4, slice(3)),
+]
+
+
+@pytest.mark.parametrize("name", ["volume.nii.gz", "volume.mgz"])
+def test_different_slices_come_from_the_whole_volume(name: str, folder: Path, store: DictStore) -> None:
+    """Each is nibabel's, with its strides and rights; the second selection of a file stores all of it."""
+    for number, selection in enumerate(SELECTIONS * 2):
+        call = partial(_dataobj, index=selection)
+        with inactive():
+            expected = outcome(call, folder / name)
+        assert outcome(call, folder / name) == expected, selection
+        assert len(store.values) == min(number + 1, 2)
+
+
+def test_the_same_slice_of_each_volume_is_stored_alone(folder: Path, store: DictStore) -> None:
+    """A dataset of middle slices needs no more memory than these."""
+    for name in ("volume.nii.gz", "volume.mgz") * 3:
+        _dataobj(folder / name, (..., 3))
+    assert max(stored.array.nbytes for stored in store.values.values()) == 12 * 11 * 4
+
+
+def test_slices_of_a_damaged_file_are_read_alone(folder: Path, store: DictStore) -> None:
+    """Slices before the damage are read as without a cache."""
+    path, content = folder / "volume.nii.gz", (folder / "volume.nii.gz").read_bytes()
+    path.write_bytes(content[: len(content) * 2 // 3])
+    for number in (0, 1, 2, 9, 0):
+        with inactive():
+            expected = outcome(partial(_dataobj, index=(..., number)), path)
+        assert outcome(partial(_dataobj, index=(..., number)), path) == expected
+    assert len(store.values) == 2
+
+
+def test_a_full_store_costs_one_volume(
+    folder: Path, store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is stored, further slices are decompressed up to their end, as without a cache."""
+    path, store.is_full = folder / "volume.nii.gz", True
+    shapes: list[Any] = []
+    pack = nest.pack
+    monkeypatch.setattr(nest, "pack", lambda result: shapes.append(result.shape) or pack(result))
+    for number in range(4):
+        assert np.array_equal(_dataobj(path, (..., number)), VOXELS[..., number] * 0.5 + 3)
+    assert shapes == [VOXELS.shape[:2], VOXELS.shape, *[VOXELS.shape[:2]] * 2]
 
 
 SAVES = {
