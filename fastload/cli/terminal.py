@@ -70,6 +70,8 @@ APP: dict[str, Any] = {
 _COMPLETION = ("--install-completion", "--show-completion")  # typer's options
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
+_PLANS = "fastload.cache.build.plan"  # a module that is slow to import
+
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
 
@@ -147,10 +149,9 @@ def _exit_code(error: Exception) -> ExitCode:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether fastload has refused the value of an argument: not a dataset, nor a library."""
+    """Whether a build has refused options that do not fit the dataset: not an error of the dataset's own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return type(error) is ValueError and str(module).startswith("fastload.")
+    return type(error) is ValueError and frames[-1].f_globals.get("__name__") == _PLANS
 
 
 def _one_line(error: Exception) -> str:
