@@ -215,6 +215,7 @@ MISTAKES: list[tuple[str, int, str]] = [
     ("cache build ZOO made --by files", 2, "sample or file, but got 'files': did you mean file[?]$"),
     ("cache build ZOO made more", 2, "fastload cache build takes no further argument, but got more$"),
     ("cache build ZOO made --upload here", 2, "--upload should be a URL such as"),
+    ("cache build ZOO made --codec jpeg --lossy-leaf x", 2, '^UsageError: codec "jpeg" changes pixels'),
     ("cache prune --days many", 2, "--days should be a number from 0 on, but got 'many'$"),
     ("cache prune --days nan", 2, "--days should be a number from 0 on, but got 'nan'$"),
     ("cach ls", 2, "there is no command 'cach': did you mean cache[?]$"),

@@ -70,6 +70,8 @@ APP: dict[str, Any] = {
 _COMPLETION = ("--install-completion", "--show-completion")  # typer's options
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
+_PLANS = "fastload.cache.build.plan"  # a module that is slow to import
+
 _ClickUsageError: Any = typer.BadParameter.__bases__[0]  # newer releases of typer contain their own click
 
 
@@ -142,7 +144,14 @@ def _exit_code(error: Exception) -> ExitCode:
         return ExitCode.BUSY
     # Without a number, it is fastload's error, not the system's: an argument names nothing.
     names_nothing = isinstance(error, (FileNotFoundError, NotADirectoryError)) and error.errno is None
-    return ExitCode.USAGE if names_nothing or isinstance(error, _ClickUsageError) else ExitCode.FAILED
+    is_usage = names_nothing or isinstance(error, _ClickUsageError) or _is_refusal(error)
+    return ExitCode.USAGE if is_usage else ExitCode.FAILED
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a build has refused options that do not fit the dataset: not an error of the dataset's own."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return type(error) is ValueError and frames[-1].f_globals.get("__name__") == _PLANS
 
 
 def _one_line(error: Exception) -> str:
@@ -150,7 +159,7 @@ def _one_line(error: Exception) -> str:
         text = _usage_text(error)
     elif isinstance(error, OSError) and error.strerror:
         text = why_unreadable(error)
-    elif isinstance(error, (FastloadError, CommandError, OSError)):
+    elif isinstance(error, (FastloadError, CommandError, OSError)) or _is_refusal(error):
         text = str(error)
     else:
         text = f"{type(error).__name__}: {error}".removesuffix(": ")  # a MemoryError has no text

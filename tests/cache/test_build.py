@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from fastload import errors
-from fastload.cache.build import inventory
+from fastload.cache.build import inventory, processes
 from fastload.cache.build import writer as lmdb_writer
 from fastload.cache.build.build import build_lmdb
 from fastload.cache.build.on_executor import build_on
@@ -864,3 +864,13 @@ def test_a_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
     assert build_lmdb(Images(3), tmp_path / "cache", num_workers=0).verify() == []
     assert os.listdir(tmp_path) == ["cache"]
+
+
+def test_no_more_workers_start_than_there_are_tasks() -> None:
+    """However many are asked for: a number with some zeros too many must not exhaust the machine."""
+    answers: Any = processes.run(Images(3), 3, 20)
+    try:
+        assert len(answers._workers) == 3
+        assert [label for _, label in answers] == [0, 1, 2]
+    finally:
+        processes.stop(answers)

@@ -207,7 +207,7 @@ def test_the_command_line_names_the_leaf(tmp_path: Path, monkeypatch: pytest.Mon
     options = ("--codec", "jpeg", "--num-workers", "0", "--quiet")
     command = ("build", "lossy_data:train", tmp_path / "a", *options)
     unclear = run(*command)
-    assert (unclear.exit_code, "--lossy-leaf image" in unclear.stderr) == (1, True)
+    assert (unclear.exit_code, "--lossy-leaf image" in unclear.stderr) == (2, True)
     assert run(*command, "--lossy-leaf", "image").exit_code == 0
     assert LMDBCache(tmp_path / "a").description.lossy_leaf == '$["image"]'
     assert run("build", "lossy_data:train", tmp_path / "b", "--lossy-leaf", "image").exit_code == 2

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -22,11 +24,14 @@ from fastload.images.encoded import EncodedImage
 from fastload.nested.leaf import BARE_KINDS, TENSOR_STORAGE
 from fastload.nested.leaves import to_bytes
 from fastload.nested.spec import flatten, is_namedtuple
+from fastload.readers import identity, patches
+from fastload.readers.decode_cache import DecodeCache
 from tests.cache import plain_reader
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Everything, Files, Images, Made, Pair
 from tests.kit.batches import assert_same_samples
 from tests.kit.numbered_files import key_of
+from tests.kit.torchvision import import_torchvision
 
 if TYPE_CHECKING:
     from fastload.nested.leaf import Leaf
@@ -135,6 +140,23 @@ def test_objects_are_read_as_their_parts(tmp_path: Path) -> None:
     assert parts["palette"][1][:3] == b"\1\2\3"
 
 
+def test_tensors_of_torchvision_are_read_as_their_parts(tmp_path: Path) -> None:
+    """Boxes with their format and canvas, and a mask."""
+    import_torchvision()
+    from torchvision import tv_tensors
+
+    def sample(index: int) -> Any:
+        boxes = torch.arange(8).reshape(2, 4) + index
+        return tv_tensors.BoundingBoxes(boxes, format="XYWH", canvas_size=(9, 8)), tv_tensors.Mask(boxes)
+
+    build_lmdb(Made(sample, 3), tmp_path / "a", num_workers=0).close()
+    (name, parts), mask = dict(plain_reader.read_samples(tmp_path / "a"))[2]
+    assert name == "torchvision.tv_tensors:BoundingBoxes"
+    assert (parts["format"], parts["canvas_size"]) == ("XYWH", (9, 8))
+    assert parts["data"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 9]]
+    assert (mask[0], [*mask[1]]) == ("torchvision.tv_tensors:Mask", ["data"])
+
+
 def test_lmdb_finds_the_same_records(tmp_path: Path) -> None:
     """The file is an environment of LMDB too, whose keys and values are those of the page."""
     lmdb = pytest.importorskip("lmdb")
@@ -195,6 +217,31 @@ def test_decoded_files_of_every_kind_are_read(tmp_path: Path) -> None:
         assert_same_samples((array, note), (copy, copied_note))
     assert len([*Path(store.path).glob("*.rows")]) == 2
     del other
+
+
+def test_what_libraries_decoded_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pixels of Pillow and of OpenCV; and a file's row has the key and the hash of which the page tells."""
+    monkeypatch.setattr(identity, "SETTLED_S", 0)
+    monkeypatch.setattr(identity, "SETTLED_REMOTE_S", 0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+    path, pixels = tmp_path / "photo.png", Images().sample(0)[0]
+    Image.fromarray(pixels).save(path)
+    store = DiskFileStore(str(tmp_path / "files"))
+    with patches.installed(), DecodeCache(store, verify_share=0).active():
+        with Image.open(path) as image:
+            image.load()
+        assert cv2.imread(str(path)) is not None
+    found = [array for _, array, _ in plain_reader.read_files(store.path)]
+    assert sorted(array.tobytes() for array in found) == sorted(
+        [pixels.tobytes(), pixels[:, :, ::-1].tobytes()]
+    )
+    status = path.stat()
+    text = repr(("file", "photo.png", status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    key = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    rows = np.fromfile(tmp_path / "files" / "00000.rows", "<u8").reshape(-1, 8)
+    (row,) = [row for row in rows if row[2] == 3]
+    assert row[:2].tobytes() == key
+    assert row[3:7].tobytes() == hashlib.sha256(path.read_bytes()).digest()
 
 
 def test_what_is_damaged_of_decoded_files_is_passed_over(tmp_path: Path) -> None:

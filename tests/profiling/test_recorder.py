@@ -457,7 +457,7 @@ def test_a_loader_of_few_batches(num_workers: int) -> None:
     """No verdict without a steady step, and no list without an entry."""
     loader = make("torch", [torch.ones(3)] * 4, num_workers)
     lines = str(profile_of(loader).report()).splitlines()
-    assert lines[1] == "  Too few batches for a verdict: 1, all of them during the warm-up."
+    assert lines[0].endswith(": Too few batches for a verdict: 1, all of them during the warm-up.")
     (report,) = profile_of(loader, 2).report().loaders
     report = dataclasses.replace(report, bottleneck_text="The bottleneck is unknown.")
     lines = report.lines_of_text()

@@ -47,9 +47,10 @@ def run(
     Args:
         tasks: Map-style.
         num_tasks: Their number.
-        num_workers: Processes; 0 for none.
+        num_workers: Processes, of which at most one per task starts; 0 for none.
         ahead: Tasks that each worker gets ahead.
     """
+    num_workers = min(num_workers, num_tasks)
     loader = _TaskLoader(
         tasks,
         batch_size=None,
