@@ -61,7 +61,7 @@ def _get_unscaled(original: Callable[..., Any]) -> Callable[..., Any]:
 
         # The first selection of each file; at "", whether whole volumes are read.
         habits = cache.habits.setdefault("nibabel", {})
-        if habits.setdefault(self.file_like, selection) not in (selection, whole):
+        if habits.setdefault(self.file_like, selection) != selection:
             habits.setdefault("", True)
         if selection == whole or not habits.get(""):
             return remembered(selection, nest.unpack)

@@ -203,6 +203,14 @@ def test_different_slices_come_from_the_whole_volume(name: str, folder: Path, st
         assert len(store.values) == min(number + 1, 2)
 
 
+def test_slices_of_a_volume_that_is_known_are_not_decoded(folder: Path, store: DictStore) -> None:
+    """What `get_fdata` has stored serves them."""
+    volume = nibabel.load(folder / "volume.nii.gz").get_fdata()
+    for number in range(3):
+        assert np.array_equal(_dataobj(folder / "volume.nii.gz", (..., number)), volume[..., number])
+    assert len(store.values) == 1
+
+
 def test_the_same_slice_of_each_volume_is_stored_alone(folder: Path, store: DictStore) -> None:
     """A dataset of middle slices needs no more memory than these."""
     for name in ("volume.nii.gz", "volume.mgz") * 3:
