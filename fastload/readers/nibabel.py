@@ -57,6 +57,7 @@ def _get_unscaled(original: Callable[..., Any]) -> Callable[..., Any]:
                 (suffix, shape, self._dtype.str, int(self._offset), self.order, plain_selection(selection)),
                 partial(original, self, selection),
                 where=self.file_like,
+                source=self.file_like,
                 pack=nest.pack,
                 unpack=unpack,
             )
