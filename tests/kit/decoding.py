@@ -45,6 +45,10 @@ class DictStore:
         found = identify_stream(source) if hasattr(source, "fileno") else identify_path(source)
         return identity if found == identity else Unknown.UNREADABLE
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is not full."""
+        return not self.is_full
+
     def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
         """Store a copy, in the order of C, as the shared store does; False if it is full."""
         if self.is_full:
