@@ -149,7 +149,7 @@ class DecodeCache:
         decode: Callable[[], Any],
         *,
         where: Any,
-        source: Any = None,
+        source: Any,
         pack: Callable[[Any], Packed | None] | None = None,
         unpack: Callable[[npt.NDArray[Any], Any], Any] | None = None,
     ) -> Any:
@@ -161,7 +161,7 @@ class DecodeCache:
             arguments: All that decides the result beside the bytes.
             decode: The library's own function.
             where: The path or other source, for errors.
-            source: As for `known_as`.
+            source: As for `known_as`; a store on disk finds no file without it.
             pack: Makes an array and a note of a result; None if it is not understood. By default, of arrays.
             unpack: Makes a result of what `pack` returned, with memory of its own.
         """

@@ -58,6 +58,7 @@ def _getitem(original: Callable[..., Any]) -> Callable[..., Any]:
             (self.name, plain_selection(args)),
             partial(original, self, args),
             where=(h5py.h5f.get_name(self.id), self.name),
+            source=h5py.h5f.get_name(self.id),
             pack=nest.pack,
             unpack=nest.unpack,
         )

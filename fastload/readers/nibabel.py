@@ -32,6 +32,8 @@ from fastload.system.cache_counts import cache_counts
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_PAUSE = 100  # selections, after a volume could not be stored, perhaps because the store was just growing
+
 
 def patches() -> list[Patch]:
     """What is replaced in nibabel."""
@@ -55,15 +57,18 @@ def _get_unscaled(original: Callable[..., Any]) -> Callable[..., Any]:
                 (suffix, shape, self._dtype.str, int(self._offset), self.order, plain_selection(selection)),
                 partial(original, self, selection),
                 where=self.file_like,
+                source=self.file_like,
                 pack=nest.pack,
                 unpack=unpack,
             )
 
-        # The first selection of each file; at "", whether whole volumes are read.
+        # The first selection of each file; at "", how many are read by themselves before a volume is read.
         habits = cache.habits.setdefault("nibabel", {})
-        if habits.setdefault(self.file_like, selection) not in (selection, whole):
-            habits.setdefault("", True)
-        if selection == whole or not habits.get(""):
+        if habits.setdefault(self.file_like, selection) != selection:
+            habits.setdefault("", 0)
+        if selection == whole or habits.get("") != 0:
+            if "" in habits:
+                habits[""] = max(0, habits[""] - 1)
             return remembered(selection, nest.unpack)
 
         def select(voxels: Any) -> Any:
@@ -76,11 +81,12 @@ def _get_unscaled(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
         except Exception:  # noqa: BLE001  # the selection is wrong or, behind it, the file is damaged
             result = original(self, slicer)
-            habits[""] = False
+            habits[""] = _PAUSE
             return result
         if type(found) is list:
             return found[0]
-        habits[""] = cache_counts.reasons[NEW] > num_new  # else it would be read in full each time
+        if cache_counts.reasons[NEW] == num_new:  # it would be read in full each time
+            habits[""] = _PAUSE
         return select(found.ravel("K").view(np.uint8))
 
     return _get_unscaled

@@ -92,7 +92,7 @@ def _imdecode(original: Callable[..., Any]) -> Callable[..., Any]:
             return decode()
         identify = partial(identify_content, buffer)
         key = buffer.shape, flags, *_settings()
-        return cache.array(kind, identify, key, decode, where="a buffer")
+        return cache.array(kind, identify, key, decode, where="a buffer", source=None)
 
     return imdecode
 

@@ -313,11 +313,11 @@ def _digest(*parts: Any) -> bytes | None:
     return digest(*parts)
 
 
-def _heif() -> Any:
+def _heif() -> str:
     """What decides the pixels of pillow-heif: its release, codecs and options."""
     library = sys.modules["pillow_heif"]
     options = {name: value for name, value in vars(library.options).items() if name.isupper()}
-    return library.__version__, library.libheif_info(), options
+    return repr((library.__version__, library.libheif_info(), options))
 
 
 @functools.cache

@@ -49,6 +49,7 @@ def _as_array(original: Callable[..., Any]) -> Callable[..., Any]:
             (str(self.UID), _plain(elements), _plain(options), plugins, settings),
             partial(original, self, src, **options),
             where=getattr(src, "filename", "a dataset"),
+            source=None,
             pack=nest.pack,
             unpack=nest.unpack,
         )

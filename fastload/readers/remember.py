@@ -127,6 +127,7 @@ class Remembered(Generic[P, R]):
             (facts, args[1:], sorted(kwargs.items())),
             partial(self._compute, *args, **kwargs),
             where=source if self.of == "path" else f"bytes for {self!r}",
+            source=source,
             pack=nest.pack,
             unpack=nest.unpack,
         )

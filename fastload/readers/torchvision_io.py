@@ -43,6 +43,7 @@ def _decoder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         return cache.array(
             *(kind, partial(_identify, data), (tuple(data.shape), *options), partial(original, *args)),
             where="a tensor",
+            source=None,
             pack=_pack,
             unpack=_unpack,
         )

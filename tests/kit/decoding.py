@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastload.readers.decode_cache import Stored, inactive
+from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +37,13 @@ class DictStore:
         """What is stored under a key, if anything."""
         stored = self.values.get(key)
         return stored and stored._replace(note=marshal.loads(marshal.dumps(stored.note)))
+
+    def known_as(self, identity: Identity, source: Any) -> Identity | Unknown:
+        """The same identity, if a store on disk could find the file by its source."""
+        if identity.is_of_content:
+            return identity
+        found = identify_stream(source) if hasattr(source, "fileno") else identify_path(source)
+        return identity if found == identity else Unknown.UNREADABLE
 
     def has_room(self, nbytes: int) -> bool:
         """Whether it is not full."""

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PIXELS = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-ONE = Identity((1,))
+ONE = Identity((b"1",))
 
 
 def read(cache: DecodeCache, result: Any = PIXELS, identity: Any = ONE, arguments: Any = ()) -> Any:
     """What the cache returns for a decoder that returns copies of a result."""
     decode = partial(np.copy, result, order="K") if type(result) is np.ndarray else lambda: result
-    return cache.array("kind", lambda: identity, arguments, decode, where="a file")
+    return cache.array("kind", lambda: identity, arguments, decode, where="a file", source=None)
 
 
 def _by_torch(array: Any) -> None:
@@ -134,7 +134,10 @@ def test_other_results_are_returned_as_they_are(cache: DecodeCache, store: DictS
     """A result that is no plain array of its own is the decoder's, each time, and nothing is stored."""
     for _ in range(2):
         result = UNUSUAL_RESULTS[name]()
-        assert cache.array("kind", lambda: ONE, (), lambda value=result: value, where=name) is result
+        assert (
+            cache.array("kind", lambda: ONE, (), lambda value=result: value, where=name, source=None)
+            is result
+        )
     assert not store.values
 
 
@@ -161,7 +164,14 @@ def test_kind_identity_and_arguments_are_the_key(cache: DecodeCache, store: Dict
     for number, (kind, identity, flag) in enumerate([("a", 1, 0), ("b", 1, 0), ("a", 2, 0), ("a", 1, 1)]):
         expected = np.full(3, number)
         for _ in range(2):
-            result = cache.array(kind, lambda i=identity: Identity((i,)), (flag,), expected.copy, where=None)
+            result = cache.array(
+                kind,
+                lambda i=identity: Identity((b"%d" % i,)),
+                (flag,),
+                expected.copy,
+                where=None,
+                source=None,
+            )
             assert np.array_equal(result, expected)
     assert len(store.values) == 4
 
@@ -190,7 +200,7 @@ def test_an_error_of_the_decoder_is_raised_as_it_is(cache: DecodeCache, store: D
     """A decoder that fails stores nothing, and fails again the next time."""
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            cache.array("kind", lambda: ONE, (), lambda: 1 // 0, where="a file")
+            cache.array("kind", lambda: ONE, (), lambda: 1 // 0, where="a file", source=None)
     assert not store.values
 
 
@@ -224,7 +234,7 @@ def test_a_file_that_changes_while_it_is_decoded_is_not_stored(
                 break
         return np.frombuffer(b"others", np.uint8).copy()
 
-    result = cache.array("kind", partial(identify_path, link), (), decode, where=link)
+    result = cache.array("kind", partial(identify_path, link), (), decode, where=link, source=link)
     assert result.tobytes() == b"others"
     assert not store.values
 
@@ -249,7 +259,7 @@ def test_a_share_of_the_hits_is_verified(settled: None) -> None:
     state = random.getstate()
     decodes = []
     for _ in range(9):
-        cache.array("kind", lambda: ONE, (), decode, where=None)
+        cache.array("kind", lambda: ONE, (), decode, where=None, source=None)
         decodes.append(num_decodes[0])
     assert decodes == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert random.getstate() == state
@@ -299,7 +309,7 @@ def test_many_threads_read_one_cache(settled: None) -> None:
     def work() -> None:
         with cache.active():
             for number in [*range(20)] * 5:
-                result = read(cache, np.full(50, number), Identity((number,)))
+                result = read(cache, np.full(50, number), Identity((b"%d" % number,)))
                 if not (result == number).all():
                     errors.append(number)
                 result[:] = -1
