@@ -70,10 +70,12 @@ class Patch:
             origin = self.original.__module__ if is_compiled else type(self.original).__module__
         return origin.partition(".")[0] == library
 
-    def put(self) -> None:
-        """Replace the attribute, if it is the original."""
-        if vars(self.owner).get(self.name) is self.original and self.is_genuine:
-            setattr(self.owner, self.name, self.wrapper)
+    def put(self) -> bool:
+        """Replace the attribute, if it is the original; returns whether it was."""
+        if vars(self.owner).get(self.name) is not self.original or not self.is_genuine:
+            return False
+        setattr(self.owner, self.name, self.wrapper)
+        return True
 
     def take_away(self) -> None:
         """Restore the attribute, if it is the wrapper."""
