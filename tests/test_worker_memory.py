@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 import resource
 import statistics
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +44,35 @@ def test_a_worker_faults_in_the_memory_of_an_image_once(
     first, *others = (int(batch) for batch in fastload.DataLoader(Made(decode, 6), 1, **options))
     assert first >= MANY or not keeps
     assert min(others) <= FEW if keeps else statistics.median(others) >= MANY, others
+
+
+# What page faults cost samples of 40 MB together, before and after a batch had memory, in a new process.
+_SAMPLES = """
+import resource
+import numpy as np
+from fastload.memory.lease import BufferPool
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    samples = [np.full(100_000, 1, np.uint8) for _ in range(400)]
+    samples.clear()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults(), print(faults())
+BufferPool(1 << 30).array((40 << 20,), np.uint8)
+faults(), print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that keeps freed memory")
+def test_without_workers_samples_are_faulted_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch in memory of our own teaches glibc what one that torch frees teaches it."""
+    for name in worker_memory._OWN_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    ended = subprocess.run([sys.executable, "-c", _SAMPLES], stdout=subprocess.PIPE, check=True, timeout=60)
+    before, after = map(int, ended.stdout.split())
+    assert before > 1000
+    assert after <= FEW
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,10 @@ THREADS_PAY_BYTES = 128 * 1024
 # write to a fresh page takes several times as long as a write to a warm page.
 WARM_BYTES = 8 * 1024 * 1024
 
+# What collates samples best: torch's rules alone; these, with `_stack` and `_stack_arrays`; rows for a leaf.
+_BY_TORCH, _STACKED, _IN_ROWS = range(3)
+_SCALARS = frozenset({int, float, bool, str, bytes})
+
 _NO_ROWS: np.ndarray[Any, Any] = np.empty(0, np.uint8)
 
 
@@ -73,10 +77,12 @@ class _Batch:
         self.own: Callable[[Any], Any] | None = None  # see `RowCollate.begin`
         self._channels_last = channels_last
         self._stack = functools.partial(_stack, allocator)
-        self._stack_arrays = functools.partial(_stack_arrays, allocator)
+        self._stack_arrays = functools.partial(_stack_arrays, self)
 
-    def collate(self, values: Any) -> Any:
+    def collate(self, values: Any, way: int) -> Any:
         """Collate the values of all samples by torch's current rules; large tensors go to warm memory."""
+        if way == _BY_TORCH:
+            return default_collate(values)
         rules = torch_collate.default_collate_fn_map
         is_torchs = rules.get(torch.Tensor) is torch_collate.collate_tensor_fn
         if self.in_worker or not is_torchs or rules.get(np.ndarray) is not ARRAY_RULE:
@@ -102,9 +108,10 @@ def _stack(allocator: BumpAllocator, tensors: Any, *, collate_fn_map: Any) -> An
     return torch_collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
 
 
-def _stack_arrays(allocator: BumpAllocator, arrays: Any, *, collate_fn_map: Any) -> Any:
-    """Torch's rule for arrays, except that small arrays that are alike are stacked by NumPy."""
-    stacked = stacked_arrays(allocator, arrays)
+def _stack_arrays(batch: _Batch, arrays: Any, *, collate_fn_map: Any) -> Any:
+    """Torch's rule for arrays, except that NumPy stacks arrays that are alike where threads would not pay."""
+    threads_pay = batch.has_threads and arrays[0].nbytes >= THREADS_PAY_BYTES
+    stacked = None if threads_pay else stacked_arrays(batch.allocator, arrays)
     return ARRAY_RULE(arrays, collate_fn_map=collate_fn_map) if stacked is None else stacked
 
 
@@ -168,9 +175,10 @@ class _Rows:
 class _Kept:
     """A part of each sample that torch collates: small tensors, numbers, strings, and all other values."""
 
-    def __init__(self, batch: _Batch, path: str, *, in_sequence: bool) -> None:
+    def __init__(self, batch: _Batch, path: str, way: int, *, in_sequence: bool) -> None:
         self._batch = batch
         self._path = path
+        self._way = way
         self._values: list[Any] = []
         # torch transposes sequences with zip, so it collates tuples there, and strings stay in a tuple.
         self._in_sequence = in_sequence
@@ -187,7 +195,7 @@ class _Kept:
 
     def result(self, count: int) -> Any:
         values, self._values = self._values, []
-        return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path)
+        return _collate(self._batch, tuple(values) if self._in_sequence else values, self._path, self._way)
 
 
 class _Container:
@@ -233,7 +241,7 @@ class _Container:
 
 
 class RowCollate:
-    """Collates one batch after another: ``begin(count)``, ``read(...)`` or ``add_all(...)``, ``finish()``.
+    """Collates batches: ``begin(count)``, ``read()`` or ``take_all()``, or ``add_all()`` alone; ``finish()``.
 
     ``len()`` of it is the number of samples that were added to the batch so far.
 
@@ -250,6 +258,7 @@ class RowCollate:
         self._num_rows = 0
         self._keeps = False  # whether the samples of this batch are kept; the first sample decides this
         self._kept: Any = []
+        self._way = _STACKED  # of samples that are kept
 
     def begin(self, count: int, *, keeps: bool = False, own: Callable[[Any], Any] | None = None) -> None:
         """Start a batch of at most ``count`` samples.
@@ -265,23 +274,37 @@ class RowCollate:
         self._num_rows = 0
         self._keeps = keeps
         self._kept = []
+        self._way = _STACKED
 
     def __len__(self) -> int:
         return len(self._kept) if self._keeps else self._num_rows
 
-    def read(self, get: Callable[[Any], Any], indices: Iterator[Any]) -> None:
-        """Add ``get(index)`` for each index; each sample can be dropped afterwards."""
+    def read(self, dataset: Any, indices: Iterator[Any], get: Callable[[Any], Any] | None = None) -> None:
+        """Add ``dataset[index]``, or ``get(index)``, for each index; a sample can be dropped afterwards."""
         if not self._keeps:
             add = self._add
             for index in indices:
-                add(get(index))
+                add(dataset[index] if get is None else get(index))
+                if self._keeps:
+                    break
+        own = self._batch.own
+        if self._keeps and get is None and own is None:
+            # As fast as torch's: calls and choices would take a tenth of an epoch of ints.
+            self._kept += [dataset[index] for index in indices]
+        elif self._keeps:
+            for index in indices:
+                sample = dataset[index] if get is None else get(index)
+                self._kept.append(sample if own is None else own(sample))
+
+    def take_all(self, samples: Iterator[Any]) -> None:
+        """Add samples; each can be dropped before the next one is made."""
+        if not self._keeps:
+            for _ in map(self._add, samples):
                 if self._keeps:
                     break
         if self._keeps:
             own = self._batch.own
-            for index in indices:
-                sample = get(index)
-                self._kept.append(sample if own is None else own(sample))
+            self._kept.extend(samples if own is None else map(own, samples))
 
     def add_all(self, samples: Any, *, keeps: bool) -> None:
         """Take the samples of a whole batch, which the dataset read together.
@@ -290,18 +313,20 @@ class RowCollate:
             samples: A list, or any other object that the dataset returns for a batch.
             keeps: As for `begin`.
         """
-        is_written = not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0
-        if is_written and _has_row(samples[0], self._batch):
-            self.begin(len(samples))
-            self.read(lambda sample: sample, iter(samples))
-        else:
-            self._keeps, self._kept = True, samples
+        self.begin(0, keeps=True)
+        self._kept = samples
+        if not keeps and isinstance(samples, (list, tuple)) and len(samples) > 0:
+            self._batch.count = len(samples)
+            self._way = _way_of(samples[0], self._batch)
+            if self._way == _IN_ROWS:
+                self.begin(len(samples))
+                self.take_all(iter(samples))
 
     def finish(self) -> Any:
         """The batch of the added samples."""
         if self._num_rows and not self._keeps:
             return self._root.result(self._num_rows)
-        return _collate(self._batch, self.take(), "$")
+        return _collate(self._batch, self.take(), "$", self._way)
 
     def take(self) -> Any:
         """Return the kept samples, for a different collate function."""
@@ -329,7 +354,8 @@ class RowCollate:
             self._root = None
 
     def _add_first(self, sample: Any) -> None:
-        if not _has_row(sample, self._batch):
+        self._way = _way_of(sample, self._batch)
+        if self._way != _IN_ROWS:
             own = self._batch.own
             self._keeps, self._kept = True, [sample if own is None else own(sample)]
             return
@@ -348,16 +374,17 @@ class RowCollate:
         self._num_rows = 1
 
 
-def _collate(batch: _Batch, values: Any, path: str) -> Any:
+def _collate(batch: _Batch, values: Any, path: str, way: int) -> Any:
     """Collate values of all samples of a batch by torch's rules.
 
     Args:
         batch: The batch.
         values: Whole samples, or the part at ``path`` of each sample.
         path: The place of the values in a sample.
+        way: See `_way_of`.
     """
     try:
-        return batch.collate(values)
+        return batch.collate(values, way)
     except Exception as error:
         explain(values, path, error)
         raise
@@ -370,30 +397,36 @@ def _owned(leaf: Any) -> Any:
     return leaf.clone() if type(leaf) is torch.Tensor and is_plain(leaf) else computed(leaf)
 
 
-def _has_row(sample: Any, batch: _Batch) -> bool:
-    """Whether some leaf of a sample is written to a row."""
+def _way_of(sample: Any, batch: _Batch) -> int:
+    """What collates samples like this one, or parts of them, best: `_BY_TORCH`, `_STACKED` or `_IN_ROWS`."""
     kind = type(sample)
-    if kind is DeferredImage:
-        return True
+    if kind in _SCALARS:
+        return _BY_TORCH
     if kind is torch.Tensor:
-        return _is_row_tensor(sample, batch)
+        if _is_row_tensor(sample, batch):
+            return _IN_ROWS
+        return _STACKED if sample.numel() * sample.itemsize * batch.count >= WARM_BYTES else _BY_TORCH
+    if kind is DeferredImage:
+        return _IN_ROWS
     if kind is np.ndarray:
-        return _is_row_array(sample, batch)
+        return _IN_ROWS if _is_row_array(sample, batch) else _STACKED
     if kind is dict:
         sample = sample.values()
     elif not (kind is list or kind is tuple or (isinstance(sample, tuple) and hasattr(kind, "_make"))):
-        return False
-    for part in sample:  # noqa: SIM110  # any() would make a generator for each sample
-        if _has_row(part, batch):
-            return True
-    return False
+        return _STACKED  # what is inside, if anything, is not known
+    way = _BY_TORCH
+    for part in sample:
+        way = max(way, _way_of(part, batch))
+        if way == _IN_ROWS:
+            break
+    return way
 
 
 def _compile(sample: Any, batch: _Batch, path: str = "$", *, in_sequence: bool = False) -> Any:
     """The tree of writers for samples like this one; ``path`` is its place in the whole sample."""
-    kind = type(sample)
-    if not _has_row(sample, batch):
-        return _Kept(batch, path, in_sequence=in_sequence)
+    kind, way = type(sample), _way_of(sample, batch)
+    if way != _IN_ROWS:
+        return _Kept(batch, path, way, in_sequence=in_sequence)
     if kind is np.ndarray or kind is torch.Tensor or kind is DeferredImage:
         return _Rows(batch, sample)
     is_dict = kind is dict

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import itertools
 import operator
-import types
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from fastload.batch.dataset_state import DatasetReader
 from fastload.batch.failures import Replacer, path_of
 from fastload.batch.source import batch_source_of, inside_subsets, read_ahead, reads_ahead
 from fastload.batch.stacking import is_torch_default
-from fastload.memory.lease import BufferPool, allocating_in
+from fastload.memory.lease import BufferPool, allocating_in, current_allocator
 from fastload.nested.deferred import computed
 from fastload.nested.tree import map_leaves, private_copy
 from fastload.rng.batch_draws import BatchDraws, drawing_from
@@ -74,10 +73,7 @@ _OF_BATCH = -(1 << 62)
 
 
 def _reader_of(dataset: Any) -> Callable[[Any], Any]:
-    """``dataset[index]`` as a function; a method that is called from Python saves 0.1 us a sample."""
-    method = getattr(type(dataset), "__getitem__", None)
-    if type(method) is types.FunctionType:
-        return types.MethodType(method, dataset)
+    """``dataset[index]`` as a function."""
     return functools.partial(operator.getitem, dataset)
 
 
@@ -135,7 +131,8 @@ class Fetcher:
         self._channels_last = settings.channels_last
         self._writes_rows = False  # whether the current batch is written to rows
         self._rows = RowCollate(allocator, in_worker=in_worker, channels_last=settings.channels_last)
-        self._stacking = allocating_in(allocator if in_worker else None)
+        self._stack_memory = allocator if in_worker else None
+        self._stacking = allocating_in(self._stack_memory)
         self._source = None if settings.is_iterable else batch_source_of(dataset)
         self.reads_ahead = not settings.is_iterable and reads_ahead(dataset)
         self.replacer: Replacer | None = None
@@ -226,7 +223,8 @@ class Fetcher:
     def _fetch_whole(self, index: Any, key: BatchKey | None) -> Any:
         self._indices, self._left = (index,), iter(())
         self.num_samples = 1
-        return self._collate_fn(self._getter(_reader_of(self._dataset), (index,), key)(index))
+        get = self._getter(None, (index,), key)
+        return self._collate_fn(self._dataset[index] if get is None else get(index))
 
     def _fetch_from(self, source: BatchSource, indices: list[Any], key: BatchKey | None) -> Any:
         dataset, positions = inside_subsets(self._dataset, indices)
@@ -254,8 +252,7 @@ class Fetcher:
             return self._stacked(lambda: self._collate_fn(next(reader.samples)))
         rows, size = self._rows, len(index)
         rows.begin(size, keeps=not self._writes_rows)
-        with contextlib.suppress(StopIteration):
-            rows.read(next, itertools.repeat(reader.samples, size))
+        rows.take_all(map(next, itertools.repeat(reader.samples, size)))
         self.num_samples = len(rows)
         reader.has_ended = len(rows) < size
         if not len(rows) or (self._drop_last and reader.has_ended):
@@ -288,30 +285,37 @@ class Fetcher:
                 return
         if type(indices) is not list:
             indices = list(indices)
-        self._read(self._getter(_reader_of(self._dataset), indices, key), indices, indices)
+        self._read(self._getter(None, indices, key), indices, indices)
 
     def _read(
         self,
-        get: Callable[[Any], Any],
+        get: Callable[[Any], Any] | None,
         indices: list[Any],
         positions: Sequence[Any],
         *,
         own: Callable[[Any], Any] | None = None,
     ) -> None:
-        """Read ``get(position)`` for each position; ``indices`` are the sampler's, for errors."""
+        """Read each position, by ``get`` if it is given; ``indices`` are the sampler's, for errors."""
         self.num_samples = len(indices)
         keeps = not self._writes_rows
         self._rows.begin(len(indices), keeps=keeps, own=own)
         self._indices, self._left = indices, iter(positions)
-        self._rows.read(get, self._left)
+        self._rows.read(self._dataset, self._left, get)
         self._indices = ()
 
-    def _getter(self, get: Callable[[Any], Any], indices: Any, key: BatchKey | None) -> Callable[[Any], Any]:
-        """``get`` for the samples of ``indices`` in order; sets generators, and replaces unreadable ones."""
+    def _getter(
+        self, get: Callable[[Any], Any] | None, indices: Any, key: BatchKey | None
+    ) -> Callable[[Any], Any] | None:
+        """``get`` for the samples of ``indices`` in order; sets generators, and replaces unreadable ones.
+
+        None: ``dataset[index]`` does the same.
+        """
         if self._seeder is not None and key is not None:
-            get = self._seeder.seeded(get, key, indices)
+            get = self._seeder.seeded(get or _reader_of(self._dataset), key, indices)
         if self.replacer is not None:
-            get = self.replacer.replacing(get, functools.partial(self._read_at, key))
+            get = self.replacer.replacing(
+                get or _reader_of(self._dataset), functools.partial(self._read_at, key)
+            )
         return get
 
     def _read_at(self, key: BatchKey | None, index: Any, occurrence: int) -> Any:
@@ -340,6 +344,8 @@ class Fetcher:
 
     def _stacked(self, collate: Callable[..., Any], *args: Any) -> Any:
         """Call ``collate``; in a worker, default_collate within it stacks into the slot."""
+        if current_allocator() is self._stack_memory:
+            return collate(*args)
         with self._stacking:
             return collate(*args)
 

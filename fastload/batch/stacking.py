@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TENSOR_RULE = torch_collate.default_collate_fn_map[torch.Tensor]
 ARRAY_RULE = torch_collate.default_collate_fn_map[np.ndarray]
 # torch documents that users can change its map in place; default_collate then follows the user's rules.
-_default_rules = tuple(torch_collate.default_collate_fn_map.items())
+_default_rules = dict(torch_collate.default_collate_fn_map)
 
 
 def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
@@ -35,8 +35,7 @@ def is_torch_default(collate_fn: Callable[..., Any]) -> bool:
 
     Call this for each batch: a module that a dataset imports with its first sample can add a rule.
     """
-    rules = torch_collate.default_collate_fn_map
-    return collate_fn is default_collate and tuple(rules.items()) == _default_rules
+    return collate_fn is default_collate and torch_collate.default_collate_fn_map == _default_rules
 
 
 def install_slot_rules() -> None:
@@ -44,13 +43,11 @@ def install_slot_rules() -> None:
 
     Call this only in worker processes: it changes torch's table of rules, unless the user has changed it.
     """
-    global _default_rules
     rules = torch_collate.default_collate_fn_map
     replacements = {torch.Tensor: (_TENSOR_RULE, _slot_rule), np.ndarray: (ARRAY_RULE, _array_slot_rule)}
     for kind, (torch_rule, slot_rule) in replacements.items():
         if rules[kind] is torch_rule:
-            rules[kind] = slot_rule
-            _default_rules = tuple((key, slot_rule if key is kind else rule) for key, rule in _default_rules)
+            rules[kind] = _default_rules[kind] = slot_rule
 
 
 def rows_for(allocator: BumpAllocator, tensors: Any) -> torch.Tensor:

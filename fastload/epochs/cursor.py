@@ -295,7 +295,7 @@ class EpochCursor:
             number: The number of the batch; None: nobody knows, and so many were fetched before it.
         """
         self.fetched_number = self.num_fetched if number is None else number
-        counted = self._counted.pop(self.fetched_number, None)
+        counted = self._counted.pop(self.fetched_number, None) if self._counted else None
         self.fetched_key = None if number is None else counted
         if self.ahead is None:
             self.advance(index, worker, dataset_state, self.fetched_number)

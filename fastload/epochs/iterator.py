@@ -20,16 +20,13 @@ class EpochIterator:
         owner: The loader that made it; not kept alive.
         clock: Measures the epoch; None: an iterator around this one measures.
         num_measured_workers: The number of workers; None: they do not report how busy they are.
+        device_wait_ns: How long `next` has waited for the device to catch up, not for data, so far.
     """
 
     owner: weakref.ref[LoaderSettings]
     clock: Clock | None = None
     num_measured_workers: int | None = None
-
-    @property
-    def device_wait_ns(self) -> int:
-        """How long `next` has waited for the device to catch up, not for data, so far."""
-        return 0
+    device_wait_ns: int = 0
 
     def next_sized(self) -> tuple[Any, Size]:
         """The next batch and its size."""

@@ -87,7 +87,7 @@ class DeviceIterator(EpochIterator, Iterator[Any]):
             )
 
     @property
-    def device_wait_ns(self) -> int:
+    def device_wait_ns(self) -> int:  # type: ignore[override]  # an attribute costs the other iterators less
         """How long `next` has waited for the device to catch up, not for data, so far."""
         prefetcher = self._prefetcher
         return self._waited_ns + (0 if prefetcher is None else prefetcher.device_wait_ns)

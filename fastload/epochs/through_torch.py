@@ -24,7 +24,7 @@ from fastload.epochs.iterator import EpochIterator
 from fastload.epochs.loader_state import file_cache_of
 from fastload.epochs.transform import EpochTransform
 from fastload.readers import patches
-from fastload.rng.entry_points import THREAD, ThreadState, swap_state
+from fastload.rng.entry_points import THREAD
 from fastload.rng.sample_rng import KeyedDataset, KeyedSampler
 from fastload.rng.seeding import local_streams, seed_worker
 from fastload.system import torch_private
@@ -121,7 +121,7 @@ class TorchIterator(EpochIterator):
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             if self.streams is not None:
-                swap_state(ThreadState(self.streams))
+                THREAD.source, THREAD.root, THREAD.pair = self.streams, None, None
             with self.reading():
                 num_samples, data = super()._next_data()  # type: ignore[misc]  # torch's
         except StopIteration:

@@ -18,7 +18,7 @@ from fastload.epochs.iterator import HostIterator
 from fastload.epochs.loader_state import file_cache_of, recorder_of, state_of
 from fastload.errors import LoaderClosedError
 from fastload.memory.lease import BufferPool
-from fastload.rng.entry_points import THREAD, ThreadState, seeded_by, swap_state
+from fastload.rng.entry_points import THREAD, seeded_by
 from fastload.rng.seeding import local_streams
 from fastload.system.budget import parse_prefetch_memory
 from fastload.system.cache_counts import cache_counts
@@ -109,13 +109,14 @@ class LocalIterator(HostIterator):
 
     def _fetch(self, index: Any, key: BatchKey) -> Any:
         hits, misses = cache_counts.hits, cache_counts.misses
-        cache_counts.take_reasons()  # of what this thread has read outside of loaders
+        if cache_counts.reasons:
+            cache_counts.take_reasons()  # of what this thread has read outside of loaders
         outside = THREAD.source, THREAD.root, THREAD.pair
         try:
             self._is_fetching = True
             self._buffers.begin()
             if self._streams is not None:
-                swap_state(ThreadState(self._streams))
+                THREAD.source, THREAD.root, THREAD.pair = self._streams, None, None
             batch = self._fetcher.fetch(index, key)
         except StopIteration:
             raise  # the iterable dataset has ended: there is no such batch

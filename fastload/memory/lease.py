@@ -6,6 +6,7 @@ alias made from it, in any order and on any thread; until then the memory is not
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -29,6 +30,9 @@ SLACK_BYTES = 64 * 1024
 # Private memory of at most this size comes from the heap: a loop that keeps all labels, for a metric, must
 # not keep the buffers with the images. malloc reuses memory of this size while it is warm.
 SMALL_BYTES = 64 * 1024
+
+# glibc's thresholds rise with the largest block that was freed, up to this size: see `_free_as_torch`.
+_MAX_THRESHOLD_BYTES = (32 << 20) - SLACK_BYTES
 
 # Buffers of a loader without workers: for the caller's batch, the next batch, and a few in a prefetcher.
 MAX_BUFFERS = 5
@@ -101,6 +105,16 @@ def private_memory(nbytes: int) -> Memory:
     else:
         mapping = mmap.mmap(-1, nbytes)  # Windows: no fork, and pages are allocated on first touch
     return Memory(mapping, shared=False)
+
+
+def _free_as_torch(nbytes: int) -> None:
+    """Free a block of the heap, as torch's loader frees a batch.
+
+    glibc then keeps twice as much of what is freed later. Otherwise each sample that is freed at the top of
+    the heap goes back to the system, and its pages are faulted in again for the next one.
+    """
+    with contextlib.suppress(MemoryError):  # a limit on address space; nothing is written to the block
+        np.empty(min(nbytes, _MAX_THRESHOLD_BYTES), np.uint8)
 
 
 def shared_memory(nbytes: int) -> Memory:
@@ -251,6 +265,7 @@ class BufferPool(BumpAllocator):
         if has_room:  # for the leaves after this one, too
             nbytes = max(nbytes, min(self._peak.nbytes + SLACK_BYTES, left_bytes // PAGE_BYTES * PAGE_BYTES))
         new = private_memory(nbytes)
+        _free_as_torch(nbytes)
         if has_room and new.nbytes <= left_bytes:
             self._buffers.append(new)
         return new

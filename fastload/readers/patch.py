@@ -77,10 +77,12 @@ class Patch:
             origin = getattr(self.original, "__objclass__", named).__module__
         return origin.partition(".")[0] == library
 
-    def put(self) -> None:
-        """Replace the attribute, if it is the original."""
-        if self.current is self.original and self.is_genuine:
-            setattr(self.owner, self.name, self.wrapper)
+    def put(self) -> bool:
+        """Replace the attribute, if it is the original; returns whether it was."""
+        if self.current is not self.original or not self.is_genuine:
+            return False
+        setattr(self.owner, self.name, self.wrapper)
+        return True
 
     def take_away(self) -> None:
         """Restore the attribute, if it is the wrapper."""

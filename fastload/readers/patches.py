@@ -72,8 +72,12 @@ class _Patches:
         self.num_fetches = 0
         self.caches: weakref.WeakSet[object] = weakref.WeakSet()
 
-    def meet(self, libraries: Collection[str]) -> None:
-        """Meet those of the libraries that were imported since the last time."""
+    def meet(self, libraries: Collection[str]) -> list[Patch]:
+        """Meet those of the libraries that were imported since the last time.
+
+        Returns:
+            What to replace in all of them.
+        """
         for library in libraries:
             if library in self.by_library or not _is_imported(library):
                 continue
@@ -83,13 +87,11 @@ class _Patches:
             except Exception as error:  # noqa: BLE001  # a release that the reader does not know
                 self.by_library[library] = []
                 log.info("%s is not met: %r", library, error)
-        if any(True for _ in self.each(ModuleType, libraries)):
-            copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
+        return [patch for library in libraries for patch in self.by_library.get(library, ())]
 
-    def each(self, kind: type, libraries: Collection[str] | None = None) -> Iterator[Patch]:
-        for library, patches in list(self.by_library.items()):
-            if libraries is None or library in libraries:
-                yield from (patch for patch in patches if isinstance(patch.owner, kind))
+    def each(self, kind: type) -> Iterator[Patch]:
+        for patches in list(self.by_library.values()):
+            yield from (patch for patch in patches if isinstance(patch.owner, kind))
 
     def count_fetch(self, change: int) -> None:
         self.num_fetches += change
@@ -112,35 +114,41 @@ if hasattr(os, "register_at_fork"):  # Windows does not fork
     os.register_at_fork(after_in_child=_patches.after_fork)
 
 
-@contextlib.contextmanager
-def installed(libraries: Collection[str] | None = None) -> Iterator[None]:
-    """Meet the libraries, names in READERS, during a fetch; None: all."""
-    libraries = READERS if libraries is None else libraries
-    with _patches.lock:
-        _patches.meet(libraries)
-        _patches.count_fetch(1)
-        for patch in _patches.each(object, libraries):
-            patch.put()
-    try:
-        yield
-    finally:
+class installed:  # noqa: N801  # a block, used as a function; a generator would take twice as long
+    """Meet the libraries, names in READERS, during a fetch; None: all. It can be entered again and again."""
+
+    def __init__(self, libraries: Collection[str] | None = None) -> None:
+        self._libraries = READERS if libraries is None else libraries
+
+    def __enter__(self) -> None:
+        with _patches.lock:
+            patches = _patches.meet(self._libraries)
+            _patches.count_fetch(1)
+            for patch in patches:
+                if patch.put() and isinstance(patch.owner, ModuleType):
+                    copyreg.dispatch_table.setdefault(BuiltinFunctionType, _reduce_builtin)
+
+    def __exit__(self, *exc_info: object) -> None:
         with _patches.lock:
             _patches.count_fetch(-1)
             if not _patches.num_fetches:
                 _patches.take_away(ModuleType)
 
 
+_met_without_cache = installed(_WITHOUT_CACHE)
+_unchanged = contextlib.nullcontext()
+
+
 def without_cache() -> AbstractContextManager[None]:
     """Meet the libraries that need no cache, if they are imported, during a fetch."""
-    return installed(_WITHOUT_CACHE) if "torchvision.transforms" in sys.modules else contextlib.nullcontext()
+    return _met_without_cache if "torchvision.transforms" in sys.modules else _unchanged
 
 
 def unmet() -> list[str]:
     """Functions and methods of imported libraries that are left alone, because other code replaced them."""
     libraries = READERS.keys() - _WITHOUT_CACHE
     with _patches.lock:
-        _patches.meet(libraries)
-        patches = list(_patches.each(object, libraries))
+        patches = _patches.meet(libraries)
     return [
         f"{patch.owner.__name__}.{patch.name}"
         for patch in patches
