@@ -233,7 +233,9 @@ steps = Compose([
 if __name__ == "__main__":
     folder = files(make)
     rows = [{key: str(folder / f"{number:02d}-{key}.nii.gz") for key in keys} for number in range(12)]
-    for options in WORKERS[1:]:  # without workers, its transforms draw from generators of their own
+    for options in WORKERS:
+        if not options["num_workers"]:
+            continue  # its transforms draw from generators of their own
         set_determinism(1)
         options |= {"collate_fn": list_data_collate, "worker_init_fn": worker_init_fn}
         loader = DataLoader(Dataset(rows, steps), batch_size=2, shuffle=True, **options)
