@@ -151,6 +151,8 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         """The worker's next batch with its reply, or that of any; None if it has not replied yet."""
         with self.lock:
             self.expect_open()
+            for worker in self._workers:
+                self._feed(worker)
             for worker in asked(self._workers, worker_id):
                 pending = self._take(worker)
                 if pending is not None:
@@ -161,8 +163,7 @@ class ProcessPool(SlotPool[_ProcessHandle]):
         while True:
             while worker.has_reply and worker.sent[0].is_stale:
                 self._free_slot(worker.sent.popleft())
-            for other in self._workers:
-                self._feed(other)
+            self._feed(worker)
             if worker.has_reply:
                 pending = worker.sent.popleft()
                 self._open(pending)
