@@ -12,6 +12,8 @@ Pillow's own methods run on a `_View` of the image, which shows them the lazy co
 
 from __future__ import annotations
 
+import threading
+import weakref
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -68,6 +70,10 @@ class Pixels(NamedTuple):
         offset = self.offset + upper * self.stride + left * PIXEL_BYTES[self.raw]
         return self._replace(size=(right - left, lower - upper), offset=offset)
 
+    def copy(self) -> Pixels:
+        """Themselves: they do not change."""
+        return self
+
     def tobytes(self) -> bytes | None:
         """A copy, row by row without gaps; None if the bytes are others."""
         width, height = self.size
@@ -82,6 +88,47 @@ class Pixels(NamedTuple):
         nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.raw]
         rows = self.memory[self.offset : self.offset + nbytes]
         return core_of(self.mode, self.raw, self.size, rows, self.stride)
+
+
+class Share:
+    """What one of several images has of the real core that they show.
+
+    An image that needs a core of its own gets this one if it is the last of them, and else a copy.
+
+    Args:
+        core: The real core.
+        shares: All shares of it, and what serializes them; None: this is the first one.
+    """
+
+    def __init__(
+        self, core: Any, shares: tuple[weakref.WeakSet[Share], threading.Lock] | None = None
+    ) -> None:
+        self.mode = core.mode
+        self.size = core.size
+        self._core = core
+        self._own: Any = None
+        self._all, self._lock = self._shares = shares or (weakref.WeakSet(), threading.Lock())
+        self._all.add(self)
+
+    def copy(self) -> Share | None:
+        """Another share; None if the image has got its core."""
+        with self._lock:
+            return Share(self._core, self._shares) if self._own is None else None
+
+    def crop(self, left: int, upper: int, right: int, lower: int) -> Any:
+        """A real core with a rectangle."""
+        return self._core.crop((left, upper, right, lower))
+
+    def tobytes(self) -> None:
+        """None: Pillow makes them of a real core."""
+
+    def core(self) -> Any:
+        """The core of this image alone."""
+        with self._lock:
+            if self._own is None:
+                self._all.discard(self)
+                self._own = self._core.copy() if self._all else self._core
+            return self._own
 
 
 def raw_mode(mode: str) -> str:
@@ -114,10 +161,10 @@ class LazyCore:
 
     readonly = 0
 
-    def __init__(self, pixels: Pixels, origin: Origin | None = None) -> None:
+    def __init__(self, pixels: Pixels | Share, origin: Origin | None = None) -> None:
         self.mode = pixels.mode
         self.size = pixels.size
-        self.pixels: Pixels | None = pixels
+        self.pixels: Pixels | Share | None = pixels
         self._origin = origin  # of the whole of an image
 
     @property
@@ -132,14 +179,16 @@ class LazyCore:
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
         pixels = self.pixels
-        return self.real.copy() if pixels is None else LazyCore(pixels, self._origin)
+        copy = None if pixels is None else pixels.copy()
+        return self.real.copy() if copy is None else LazyCore(copy, self._origin)
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
         """A core of its own with a rectangle; lazy as this one if the rectangle is inside."""
         pixels, (left, upper, right, lower) = self.pixels, box
         if pixels is None or not (0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]):
             return self.real.crop(box)
-        return LazyCore(pixels.crop(left, upper, right, lower))
+        part = pixels.crop(left, upper, right, lower)
+        return LazyCore(part) if type(part) is Pixels else part
 
     def resize(self, size: Any, resample: Any, box: Any) -> Any:
         """A resized core; lazy if it is remembered."""
