@@ -10,6 +10,8 @@ Pillow, and then they are kept. Rules:
    one of them was not a plain value, nothing is stored.
 3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
    own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES.
+
+Without a cache, an opened JPEG and its copies show one core until one of them changes.
 """
 
 from __future__ import annotations
