@@ -367,6 +367,8 @@ class CachedDataset(Dataset[Any]):
             self._hold(reopen(described, vars(self)), stores=described["stores"])
 
     def __len__(self) -> int:
+        if self._files is not None:  # samplers ask once an epoch, in the process that owns a loader of torch
+            self._files.poll()
         return self._num_samples
 
     def __getattr__(self, name: str) -> Any:

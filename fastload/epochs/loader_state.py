@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import IterableDataset
 
 from fastload.cache.file_cache import open_file_cache
 from fastload.epochs.stats import Recorder
@@ -90,6 +93,11 @@ def file_cache_of(loader: Any) -> FileCache | None:
     state = state_of(loader)
     if state.file_cache is None:
         state.file_cache = open_file_cache(cache)
+        if not isinstance(loader.dataset, IterableDataset):
+            with contextlib.suppress(Exception):  # a sampler without a length
+                num_workers = loader.num_workers
+                num_ahead = num_workers * (loader.prefetch_factor or 0)
+                state.file_cache.expect(len(loader), loader.batch_size, num_workers, num_ahead)
         log.info("cache: %s", state.file_cache.explain())
     return state.file_cache
 
@@ -130,6 +138,8 @@ def warn_of_few_hits(loader: Any) -> None:
     """Warn when the third epoch begins if less than half of the files of the second one were remembered."""
     state = state_of(loader)
     if state.file_cache is None or recorder_of(loader).counts.num_epochs > 2:
+        return
+    if state.file_cache.forecast is not None and state.file_cache.forecast.has_told:
         return
     counts = recorder_of(loader).copied_counts()
     if counts.num_epochs < 2:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 VERIFY_VARIABLE = "FASTLOAD_VERIFY"
 _VERIFY_SHARE = 0.01
+_MAX_DEFERRED = 16  # of a thread: each holds a file open
 NEW = "new"
 FULL = "no memory left for it"
 NO_SPACE = "no space for it on the disk, or no right to write there"
@@ -64,6 +67,10 @@ class DecodeStore(Protocol):
         """Store an array and a note of plain values; False, as often as it likes, if it does not."""
         ...
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is worth preparing an array of this size for `put`."""
+        ...
+
 
 class DecodeCache:
     """The decoded files of datasets that are being read; `cache_counts` counts the accesses.
@@ -74,12 +81,14 @@ class DecodeCache:
 
     Attributes:
         store: As given.
+        full_reason: Why the store does not keep what it has no room for.
         habits: What readers learnt from ordinary accesses.
     """
 
     def __init__(self, store: DecodeStore, verify_share: float | None = None) -> None:
         self.store = store
         self.habits: dict[Any, Any] = {}
+        self.full_reason: str = getattr(store, "full_reason", FULL)
         self._known_as: Callable[[Identity, Any], Identity | Unknown] | None = getattr(
             store, "known_as", None
         )
@@ -94,6 +103,7 @@ class DecodeCache:
             yield self
         finally:
             _thread.cache = before
+            settle()
 
     def find(self, key: bytes) -> Stored | None:
         """What is stored under a key; counts a hit."""
@@ -104,7 +114,7 @@ class DecodeCache:
     def keep(self, key: bytes, array: npt.NDArray[Any], note: Any = None) -> bool:
         """Store what was decoded; the array is copied. Counts a miss."""
         is_stored = self.store.put(key, array, note)
-        self.missed(NEW if is_stored else getattr(self.store, "full_reason", FULL))
+        self.missed(NEW if is_stored else self.full_reason)
         return is_stored
 
     def missed(self, reason: Unknown | str) -> None:
@@ -214,11 +224,35 @@ def unpack_array(stored: npt.NDArray[Any], is_transposed: Any) -> npt.NDArray[An
     return copy.T if is_transposed else copy
 
 
+class Deferred(Protocol):
+    """Something that is decoded later, or never."""
+
+    def settle(self) -> None:
+        """Decode it now, so that no file is needed."""
+
+
 class _Thread(threading.local):
     cache: DecodeCache | None = None
 
+    def __init__(self) -> None:
+        self.deferred: deque[weakref.ref[Deferred]] = deque()
+
 
 _thread = _Thread()
+
+
+def defer(deferred: Deferred) -> None:
+    """Let something be settled when its access is over, or many others were deferred after it."""
+    _thread.deferred.append(weakref.ref(deferred))
+    settle(_MAX_DEFERRED)
+
+
+def settle(num_left: int = 0) -> None:
+    """Settle all but the newest of what this thread has deferred, if it still exists."""
+    while len(_thread.deferred) > num_left:
+        deferred = _thread.deferred.popleft()()
+        if deferred is not None:
+            deferred.settle()
 
 
 def current() -> DecodeCache | None:

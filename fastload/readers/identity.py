@@ -18,13 +18,17 @@ from __future__ import annotations
 import enum
 import hashlib
 import io
+import operator
 import os
 import stat
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastload.system.limits import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Changes that are closer together than the resolution of a file system's clock leave equal times; the clocks
 # of servers differ. Only tests change these.
@@ -46,6 +50,12 @@ class Identity(NamedTuple):
     def is_of_content(self) -> bool:
         """Whether it is a hash of the bytes, instead of what the system says of a file."""
         return type(self.parts[0]) is bytes
+
+
+Facts = tuple[int, int, int, int, int, int]
+_facts: Callable[[os.stat_result], Facts] = operator.attrgetter(
+    "st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns", "st_mode"
+)
 
 
 class Unknown(enum.Enum):
@@ -76,45 +86,64 @@ def identify_path(path: Any) -> Identity | Unknown:
     if not isinstance(path, (str, bytes, os.PathLike)):
         return Unknown.NOT_A_FILE
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode):
+        facts = _facts(os.stat(path))
+        if not stat.S_ISREG(facts[-1]):
             return Unknown.NOT_A_FILE
-        file_system = _file_systems.get(status.st_dev)
+        file_system = _file_systems.get(facts[0])
         if file_system is None or not file_system.has_lasting_inodes or _is_old(file_system):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 return identify_descriptor(descriptor)
             finally:
                 os.close(descriptor)
-        return _identity_of(status, file_system, "")
+        return _identity_of(facts, file_system, "")
     except (OSError, ValueError):  # deleted, forbidden, or not a path
         return Unknown.UNREADABLE
 
 
 def identify_stream(stream: Any) -> Identity | Unknown:
     """The identity of the file that a Python file object reads, wherever its position is."""
-    raw = stream.raw if type(stream) is io.BufferedReader else stream
-    if type(raw) is not io.FileIO:
-        return Unknown.NOT_A_FILE
-    try:
-        return identify_descriptor(raw.fileno())
-    except ValueError:  # it is closed
-        return Unknown.UNREADABLE
+    facts = facts_of_stream(stream)
+    return facts if isinstance(facts, Unknown) else identify_facts(facts, stream.fileno())
 
 
 def identify_descriptor(descriptor: int) -> Identity | Unknown:
     """The identity of an open file."""
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return Unknown.NOT_A_FILE
-        file_system = _file_systems.get(status.st_dev)
-        if file_system is None or _is_old(file_system):
-            file_system = _file_systems[status.st_dev] = _file_system_of(descriptor)
-        path = "" if file_system.has_lasting_inodes else os.readlink(f"/proc/self/fd/{descriptor}")
-        return _identity_of(status, file_system, path)
+        return identify_facts(facts_of(descriptor), descriptor)
     except OSError:
         return Unknown.UNREADABLE
+
+
+def facts_of(descriptor: int) -> Facts:
+    """What the system says of an open file."""
+    return _facts(os.fstat(descriptor))
+
+
+def facts_of_stream(stream: Any) -> Facts | Unknown:
+    """What the system says of the file that a Python file object reads: quick, to see whether it changes."""
+    raw = stream.raw if type(stream) is io.BufferedReader else stream
+    if type(raw) is not io.FileIO:
+        return Unknown.NOT_A_FILE
+    try:
+        return facts_of(raw.fileno())
+    except (OSError, ValueError):  # it is closed
+        return Unknown.UNREADABLE
+
+
+def identify_facts(facts: Facts, descriptor: int) -> Identity | Unknown:
+    """The identity of an open file, of which the system says these facts."""
+    device, *_, mode = facts
+    if not stat.S_ISREG(mode):
+        return Unknown.NOT_A_FILE
+    try:
+        file_system = _file_systems.get(device)
+        if file_system is None or _is_old(file_system):
+            file_system = _file_systems[device] = _file_system_of(descriptor)
+        path = "" if file_system.has_lasting_inodes else os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return Unknown.UNREADABLE
+    return _identity_of(facts, file_system, path)
 
 
 def identify_content(buffer: Any) -> Identity | Unknown:
@@ -172,14 +201,15 @@ def is_plain(value: Any, depth: int = 0) -> bool:
     return depth < _MAX_DEPTH and all(is_plain(part, depth + 1) for part in value)
 
 
-def _identity_of(status: os.stat_result, file_system: _FileSystem, path: str) -> Identity | Unknown:
-    age_ns = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns)
+def _identity_of(facts: Facts, file_system: _FileSystem, path: str) -> Identity | Unknown:
+    *parts, mtime_ns, ctime_ns, _ = facts
+    age_ns = time.time_ns() - max(mtime_ns, ctime_ns)
     if age_ns < 0:
         return Unknown.IN_THE_FUTURE
     if age_ns < file_system.settled_s * 1e9:
         return Unknown.TOO_NEW
-    parts = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    return Identity(parts if file_system.has_lasting_inodes else (*parts, path, file_system.mount))
+    parts += mtime_ns, ctime_ns
+    return Identity((*parts,) if file_system.has_lasting_inodes else (*parts, path, file_system.mount))
 
 
 def _is_old(file_system: _FileSystem) -> bool:

@@ -12,25 +12,21 @@ Pillow's own methods run on a `_View` of the image, which shows them the lazy co
 
 from __future__ import annotations
 
-import threading
-import weakref
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 from PIL import Image
 
 from fastload.readers.patch import Patch
+from fastload.readers.sources import Pixels, Share, raw_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import numpy.typing as npt
-
     from fastload.readers.front import Origin
+    from fastload.readers.sources import Source
 
-# Bytes of a pixel, by Pillow's raw modes.
-PIXEL_BYTES = {"L": 1, "LA": 2, "RGB": 3, "RGBX": 4, "RGBA": 4, "CMYK": 4, "I;16": 2, "I": 4, "F": 4}
+_NUMBERS = frozenset({int, float})
 OPENED = "_fastload"  # the attribute of an opened image that can be loaded from a cache
 
 
@@ -41,112 +37,9 @@ class Opened(Protocol):
         """Load the image from the cache, or by Pillow; returns at once if it is being loaded."""
 
 
-class Pixels(NamedTuple):
-    """A rectangle of stored pixels.
-
-    Attributes:
-        mode: Pillow's.
-        raw: What the bytes are, one of `PIXEL_BYTES`.
-        size: Width and height.
-        memory: `(n,) uint8`, the store's, read-only.
-        offset: Of the first pixel in it.
-        stride: Bytes from one row to the next.
-    """
-
-    mode: str
-    raw: str
-    size: tuple[int, int]
-    memory: npt.NDArray[np.uint8]
-    offset: int
-    stride: int
-
-    @classmethod
-    def of(cls, mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8]) -> Pixels:
-        """All pixels of an image."""
-        return cls(mode, raw, size, memory, 0, size[0] * PIXEL_BYTES[raw])
-
-    def crop(self, left: int, upper: int, right: int, lower: int) -> Pixels:
-        """A rectangle inside this one."""
-        offset = self.offset + upper * self.stride + left * PIXEL_BYTES[self.raw]
-        return self._replace(size=(right - left, lower - upper), offset=offset)
-
-    def copy(self) -> Pixels:
-        """Themselves: they do not change."""
-        return self
-
-    def tobytes(self) -> bytes | None:
-        """A copy, row by row without gaps; None if the bytes are others."""
-        width, height = self.size
-        shape, strides = (height, width * PIXEL_BYTES[self.raw]), (self.stride, 1)
-        if self.raw != self.mode:
-            return None
-        return np.ndarray(shape, np.uint8, self.memory, self.offset, strides).tobytes()
-
-    def core(self) -> Any:
-        """A core with a copy."""
-        width, height = self.size
-        nbytes = (height - 1) * self.stride + width * PIXEL_BYTES[self.raw]
-        rows = self.memory[self.offset : self.offset + nbytes]
-        return core_of(self.mode, self.raw, self.size, rows, self.stride)
-
-
-class Share:
-    """What one of several images has of the real core that they show.
-
-    An image that needs a core of its own gets this one if it is the last of them, and else a copy.
-
-    Args:
-        core: The real core.
-        shares: All shares of it, and what serializes them; None: this is the first one.
-    """
-
-    def __init__(
-        self, core: Any, shares: tuple[weakref.WeakSet[Share], threading.Lock] | None = None
-    ) -> None:
-        self.mode = core.mode
-        self.size = core.size
-        self._core = core
-        self._own: Any = None
-        self._all, self._lock = self._shares = shares or (weakref.WeakSet(), threading.Lock())
-        self._all.add(self)
-
-    def copy(self) -> Share | None:
-        """Another share; None if the image has got its core."""
-        with self._lock:
-            return Share(self._core, self._shares) if self._own is None else None
-
-    def crop(self, left: int, upper: int, right: int, lower: int) -> Any:
-        """A real core with a rectangle."""
-        return self._core.crop((left, upper, right, lower))
-
-    def tobytes(self) -> None:
-        """None: Pillow makes them of a real core."""
-
-    def core(self) -> Any:
-        """The core of this image alone."""
-        with self._lock:
-            if self._own is None:
-                self._all.discard(self)
-                self._own = self._core.copy() if self._all else self._core
-            return self._own
-
-
-def raw_mode(mode: str) -> str:
-    """What bytes hold all of a core: in the mode RGB there is a fourth one, which Arrow shows."""
-    return "RGBX" if mode == "RGB" else mode
-
-
 def bytes_of(core: Any) -> bytes:
     """All of a core."""
     return Image.Image()._new(core).tobytes("raw", raw_mode(core.mode))
-
-
-def core_of(mode: str, raw: str, size: Any, memory: npt.NDArray[np.uint8], stride: int = 0) -> Any:
-    """A core with a copy of pixels whose rows are ``stride`` bytes apart."""
-    image = Image.new(mode, size, None)
-    rows: Any = memory  # any contiguous buffer
-    image.frombytes(rows, "raw", raw, stride, 1)
-    return image.im
 
 
 def _is_size(size: Any) -> bool:
@@ -157,38 +50,55 @@ def _is_size(size: Any) -> bool:
 
 
 class LazyCore:
-    """Stands for the core of an image until something needs it, with the methods that need no core."""
+    """Stands for the core of an image until something needs it, with the methods that need no core.
+
+    Args:
+        mode: Pillow's.
+        size: Width and height.
+        source: Where the pixels are.
+        origin: The file that these are all pixels of.
+    """
 
     readonly = 0
 
-    def __init__(self, pixels: Pixels | Share, origin: Origin | None = None) -> None:
-        self.mode = pixels.mode
-        self.size = pixels.size
-        self.pixels: Pixels | Share | None = pixels
-        self._origin = origin  # of the whole of an image
+    def __init__(self, mode: str, size: Any, source: Source | None, origin: Origin | None = None) -> None:
+        self.mode = mode
+        self.size = size
+        self.source = source
+        self._origin = origin
 
     @property
     def real(self) -> Any:
         """The real core, made when it is first asked for."""
-        attributes, pixels = vars(self), self.pixels
-        if pixels is not None:
-            attributes.setdefault("_real", pixels.core())  # atomic: the first thread's counts
-            self.pixels = None
+        attributes, source = vars(self), self.source
+        if source is not None:
+            attributes.setdefault("_real", source.core())  # atomic: the first thread's counts
+            self.source = None
         return attributes["_real"]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all pixels of a file, and there is no real core."""
+        return self._origin is not None and self.source is not None
 
     def copy(self) -> Any:
         """A core of its own; lazy as this one."""
-        pixels = self.pixels
-        copy = None if pixels is None else pixels.copy()
-        return self.real.copy() if copy is None else LazyCore(copy, self._origin)
+        source = self.source
+        if source is None:
+            return self.real.copy()
+        return LazyCore(self.mode, self.size, source.copy(), self._origin)
 
     def crop(self, box: tuple[int, int, int, int]) -> Any:
-        """A core of its own with a rectangle; lazy as this one if the rectangle is inside."""
-        pixels, (left, upper, right, lower) = self.pixels, box
-        if pixels is None or not (0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]):
+        """A core of its own with a rectangle; lazy if the rectangle is inside, and the pixels are stored."""
+        source, (left, upper, right, lower) = self.source, box
+        if box == (0, 0, *self.size):
+            return self.copy()
+        is_inside = 0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]
+        if type(source) is Share and is_inside:
+            return source.whole().crop(box)
+        if type(source) is not Pixels or not is_inside:
             return self.real.crop(box)
-        part = pixels.crop(left, upper, right, lower)
-        return LazyCore(part) if type(part) is Pixels else part
+        return LazyCore(self.mode, (right - left, lower - upper), source.crop(*box))
 
     def resize(self, size: Any, resample: Any, box: Any) -> Any:
         """A resized core; lazy if it is remembered."""
@@ -211,23 +121,20 @@ class LazyCore:
 
     def _remembered(self, size: tuple[int, ...] | None, name: str, *arguments: Any) -> Any:
         """The core of this size that a method of the real core returns; None: do not remember it."""
-
-        def compute() -> Any:
+        source, origin = self.source, self._origin
+        front = None
+        if size is not None and source is not None and origin is not None:
+            front = origin.find(self.mode, size, (name, *arguments))
+        if front is None or source is None or origin is None:
             return getattr(self.real, name)(*arguments)
-
-        pixels, origin = self.pixels, self._origin
-        if size is None or pixels is None or origin is None:
-            return compute()
-        key, stored = origin.find(self.mode, size, (name, *arguments))
-        if key is None:
-            return compute()
-        if stored is None:
-            core = compute()
+        if front.stored is None:
+            core = getattr(source.whole(), name)(*arguments)
             if core.mode == self.mode and core.size == size:
-                origin.keep(key, bytes_of(core))
+                origin.keep(front.key, bytes_of(core))
             return core
-        origin.check(stored, lambda: bytes_of(compute()))
-        return LazyCore(Pixels.of(self.mode, raw_mode(self.mode), size, stored.array))
+        origin.check(front.stored, lambda: bytes_of(getattr(source.whole(), name)(*arguments)))
+        pixels = Pixels.of(self.mode, raw_mode(self.mode), size, front.stored.array)
+        return LazyCore(self.mode, size, pixels)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -264,12 +171,12 @@ def lazy_core(image: Any) -> LazyCore | None:
     if opened is not None:
         opened.load(image)
     core = attributes.get("_im")
-    return core if type(core) is LazyCore and core.pixels is not None else None
+    return core if type(core) is LazyCore and core.source is not None else None
 
 
-def _view(image: Any) -> Any:
-    """A view, on which Pillow's methods run; methods of other classes could do something else."""
-    return _View.of(image) if type(image).__module__.startswith("PIL.") else image
+def _is_pillows(image: Any) -> bool:
+    """Whether its methods are Pillow's; those of other classes could do something else."""
+    return type(image).__module__.startswith("PIL.")
 
 
 def is_possible() -> bool:
@@ -281,8 +188,10 @@ def patches() -> list[Patch]:
     """The methods of all images that need no core."""
     _install_im()
     wraps = {
-        **dict.fromkeys(("copy", "crop", "resize", "reduce"), _on_view),
+        **dict.fromkeys(("resize", "reduce"), _on_view),
         "convert": _convert,
+        "copy": _copy,
+        "crop": _crop,
         "tobytes": _tobytes,
     }
     return [Patch(Image.Image, name, wrap) for name, wrap in wraps.items()]
@@ -310,25 +219,54 @@ class LazyMethod:
 
 def _on_view(real: Callable[..., Any]) -> LazyMethod:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return real(_view(self), *args, **kwargs)
+        core = self._im  # that of a crop has no use for arguments
+        is_whole = type(core) is not LazyCore or core.is_whole
+        return real(_View.of(self) if is_whole and _is_pillows(self) else self, *args, **kwargs)
 
     return LazyMethod(real, method)
+
+
+def _copy(real: Callable[..., Any]) -> LazyMethod:
+    def copy(self: Any) -> Any:
+        core = lazy_core(self) if _is_pillows(self) else None
+        return real(self) if core is None else self._new(core.copy())
+
+    return LazyMethod(real, copy)
 
 
 def _convert(real: Callable[..., Any]) -> LazyMethod:
     def convert(self: Any, mode: Any = None, matrix: Any = None, *args: Any, **kwargs: Any) -> Any:
         is_copy = matrix is None and (mode is None or (type(mode) is str and mode == self.mode))
-        return real(_view(self) if is_copy else self, mode, matrix, *args, **kwargs)
+        core = lazy_core(self) if is_copy and _is_pillows(self) else None
+        if core is None or core.mode != (mode or core.mode):
+            return real(self, mode, matrix, *args, **kwargs)
+        return self._new(core.copy())
 
     return LazyMethod(real, convert)
+
+
+def _crop(real: Callable[..., Any]) -> LazyMethod:
+    def crop(self: Any, box: Any = None) -> Any:
+        core = lazy_core(self) if _is_inside(box, self.size) and _is_pillows(self) else None
+        return real(self, box) if core is None else self._new(self._crop(core, box))
+
+    return LazyMethod(real, crop)
+
+
+def _is_inside(box: Any, size: tuple[int, int]) -> bool:
+    """Whether it is a part of an image."""
+    if type(box) is not tuple or len(box) != 4 or not {*map(type, box)} <= _NUMBERS:
+        return False
+    left, upper, right, lower = box
+    return bool(0 <= left < right <= size[0] and 0 <= upper < lower <= size[1])
 
 
 def _tobytes(real: Callable[..., Any]) -> LazyMethod:
     def tobytes(self: Any, encoder_name: Any = "raw", *args: Any) -> Any:
         if encoder_name == "raw" and not args:
             core = lazy_core(self)
-            pixels = core and core.pixels
-            content = pixels and pixels.tobytes()
+            pixels = core and core.source
+            content = pixels.tobytes() if type(pixels) is Pixels else None
             if content is not None:
                 return content
         return real(self, encoder_name, *args)

@@ -36,32 +36,27 @@ from fastload.readers.decode_cache import (
     current,
     inactive,
 )
-from fastload.readers.front import Origin
+from fastload.readers.front import Origin, alone_key
 from fastload.readers.identity import (
     Identity,
     Unknown,
     digest,
+    facts_of_stream,
     identify_content,
     identify_descriptor,
+    identify_facts,
     identify_stream,
     is_plain,
 )
-from fastload.readers.lazy_image import (
-    OPENED,
-    PIXEL_BYTES,
-    LazyCore,
-    LazyMethod,
-    Pixels,
-    Share,
-    core_of,
-    is_possible,
-)
+from fastload.readers.lazy_image import OPENED, LazyCore, LazyMethod, is_possible
 from fastload.readers.patch import Patch, thread
+from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fastload.readers.decode_cache import Stored
+    from fastload.readers.sources import Content
 
 _MODES = frozenset({*PIXEL_BYTES, "1", "P", "PA"})
 _CLASSES = frozenset(
@@ -140,12 +135,14 @@ class _File:
 
     def __init__(self, file: Any) -> None:
         self.file = file
-        self._identity = identify_stream(file)
+        self._facts = facts_of_stream(file)
 
     def identity(self) -> Identity | Unknown:
         """That of the file, if it is the same as when it was opened."""
-        now = identify_stream(self.file)
-        return now if now == self._identity else Unknown.TOO_NEW
+        facts = facts_of_stream(self.file)
+        if facts != self._facts:
+            return Unknown.TOO_NEW
+        return facts if isinstance(facts, Unknown) else identify_facts(facts, self.file.fileno())
 
     def decode(self, load: Callable[[], object], *, is_closed: bool) -> Identity | Unknown:
         """Load the image, which may close the file; returns the identity of the file afterwards."""
@@ -162,6 +159,15 @@ class _File:
             return identify_descriptor(descriptor)
         finally:
             os.close(descriptor)
+
+    def content(self) -> Callable[[], Content] | None:
+        """What reads the file later, even if it is closed or deleted; None if that is not possible."""
+        if isinstance(self._facts, Unknown):
+            return None
+        try:
+            return Descriptor.of(self.file.fileno(), self._facts).content
+        except OSError:  # no descriptor is left, or someone would lose a lock
+            return None
 
 
 class _Bytes:
@@ -186,6 +192,11 @@ class _Bytes:
         load()
         return identity
 
+    def content(self) -> Callable[[], Content]:
+        """What reads the content later."""
+        content = self._content
+        return lambda: (content, True)
+
 
 class _Opened:
     """An opened file that is not loaded; without a cache, its copies show its pixels until they change."""
@@ -208,7 +219,7 @@ class _Opened:
     def _load(self, image: Any) -> None:
         if image._im is None and image.fp is not None:
             image.load()
-            image.im = LazyCore(Share(image.im))
+            image.im = LazyCore(image.mode, image.size, Share(image.im))
 
 
 class _Remembered(_Opened):
@@ -238,10 +249,21 @@ class _Remembered(_Opened):
             cache.missed(reason or (known if isinstance(known, Unknown) else UNUSUAL))
             return
         stored = cache.find(key)
+        is_held_back = stored is None and _is_held_back(image)
+        if is_held_back and (alone := cache.find(alone_key(key))) is not None:
+            content = self._source.content()
+            if content is not None:
+                origin = Origin(cache, key, alone.note[1], alone)
+                _restore(image, alone.note[1], Undecoded(image, content, origin), origin)
+                return
+        nbytes = image.width * image.height * len(image.getbands())
+        if stored is None and not is_held_back and not cache.store.has_room(nbytes):
+            cache.missed(cache.full_reason)  # before the pixels are copied
+            return
         if stored is None or cache.is_verification_due():
             self._decode(image, key, identity, stored)
         else:
-            _restore(image, stored, Origin(cache, key))
+            _restore(image, stored.note, stored.array, Origin(cache, key))
 
     def _decode(self, image: Any, key: bytes, identity: Identity | Unknown, stored: Stored | None) -> None:
         """Load the image by Pillow; keep its pixels, or compare them with what is stored."""
@@ -257,6 +279,10 @@ class _Remembered(_Opened):
         if learned is None:
             if stored is None:
                 cache.missed(UNUSUAL)
+            return
+        if stored is None and _is_held_back(image):
+            origin = Origin(cache, key, (image.mode, *learned))
+            image.im = LazyCore(image.mode, image.size, Decoded(image.im, origin), origin)
             return
         raw, pixels = _pixels_of(image)
         if stored is None:
@@ -277,25 +303,38 @@ def _why_not(image: Any) -> str | None:
     return None
 
 
+def _is_held_back(image: Any) -> bool:
+    """Whether its pixels need not be stored if it is resized first."""
+    return image.format in _OPAQUE and image.palette is None and not ImageFile.LOAD_TRUNCATED_IMAGES
+
+
 def _key(image: Any, identity: Identity) -> bytes | None:
     cls = type(image)
-    return digest(
-        _versions(),
-        identity.parts,
-        (cls.__module__, cls.__name__, image.mode, tuple(image.size)),
+    how = (
+        *(cls.__module__, cls.__name__, image.mode, tuple(image.size)),
         tuple(map(tuple, image.tile)),
         tuple(image.decoderconfig),
         bool(ImageFile.LOAD_TRUNCATED_IMAGES),
         bool(image._exclusive_fp),  # Pillow closes such a file
         getattr(image, "tile_prefix", b""),
     )
+    try:
+        digest_of_how = _digest(_versions(), how)
+    except TypeError:  # not hashable, so not plain
+        return None
+    return digest_of_how and digest(digest_of_how, identity.parts)
+
+
+@functools.lru_cache(1024)
+def _digest(*parts: Any) -> bytes | None:
+    return digest(*parts)
 
 
 @functools.cache
 def _versions() -> bytes | None:
     names = {*features.codecs, *features.modules, *features.features}  # asking for another one warns
     codecs = names & {"jpg", "jpg_2000", "zlib", "libtiff", "webp", "avif", "libjpeg_turbo", "zlib_ng"}
-    return digest("Pillow", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
+    return digest("Pillow 2", PIL.__version__, *((name, features.version(name)) for name in sorted(codecs)))
 
 
 def _snapshot(attributes: dict[Any, Any]) -> dict[Any, Any]:
@@ -322,11 +361,12 @@ def _learned(image: Any, before: dict[str, Any], info: dict[Any, Any], file: Any
         attributes.pop(name, None)
     readonly = "_readonly" if "_readonly" in vars(image) else "readonly"  # before Pillow 11.1
     attributes[readonly] = vars(image)[readonly]
+    packed = _packed(attributes), _packed(entries)
     note = (
         image.mode,
         image.size,
-        _packed(attributes),
-        _packed(entries),
+        *packed,
+        packed != (attributes, entries),  # some of it is text
         image.fp is not None,
         None if file.closed else file.tell(),
     )
@@ -369,19 +409,22 @@ def _is_tiff(image: Any) -> bool:
     return bool(image.format == "TIFF")
 
 
-def _restore(image: Any, stored: Stored, origin: Origin) -> None:
+def _restore(image: Any, note: Any, pixels: Any, origin: Origin) -> None:
     """Leave an image as loading did."""
-    raw, mode, size, attributes, entries, keeps_file, position = stored.note
+    raw, mode, size, attributes, entries, has_text, keeps_file, position = note
     file = image.fp
-    if raw in PIXEL_BYTES and image.palette is None:
-        image.im = LazyCore(Pixels.of(mode, raw, size, stored.array), origin)
+    if raw not in PIXEL_BYTES or image.palette is not None:
+        image.im = core_of(mode, raw, size, pixels)
     else:
-        image.im = core_of(mode, raw, size, stored.array)
+        source = Pixels.of(mode, raw, size, pixels) if type(pixels) is np.ndarray else pixels
+        image.im = LazyCore(mode, size, source, origin)
     image.tile = []
     if _is_tiff(image):
         image.load_end()  # reads the EXIF data while the file is open
-    vars(image).update(_unpacked(attributes))
-    image.info.update(_unpacked(entries))
+    if has_text:
+        attributes, entries = _unpacked(attributes), _unpacked(entries)
+    vars(image).update(attributes)
+    image.info.update(entries)
     if position is None:
         file.close()
     else:

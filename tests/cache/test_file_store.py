@@ -394,6 +394,59 @@ def test_the_larger_of_two_limits_holds(limit: int, start: Any) -> None:
     assert ("larger limit" in mine.explain()) == (limit < MB)
 
 
+# --- values of any size -----------------------------------------------------------------------------------
+
+
+def test_a_value_larger_than_a_table_has_one_of_its_own() -> None:
+    """Made of room that nothing has taken; small ones are stored beside it, all within the limit."""
+    store = shared()
+    assert store._table_bytes == 128 * KB
+    large = array_of(1, 400 * KB)
+    assert store.put(key_of(1), large, 1)
+    assert store.put(key_of(2), array_of(2, 100 * KB), 2)
+    more = put(store, range(10, 50))
+    assert len(more) > 30
+    stored: Any = store.get(key_of(1))
+    assert np.array_equal(stored.array, large)
+    assert right(store, more) == more
+    assert sum(table.max_bytes for table in store._tables) <= MB
+    assert store.nbytes <= MB
+    assert not store.put(key_of(3), array_of(3, MB), 3)
+
+
+def test_a_table_that_holds_something_does_not_make_room_for_a_large_value() -> None:
+    """Only tables that are empty, or that could go for any other value."""
+    store = shared()
+    stored = put(store, range(200))
+    assert not store.put(key_of(1000), array_of(1000, 400 * KB), 1000)
+    assert right(store, range(200)) == stored
+
+
+def test_workers_ask_for_the_size_that_they_need(start: Any) -> None:
+    """The owner makes such a table at its next poll, and they store the next value of the size."""
+    store = shared()
+    job = start(lambda: (store, store._owner_pid))
+    assert job.answer() == os.getpid()
+
+    numbers = [7 * 1000, 7 * 1001]
+    assert job.ask(put_large, numbers) == [False, False]
+    store.poll()
+    assert job.ask(put_large, numbers) == [True, False]
+    store.poll()
+    assert job.ask(put_large, numbers) == [True, True]
+    assert all(
+        np.array_equal(store.get(key_of(n)).array, array_of(n, 300 * KB))  # type: ignore[union-attr]
+        for n in numbers
+    )
+
+
+def put_large(store: Any, numbers: Iterable[int]) -> list[bool]:
+    return [
+        store.get(key_of(number)) is not None or store.put(key_of(number), array_of(number, 300 * KB), number)
+        for number in numbers
+    ]
+
+
 # --- letting go -------------------------------------------------------------------------------------------
 
 
@@ -414,6 +467,82 @@ def test_a_dataset_that_nobody_reads_makes_room_for_the_next_one(monkeypatch: An
     gc.collect()
     assert mine.nbytes <= MB
     assert all(np.array_equal(array, array_of(number)) for number, array in held)
+
+
+@pytest.mark.parametrize("ending", ["kill", "forget"])
+def test_the_next_dataset_does_not_wait_for_one_without_a_loader(
+    ending: str, monkeypatch: Any, start: Any
+) -> None:
+    """If the process that used a table was killed, or has closed its loaders; a live one keeps its tables."""
+    monkeypatch.setattr(file_store, "_UNUSED_S", -1.0)
+    monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
+    job = start(opened, range(200))
+    stored = job.answer()
+    mine = shared()
+    assert job.ask(told, "right", range(200)) == stored
+    assert put(mine, range(1000, 1010)) == []
+    assert right(mine, stored) == stored
+    mine.forget()
+    held = [(number, mine.get(key_of(number)).array) for number in stored]  # type: ignore[union-attr]
+    mine.forget()
+    if ending == "kill":
+        job.kill()
+    else:
+        job.ask(SharedFileStore.forget)
+    assert len(put(mine, range(1000, 1200))) > 80
+    assert mine.nbytes <= MB
+    assert all(np.array_equal(array, array_of(number)) for number, array in held)
+
+
+def test_what_begins_to_read_keeps_what_it_finds(monkeypatch: Any, start: Any) -> None:
+    """However long nobody has used the tables: it is given the time to use them."""
+    job = start(opened, range(200))
+    stored = job.answer()
+    mine = shared()
+    job.kill()
+    for table in mine._tables:
+        table.arena.publish(file_table._USED_MS, 0)
+    assert put(mine, range(1000, 1010)) == []
+    mine.poll()
+    assert right(mine, range(200)) == stored
+
+
+def test_workers_use_tables_for_their_owner(start: Any, monkeypatch: Any) -> None:
+    """When they have ended, its loader still reads the tables; when it has ended, nobody does."""
+    owner = start(opened)
+    owner.answer()
+    owner.ask(use_in_worker)
+    mine = shared()
+    assert any(table.users for table in mine._tables)
+    owner.kill()
+    assert not any(table.users for table in mine._tables)
+
+
+def use_in_worker(store: Any) -> None:
+    """A fork stores some files, looks, and ends."""
+    pid = os.fork()
+    if pid == 0:
+        put(store, range(20))
+        store._look(time.monotonic())
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_who_polls_rarely_lets_all_go_at_once(monkeypatch: Any, start: Any) -> None:
+    """Once an epoch, under torch's loader; who polls at each batch lets tables go one by one."""
+    monkeypatch.setattr(file_store, "_UNUSED_S", -1.0)
+    for rare_s, num_left in ((1e9, 7), (-1.0, 0)):
+        monkeypatch.setattr(file_store, "_RARE_S", rare_s)
+        job = start(opened)
+        job.answer()
+        mine = shared()
+        mine.poll()
+        assert job.ask(told, "put", range(200))
+        job.kill()
+        before = {table.inode for table in mine._tables}
+        mine.poll()
+        assert len(before & {table.inode for table in mine._tables}) == num_left
+        mine.close()
 
 
 def test_what_is_in_use_is_not_retired() -> None:

@@ -36,6 +36,10 @@ class DictStore:
         stored = self.values.get(key)
         return stored and stored._replace(note=marshal.loads(marshal.dumps(stored.note)))
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is not full."""
+        return not self.is_full
+
     def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
         """Store a copy, in the order of C, as the shared store does; False if it is full."""
         if self.is_full:

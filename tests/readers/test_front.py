@@ -1,9 +1,13 @@
-"""Resizes that datasets begin with are remembered; those of random sizes leave nothing behind."""
+"""Resizes that datasets begin with are remembered instead of images; random sizes leave nothing behind."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import itertools
+import os
+import threading
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,13 +15,27 @@ import pytest
 from PIL import Image
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers import patches
+from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.front import NUM_EQUAL
+from fastload.system.cache_counts import cache_counts
 from tests.kit.decoding import DictStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+# Images that are dropped before they are loaded leave their file to the garbage collector.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files count as unchanged at once."""
+    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
+    monkeypatch.setattr(identity, "_file_systems", {})
 
 
 @pytest.fixture
@@ -33,6 +51,33 @@ def photo(width: int = 40, height: int = 30, mode: str = "RGB") -> bytes:
     content = np.random.default_rng(width).integers(0, 256, shape, np.uint8)
     Image.fromarray(content).save(file := io.BytesIO(), "PNG")
     return file.getvalue()
+
+
+def jpegs(folder: Path, number: int, mode: str = "RGB") -> list[Path]:
+    """Photographs with pixels that differ."""
+    paths = []
+    for width in range(41, 41 + number):
+        shape = (30, width, 3) if mode == "RGB" else (30, width)
+        content = np.random.default_rng(width).integers(0, 256, shape, np.uint8)
+        paths.append(folder / f"{width}.jpg")
+        Image.fromarray(content).save(paths[-1])
+    return paths
+
+
+def torchvisions(path: Any) -> Image.Image:
+    """As ImageFolder opens files."""
+    with path.open("rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+def shorter(image: Image.Image, length: int = 10) -> Image.Image:
+    """As its Resize does."""
+    return image.resize((image.width * length // image.height, length), Image.Resampling.BILINEAR)
+
+
+def outcomes(paths: list[Path], function: Callable[[Any], Any]) -> list[bytes]:
+    """The pixels that a function makes of the images."""
+    return [function(torchvisions(path)).tobytes() for path in paths]
 
 
 def opened(content: bytes) -> Image.Image:
@@ -140,3 +185,222 @@ def test_odd_sizes_are_pillows_matter(size: Any, active: DictStore) -> None:
     with inactive():
         expected = outcome()
     assert [outcome() for _ in range(NUM_EQUAL + 4)] == list(itertools.repeat(expected, NUM_EQUAL + 4))
+
+
+# --- instead of the image --------------------------------------------------------------------------------
+
+
+NUM_LEARNT = NUM_EQUAL + 6
+
+
+def test_results_are_stored_instead_of_photographs(active: DictStore, tmp_path: Path) -> None:
+    """After 64 equal resizes, one value a file is stored, and nothing is decoded again."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    with inactive():
+        expected = outcomes(paths, shorter)
+        size = [shorter(torchvisions(path)).size for path in paths[NUM_EQUAL:]]
+    misses = cache_counts.misses
+    for number in range(3):
+        assert outcomes(paths, shorter) == expected
+        assert cache_counts.misses - misses == len(paths)
+        if not number:
+            assert len(active.values) == len(paths)
+            stored = sorted(len(stored.array) for stored in active.values.values())
+            assert stored[:6] == [4 * width * height for width, height in size]
+
+
+def test_a_transform_that_changes_gets_the_photograph(active: DictStore, tmp_path: Path) -> None:
+    """A crop, another size, mode or method, or all pixels: as Pillow's, decoded once more, then stored."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    outcomes(paths, shorter)
+    functions: list[Callable[[Any], Any]] = [
+        lambda image: image.crop((3, 4, 20, 21)),
+        lambda image: shorter(image, 11),
+        lambda image: image.resize((9, 9), Image.Resampling.NEAREST),
+        lambda image: image.convert("L"),
+        lambda image: image.reduce(2),
+        lambda image: image,
+        shorter,
+    ]
+    for path, function in zip(paths[NUM_EQUAL:], functions, strict=False):
+        with inactive():
+            expected = outcomes([path], function)
+        for number in range(3):
+            misses = cache_counts.misses
+            assert outcomes([path], function) == expected
+            assert cache_counts.misses - misses == (number == 0)
+
+
+def test_two_sizes_of_the_same_files(active: DictStore, tmp_path: Path) -> None:
+    """Training and validation by turns: both results are stored, and no photograph beside them."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    functions = [shorter, lambda image: shorter(image, 7)]
+    with inactive():
+        expected = [outcomes(paths, function) for function in functions]
+    for _ in range(3):
+        assert [outcomes(paths[NUM_EQUAL // 2 :], each) for each in functions] == [
+            pixels[NUM_EQUAL // 2 :] for pixels in expected
+        ]
+    num_stored = len(active.values)
+    assert [outcomes(paths, each) for each in functions] == expected
+    misses = cache_counts.misses
+    assert [outcomes(paths, each) for each in functions] == expected
+    assert cache_counts.misses == misses
+    assert len(active.values) >= num_stored
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced", "renamed", "linked", "chmod"])
+def test_a_file_that_is_gone_is_decoded_all_the_same(change: str, active: DictStore, tmp_path: Path) -> None:
+    """As Pillow, which had decoded it before."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    outcomes(paths, shorter)
+    path = paths[-1]
+    with inactive():
+        expected = torchvisions(path).tobytes()
+    image = torchvisions(path)
+    if change == "deleted":
+        path.unlink()
+    elif change == "replaced":
+        paths[0].replace(path)
+    elif change == "renamed":
+        path.rename(tmp_path / "another")
+    elif change == "linked":
+        (tmp_path / "another").hardlink_to(path)
+    else:
+        path.chmod(0o600)
+    num_stored = len(active.values)
+    assert image.tobytes() == expected
+    assert len(active.values) == num_stored  # its times do not tell whether it was written to, too
+
+
+def test_a_file_that_was_written_to_gives_no_other_image(active: DictStore, tmp_path: Path) -> None:
+    """Its photograph is gone, so this is an error; the stored result is still right."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    expected = outcomes(paths, shorter)
+    image = torchvisions(paths[-1])
+    paths[-1].write_bytes(paths[0].read_bytes())
+    assert shorter(image).tobytes() == expected[-1]
+    with pytest.raises(OSError, match="written to"):
+        image.tobytes()
+
+
+def test_images_that_are_kept_hold_few_files(tmp_path: Path) -> None:
+    """Sixteen while others are opened, none after the access; they are as Pillow's, also when written to."""
+    paths = jpegs(tmp_path, NUM_LEARNT + 60)
+
+    def num_open() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with patches.installed(), DecodeCache(DictStore(), verify_share=0.0).active() as cache:
+        outcomes(paths, shorter)
+        before = num_open()
+        with cache.active():
+            images = [torchvisions(path) for path in paths[NUM_EQUAL:]]
+            assert num_open() <= before + 16
+        assert num_open() == before
+        for path, image in zip(paths[NUM_EQUAL:], images, strict=True):
+            with inactive():
+                expected = torchvisions(path).tobytes()
+            path.write_bytes(b"")
+            copy = image.copy()
+            image.paste(0, (0, 0, 5, 5))
+            assert copy.tobytes() == expected != image.tobytes()
+
+
+def test_a_lock_on_the_users_photograph_stays(active: DictStore, tmp_path: Path) -> None:
+    """Closing another descriptor would end it, so there is none while the user has locked the file."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    outcomes(paths, shorter)
+    with paths[-1].open("rb") as file:
+        fcntl.lockf(file, fcntl.LOCK_SH)
+        Image.open(file).load()
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(OSError), paths[-1].open("r+b") as other:
+                fcntl.lockf(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+def test_no_descriptor_is_left(active: DictStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the file is decoded at once."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    expected = outcomes(paths, shorter)
+
+    def fail(*_: Any) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fail)
+    assert outcomes(paths, shorter) == expected
+
+
+def test_what_is_changed_before_its_first_use_is_stored_as_it_was(active: DictStore, tmp_path: Path) -> None:
+    """Pixels that were decoded and not stored yet: pasted to, written to, closed, used by a copy first."""
+    changes: list[Callable[[Any], Any]] = [
+        lambda image: image.paste(0, (0, 0, 9, 9)),
+        lambda image: image.load().__setitem__((1, 1), (1, 2, 3)),
+        lambda image: image.copy().paste(0, (0, 0, 9, 9)),
+        lambda image: [image.copy(), image.paste(0, (0, 0, 9, 9)), image.close()],
+        lambda image: image.putpixel((0, 0), (1, 2, 3)),
+        lambda image: image.thumbnail((9, 9)),
+        lambda image: [shorter(image), image.paste(0, (0, 0, 9, 9))],
+        lambda image: setattr(image, "im", Image.new("RGB", image.size).im),
+    ]
+    for path, change in zip(jpegs(tmp_path, len(changes)), changes, strict=True):
+        with inactive():
+            expected = np.asarray(Image.open(path)).tobytes()
+        for _ in range(3):
+            change(Image.open(path))
+            assert np.asarray(Image.open(path)).tobytes() == expected
+
+
+def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) -> None:
+    """With a share of 1 a wrong result is found, and a right one stays."""
+    paths, store = jpegs(tmp_path, NUM_LEARNT), DictStore()
+    with patches.installed(), DecodeCache(store, verify_share=1.0).active():
+        expected = outcomes(paths, shorter)
+        assert outcomes(paths[NUM_EQUAL:], shorter) == expected[NUM_EQUAL:]
+        for key, stored in store.values.items():
+            store.values[key] = stored._replace(array=stored.array + np.uint8(1))
+        with pytest.raises(DecodeMismatchError):
+            outcomes(paths[-1:], shorter)
+
+
+def test_another_process_decodes_what_it_inherits(active: DictStore, tmp_path: Path) -> None:
+    """A fork and its parent decode the same held file at the same time."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    outcomes(paths, shorter)
+    with inactive():
+        expected = outcomes(paths[-9:], lambda image: image)
+    images = [torchvisions(path) for path in paths[-9:]]
+    child = os.fork()
+    found = [image.tobytes() for image in images]
+    if not child:
+        os._exit(found != expected)
+    assert os.waitpid(child, 0)[1] == 0
+    assert found == expected
+
+
+def test_four_threads_decode_one_image(active: DictStore, tmp_path: Path) -> None:
+    """Each of them gets its pixels."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    outcomes(paths, shorter)
+    with inactive():
+        expected = torchvisions(paths[-1]).tobytes()
+    for _ in range(20):
+        image, barrier, found = torchvisions(paths[-1]), threading.Barrier(4), []
+
+        def use(image: Any = image, barrier: Any = barrier, found: Any = found) -> None:
+            barrier.wait()
+            found.append(image.tobytes())
+
+        threads = [threading.Thread(target=use) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [expected] * 4
+        active.values = {
+            key: stored for key, stored in active.values.items() if type(stored.note[0]) is bytes
+        }

@@ -21,7 +21,8 @@ from PIL import Image
 
 import fastload
 from fastload.cache.file_cache import forget_stores
-from fastload.cache.ram.file_store import SharedFileStore
+from fastload.cache.ram import file_store
+from fastload.cache.ram.file_store import SharedFileStore, live_stores, retire_store
 from fastload.errors import DecodeMismatchError
 from fastload.readers import identity, patches, reasons
 from fastload.readers.decode_cache import (
@@ -412,6 +413,25 @@ class TestByFile:
         expected = epochs(tud.DataLoader(Photos(folder), 4, **options))
         assert epochs(tud.DataLoader(dataset, 4, **options)) == expected
         assert dataset.cache_info().num_cached == SIZE
+        dataset.cache.close()
+
+    @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "fork"}])
+    def test_torchs_loader_lets_go_and_stores_again(
+        self, options: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What was removed goes, and what takes its place outlives the workers of an epoch."""
+        monkeypatch.setattr(file_store, "_LOOK_EVERY_S", 0.0)
+        dataset = fastload.CachedDataset(Photos(folder))
+        loader: Any = tud.DataLoader(dataset, 4, **options)
+        list(loader)
+        assert dataset.cache_info().num_cached == SIZE
+        (listed,) = live_stores()
+        retire_store(listed["name"])
+        list(loader)
+        del loader
+        assert dataset.cache_info().num_cached == SIZE
+        (listed,) = live_stores()
+        assert listed["num_files"] == SIZE
         dataset.cache.close()
 
     def test_pil_images_come_as_they_are(self, folder: Path) -> None:

@@ -83,6 +83,7 @@ class DiskFileStore:
     Attributes:
         path: Absolute.
         max_bytes: None: the disk is the limit.
+        is_owner: True: each process looks for what others stored.
         full_reason: Why something was not stored.
 
     Raises:
@@ -91,6 +92,7 @@ class DiskFileStore:
     """
 
     max_bytes = None
+    is_owner = True
     full_reason = NO_SPACE
 
     def __init__(self, path: str) -> None:
@@ -139,6 +141,9 @@ class DiskFileStore:
             self._look()
             self._poll_at_s = time.monotonic() + _POLL_EVERY_S
 
+    def forget(self) -> None:
+        """Does nothing: on disk, nothing makes room for others."""
+
     def close(self) -> None:
         """Does nothing: the files are closed with the last reference."""
 
@@ -175,6 +180,10 @@ class DiskFileStore:
             self._stop_writing(error)
             return False
         return True
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether this process could store something when it last tried, or that is a while ago."""
+        return time.monotonic() >= self._write_at_s
 
     def _rows(self, key: bytes, kind: int) -> Iterator[tuple[Segment, int, Row]]:
         """The rows of a key; other processes are asked for theirs if this one knows none."""

@@ -6,11 +6,13 @@ the `registry`. Rules:
 1. A process reads all tables, and appends to the oldest one that has room. It holds what it found, and the
    memory of a table goes with the last process that holds it, never under a reader.
 2. The process that opens the store makes tables up to its limit; unwritten ones take no memory. Workers make
-   none, because they end too early. One that finds no room says so in the newest table.
+   none, because they end too early. One that finds no room says so in the newest table, and how much it
+   needs: a value that is larger than a table gets one of its own.
 3. The tables that a process sees stay together within its own limit, so the largest limit of all processes
    holds, and each one watches the free memory of the machine while it fills a table.
-4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that no process which reads
-   files has used, or of which most files were not asked for again. Each process lets go of it soon.
+4. Nothing is evicted singly. When there is no room, a table goes as a whole: one that no live process with a
+   loader has used, one that nobody used for minutes, or one of which most files were not asked for again.
+   Each process lets go of it soon.
 5. Processes that could see other files under the same names have stores of their own: other users, machines,
    PID and mount namespaces, and root directories.
 """
@@ -32,7 +34,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.cache.ram import registry
 from fastload.cache.ram.arena import budget_bytes, reserve_bytes
-from fastload.cache.ram.file_table import FileTable, Record, decode, encode, home_and_tag
+from fastload.cache.ram.file_table import (
+    FileTable,
+    Record,
+    decode,
+    encode,
+    home_and_tag,
+    table_bytes_for,
+    this_process,
+)
 from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory import segment
 from fastload.system.budget import GrowthCheck, available_bytes, parse_memory, unused_bytes
@@ -56,8 +66,12 @@ _MIN_TABLE_SHARE = 0.25  # of the usual size; a smaller rest of the limit is lef
 _LOOK_EVERY_S = 0.25
 _LOOK_WHEN_FULL_EVERY_S = 0.02
 _GROW_WAIT_S, _GROW_MAX_WAIT_S = 1.0, 60.0  # after a vain attempt, and after many
+_REFUSE_S = 0.1
+_RARE_S = 5.0  # who polls less often does not have the time to let tables go one by one
 _HOLD_EVERY_S = 0.5
-_IDLE_S = 300.0  # a table that nobody used for so long makes room for others; validation can take minutes
+# A table that nobody used for so long makes room for others: validation can take minutes. If no process that
+# used it has a loader now, what begins to read is given the time to use it.
+_IDLE_S, _UNUSED_S = 300.0, 10.0
 _CLOCK_STEP_NS = 100_000_000  # two changes of a directory that are closer can have the same time
 
 
@@ -90,7 +104,7 @@ class SharedFileStore:
 
     def __init__(self, max_memory: str | float = "auto") -> None:
         self._prepare(max_memory, store_name())
-        self._owner_pid = os.getpid()
+        self._own()
         with registry.creating():
             self._look(time.monotonic())
             # What the store holds is not free, but it is the store's.
@@ -103,19 +117,22 @@ class SharedFileStore:
     def _prepare(self, max_memory: str | float, name: str) -> None:
         self._max_memory, self._name = max_memory, name
         self.max_bytes = self._reserved_bytes = self._table_bytes = 0
-        self._owner_pid = 0  # of the process that makes tables
+        self._owner_pid = self._user = 0  # the process that makes tables
+        self._began_s: float | None = None  # when it began to read files
+        self._polled_s = float("inf")
         self._tables: tuple[FileTable, ...] = ()  # the oldest first
         self._changed_ns: int | None = None  # of the registry, when it was looked at
         self._looked_s = self._look_at_s = self._grow_at_s = 0.0
         self._grow_wait_s = _GROW_WAIT_S
         self._is_closed = self._is_full = False
+        self._refused = 0, -_REFUSE_S  # the size of what had no room, and when
         self._locks: dict[int, threading.RLock] = {}  # by process: a fork can copy a held one
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not segment.is_for_child():
             return open_store, (self._max_memory,)
         segments = [table.arena.segment for table in self._tables]
-        limits = self.max_bytes, self._reserved_bytes, self._table_bytes
+        limits = self.max_bytes, self._reserved_bytes, self._table_bytes, self._user
         return _unpickle, (segments, self._max_memory, self._name, limits)
 
     # --- properties --------------------------------------------------------------------------------------
@@ -157,15 +174,24 @@ class SharedFileStore:
     def put(self, key: bytes, array: npt.NDArray[Any], note: Any) -> bool:
         """Store an array and a note of plain values; False if there is no room, or they are not plain."""
         record = encode(key, array, note)
-        if record is None or record.nbytes > self._table_bytes // 2:
+        if record is None or table_bytes_for(record.nbytes) > self.max_bytes:
             return False
         if self._append(record):
             return True
-        if self._owner_pid == os.getpid():
+        if self.is_owner:
             self.poll()
         else:
             self._look(time.monotonic(), _LOOK_WHEN_FULL_EVERY_S)
-        return self._append(record)
+        if self._append(record):
+            return True
+        if not any(table.has_room(record.nbytes) and not table.lacks_memory for table in self._tables):
+            self._refused = record.nbytes, time.monotonic()
+        return False
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether it is worth preparing an array of this size: nothing as small was refused a moment ago."""
+        refused_bytes, refused_s = self._refused
+        return nbytes < refused_bytes or time.monotonic() > refused_s + _REFUSE_S
 
     def _append(self, record: Record) -> bool:
         tables = self._tables
@@ -173,8 +199,32 @@ class SharedFileStore:
             if table.has_room(record.nbytes) and table.put(record):
                 return True
         if tables and not tables[-1].has_room(record.nbytes):
-            tables[-1].ask_for_more()
+            tables[-1].ask_for_more(record.nbytes)
         return False
+
+    def stop(self, loader: int) -> None:
+        """Let `is_stopped` be true for a loader, a number, in all processes."""
+        for table in self._tables:
+            table.stop(loader)
+
+    def is_stopped(self, loader: int) -> bool:
+        """Whether a loader is to store nothing more."""
+        return bool(self._tables) and self._tables[-1].is_stopped(loader)
+
+    def retire_own(self) -> None:
+        """Let go of the tables that no other process uses."""
+        for table in self._tables:
+            if table.users <= {self._user}:
+                table.retire()
+        self._look(time.monotonic())
+        self.poll()  # other loaders get new ones
+
+    def forget(self) -> None:
+        """Note that this process has no loader now; what only it has used can go."""
+        if self.is_owner:
+            self._began_s = None
+            for table in self._tables:
+                table.forget(self._user)
 
     def close(self) -> None:
         """Let go of all tables; all later reads are misses. Arrays that were handed out stay valid."""
@@ -194,15 +244,26 @@ class SharedFileStore:
         if self._is_closed:
             return
         now_s = time.monotonic()
-        if self._owner_pid != os.getpid():  # a fork that goes on by itself
-            self._owner_pid = os.getpid()
+        if not self.is_owner:  # a fork that goes on by itself
+            self._own()
             for table in self._tables:
                 self._register(table)
+        if is_in_use and self._began_s is None:
+            self._began_s = now_s
+        is_rare, self._polled_s = now_s - self._polled_s > _RARE_S, now_s
         if now_s >= self._look_at_s:
             self._look(now_s)
         tables = self._tables
         if (not tables or (is_in_use and tables[-1].is_short)) and now_s >= self._grow_at_s:
-            self._grow(now_s)
+            self._grow(now_s, is_rare=is_rare)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process makes tables."""
+        return self._owner_pid == os.getpid()
+
+    def _own(self) -> None:
+        self._owner_pid, self._user, self._began_s = os.getpid(), this_process(), None
 
     def _lock(self) -> threading.RLock:
         return self._locks.setdefault(os.getpid(), threading.RLock())
@@ -220,7 +281,7 @@ class SharedFileStore:
                 self._changed_ns = changed_ns if is_old else 0
                 tables += self._attach(tables)
             for table in tables:
-                table.touch(now_s)
+                table.touch(now_s, self._user, is_worker=not self.is_owner)
             self._tables = tuple(sorted(tables, key=lambda table: table.created_s))
         finally:
             self._lock().release()
@@ -237,7 +298,7 @@ class SharedFileStore:
                 continue  # it was closed just now, or its process cannot be reached
             if table.name == self._name and not table.is_retired and table.inode not in inodes:
                 inodes.add(table.inode)
-                if self._owner_pid == os.getpid():
+                if self.is_owner:
                     self._register(table)
                 yield table
 
@@ -246,12 +307,13 @@ class SharedFileStore:
         if entry is not None:
             weakref.finalize(table, registry.unregister, entry)
 
-    def _make_tables(self) -> bool:
-        """Make tables up to the limit; returns whether any was made."""
+    def _make_tables(self, needed_bytes: int = 0) -> bool:
+        """Make tables up to the limit, the first one as large as needed; returns whether any was made."""
         room_bytes, tables = self._room_bytes, list(self._tables)
+        next_bytes = max(self._table_bytes, needed_bytes)
         try:
             while room_bytes >= self._table_bytes * _MIN_TABLE_SHARE:
-                wanted_bytes = min(room_bytes, self._table_bytes)
+                wanted_bytes, next_bytes = min(room_bytes, next_bytes), self._table_bytes
                 table = FileTable.create(wanted_bytes, self._name, self._reserved_bytes)
                 self._register(table)
                 tables.append(table)
@@ -268,7 +330,7 @@ class SharedFileStore:
     def _room_bytes(self) -> int:
         return self.max_bytes - sum(table.max_bytes for table in self._tables)
 
-    def _grow(self, now_s: float) -> None:
+    def _grow(self, now_s: float, *, is_rare: bool) -> None:
         """Make a table unless another process just did; if the limit is reached, in place of another one."""
         if not self._lock().acquire(blocking=False):
             return
@@ -280,26 +342,49 @@ class SharedFileStore:
                 # Without a registry, workers would not find a table that is made now.
                 if not is_alone or (self._tables and not self._tables[-1].is_short):
                     return
-                is_tight = bool(self._tables) and unused_bytes() < self._reserved_bytes
-                if is_tight or self._room_bytes < self._table_bytes * _MIN_TABLE_SHARE:
-                    if (table := self._to_retire(now_s)) is None:
-                        self._log_full()
-                        return
+                needed_bytes = self._needed_bytes()
+                if (going := self._to_retire(now_s, needed_bytes, is_rare=is_rare)) is None:
+                    self._log_full()
+                    return
+                for table in going:
                     table.retire()
-                    self._tables = tuple(other for other in self._tables if other is not table)
-                if self._make_tables():
+                self._tables = tuple(table for table in self._tables if table not in going)
+                if self._make_tables(needed_bytes):
                     self._grow_at_s, self._grow_wait_s, self._is_full = 0.0, _GROW_WAIT_S, False
         except SharedMemoryError as error:
             log.info("cache: no further table of decoded files: %s", str(error))
         finally:
             self._lock().release()
 
-    def _to_retire(self, now_s: float) -> FileTable | None:
-        """The table that goes first, if one can go."""
-        idle = min(self._tables, key=lambda table: table.used_s, default=None)
-        if idle is not None and now_s - idle.used_s > _IDLE_S:
-            return idle
-        return next((table for table in self._tables if table.is_mostly_unused()), None)
+    def _needed_bytes(self) -> int:
+        """How large a new table should at least be."""
+        least_bytes = int(self._table_bytes * _MIN_TABLE_SHARE)
+        wanted_bytes = self._tables[-1].wanted_bytes if self._tables else 0
+        return max(least_bytes, table_bytes_for(wanted_bytes) if wanted_bytes else 0)
+
+    def _to_retire(self, now_s: float, needed_bytes: int, *, is_rare: bool) -> list[FileTable] | None:
+        """The tables that go: enough for a new one, or all that can, if it is asked rarely; None: too few."""
+        going: list[FileTable] = []
+        room_bytes = self._room_bytes
+        is_tight = bool(self._tables) and unused_bytes() < self._reserved_bytes
+        for table in self._candidates(now_s, has_large=needed_bytes > self._table_bytes):
+            if not is_rare and room_bytes >= needed_bytes and (going or not is_tight):
+                break
+            going.append(table)
+            room_bytes += table.max_bytes
+        return going if room_bytes >= needed_bytes and (going or not is_tight) else None
+
+    def _candidates(self, now_s: float, *, has_large: bool) -> Iterator[FileTable]:
+        """The tables that can go, the first one first."""
+        tables = sorted(self._tables, key=lambda table: table.used_s)
+        empty = [table for table in tables if has_large and not table.arena.cursor.rows]
+        yield from empty
+        began_s = now_s if self._began_s is None else self._began_s
+        for table in tables:
+            idle_s = now_s - max(table.used_s, began_s)
+            is_idle = idle_s > _IDLE_S or (idle_s > _UNUSED_S and not table.users)
+            if table not in empty and (is_idle or table.is_mostly_unused()):
+                yield table
 
     def _log_full(self) -> None:
         if not self._is_full:
@@ -308,12 +393,12 @@ class SharedFileStore:
 
 
 def _unpickle(
-    segments: list[Segment], max_memory: str | float, name: str, limits: tuple[int, int, int]
+    segments: list[Segment], max_memory: str | float, name: str, limits: tuple[int, int, int, int]
 ) -> SharedFileStore:
     """The store in a worker process."""
     store = SharedFileStore.__new__(SharedFileStore)
     store._prepare(max_memory, name)
-    store.max_bytes, store._reserved_bytes, store._table_bytes = limits
+    store.max_bytes, store._reserved_bytes, store._table_bytes, store._user = limits
     store._tables = tuple(FileTable(each) for each in segments if each.fd >= 0)
     return store
 
@@ -367,7 +452,16 @@ class PrivateFileStore:
         self.nbytes += record.nbytes
         return True
 
+    is_owner = False
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the limit allows so much more."""
+        return self.nbytes + nbytes <= self.max_bytes
+
     def poll(self) -> None:
+        """Does nothing."""
+
+    def forget(self) -> None:
         """Does nothing."""
 
     def close(self) -> None:

@@ -2,7 +2,8 @@
 
 In the space of the segment (see `arena`):
 
-    words        64 words of 8 bytes: whether the table is retired, when it was used last, how often
+    words        64 words of 8 bytes: whether the table is retired, when it was used last, how often, what
+                 had no room; the processes that use it; the loaders that store nothing more
     levels       hash tables of 4,096, 16,384, 65,536, ... entries of 8 bytes
     records      the key, and a length; plain values as `marshal` writes them; the array, aligned to 64 bytes
 
@@ -43,6 +44,7 @@ from fastload.errors import CacheMismatchError, SharedMemoryError
 from fastload.memory.segment import PAGE_BYTES, round_up
 from fastload.readers.decode_cache import Stored
 from fastload.readers.identity import is_plain
+from fastload.system.linux import start_time
 from fastload.system.locks import flocked
 from fastload.system.logs import log, say_once
 
@@ -58,7 +60,8 @@ RECORD_BYTES = 512  # a table has entries for records of this size on average; s
 MIN_TABLE_BYTES = 1 << 20
 
 _KIND = "files"
-_RETIRED, _USED_MS, _HITS = range(3)  # words
+_RETIRED, _USED_MS, _HITS, _WANTED_BYTES = range(4)  # words
+_USERS, _STOPPED = range(8, 36), range(36, 64)  # words; two of the same place take turns
 _NUM_WORDS, _FIRST_LEVEL, _LEVEL_GROWTH = 64, 4096, 4
 _MAX_PROBES = 64
 _TAG_SHIFT = 41
@@ -133,6 +136,22 @@ def decode(memory: memoryview | bytes, offset: int, key: bytes) -> Stored | None
 # --- tables ----------------------------------------------------------------------------------------------
 
 
+def this_process() -> int:
+    """The number of this process, and of no other one since the machine was started."""
+    pid = os.getpid()
+    return (start_time(pid) or 0) % (1 << 32) << 32 | pid
+
+
+def table_bytes_for(nbytes: int) -> int:
+    """The size of a table in which a record of ``nbytes`` has room."""
+    return nbytes + _ENTRY_COST_BYTES + _taken_bytes()
+
+
+def _taken_bytes() -> int:
+    """The header, the words, partly used pages, and the first level."""
+    return 4 * PAGE_BYTES + _FIRST_LEVEL * ENTRY_BYTES
+
+
 class _Plan:
     """The offsets and sizes in a table of ``max_bytes``, the same in every process."""
 
@@ -148,9 +167,7 @@ class _Plan:
         self.num_entries = end
         self.space_at = round_up(TABLE_AT + end * ENTRY_BYTES, PAGE_BYTES)
         self.nbytes = self.space_at + round_up(max_bytes, PAGE_BYTES)
-        # The header, the words, partly used pages, and the first level.
-        taken_bytes = 4 * PAGE_BYTES + _FIRST_LEVEL * ENTRY_BYTES
-        self.limits = Cursor(max_bytes, files, max_bytes - taken_bytes)
+        self.limits = Cursor(max_bytes, files, max_bytes - _taken_bytes())
 
 
 class FileTable:
@@ -166,6 +183,7 @@ class FileTable:
         max_bytes: The most memory that it takes.
         created_s: When it was made, in seconds since 1970.
         inode: Of the segment; no two segments that are open have the same.
+        lacks_memory: Whether the machine had too little memory for what this process wanted to store last.
 
     Raises:
         CacheMismatchError: The segment is not such a table.
@@ -190,6 +208,7 @@ class FileTable:
         self._levels: tuple[tuple[int, int], ...] = ()  # those in use, the newest first
         self._next_level_files = 0
         self._is_used, self._touch_at_s = False, 0.0
+        self.lacks_memory = False
 
     @classmethod
     def create(cls, max_bytes: int, name: str, reserved_bytes: int) -> FileTable:
@@ -288,8 +307,15 @@ class FileTable:
         """Whether something had no room, or its memory was lacking."""
         return bool(self.arena.cursor.is_short)
 
-    def ask_for_more(self) -> None:
-        """Tell the processes that make tables that something had no room."""
+    @property
+    def wanted_bytes(self) -> int:
+        """The size of the largest record that had no room."""
+        return int(self._entries[_WANTED_BYTES])
+
+    def ask_for_more(self, nbytes: int) -> None:
+        """Tell the processes that make tables that a record of ``nbytes`` had no room."""
+        if nbytes > self.wanted_bytes:
+            self._set_word(_WANTED_BYTES, nbytes)
         if not self.is_short:
             self.arena.expect_short()
 
@@ -313,8 +339,9 @@ class FileTable:
             return True
 
         try:
-            if not arena.can_grow(nbytes, _log_stopped):
-                self.ask_for_more()
+            self.lacks_memory = not arena.can_grow(nbytes, _log_stopped)
+            if self.lacks_memory:
+                self.ask_for_more(nbytes)
                 return False
             cursor = arena.claim(advance, lambda: None, reserve)
             if cursor is None:
@@ -338,17 +365,48 @@ class FileTable:
 
     # --- the life of a table -----------------------------------------------------------------------------
 
-    def touch(self, now_s: float) -> None:
-        """Note that this process, which reads files, has used the table; others then let it be."""
+    def touch(self, now_s: float, user: int, *, is_worker: bool) -> None:
+        """Note that this process, which reads files, has used the table; others then let it be.
+
+        Args:
+            now_s: Of `time.monotonic`.
+            user: `this_process` of the one that owns the loader.
+            is_worker: What a worker has used, its loader reads again; others have to use it again.
+        """
         if self._is_used and now_s >= self._touch_at_s:
-            self._touch_at_s = now_s + _TOUCH_EVERY_S
-            with contextlib.suppress(SharedMemoryError):
-                self.arena.words[TABLE_AT // ENTRY_BYTES + _USED_MS] = int(now_s * 1000)
+            self._touch_at_s, self._is_used = now_s + _TOUCH_EVERY_S, is_worker
+            self._set_word(_USERS[user % len(_USERS)], user)
+            self._set_word(_USED_MS, int(now_s * 1000))
+
+    def _set_word(self, index: int, value: int) -> None:
+        """Change a word that is only a hint; `create` has given them memory."""
+        with contextlib.suppress(SharedMemoryError):  # no address space is left for a second mapping
+            self.arena.words[TABLE_AT // ENTRY_BYTES + index] = value
+
+    def forget(self, user: int) -> None:
+        """Note that a process needs the table no more."""
+        self._is_used, self._touch_at_s = False, 0.0
+        if self._entries[place := _USERS[user % len(_USERS)]] == user:
+            self._set_word(place, 0)
+
+    @property
+    def users(self) -> set[int]:
+        """The live processes with loaders that have used it, as `this_process` numbers them."""
+        words = {user for user in self._entries[_USERS.start : _USERS.stop] if user}
+        return {user for user in words if (start_time(user % (1 << 32)) or -1) % (1 << 32) == user >> 32}
 
     @property
     def used_s(self) -> float:
         """When a process read files last that has used the table, to a few seconds of `time.monotonic`."""
         return self._entries[_USED_MS] / 1000
+
+    def stop(self, loader: int) -> None:
+        """Let a loader, a number below 2 ** 64, store nothing more."""
+        self._set_word(_STOPPED[loader % len(_STOPPED)], loader)
+
+    def is_stopped(self, loader: int) -> bool:
+        """Whether `stop` was called for the loader."""
+        return bool(self._entries[_STOPPED[loader % len(_STOPPED)]] == loader)
 
     @property
     def is_retired(self) -> bool:
