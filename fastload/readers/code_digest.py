@@ -39,7 +39,8 @@ _REPEATABLE = (np.dtype, PurePath, re.Pattern, complex, slice, range)  # all of 
 _SKIPPED = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__", "__annotations__"}
 )
-_MUTABLE = frozenset({list, dict, set, np.ndarray, functools.partial, bytearray})
+_CONTAINERS = frozenset({list, dict, set, np.ndarray, bytearray})
+_MUTABLE = _CONTAINERS | {functools.partial}
 _FIXED = frozenset({int, float, str, bytes, bool, type(None)})
 _MISSING = object()
 _IS_WRAPPER = "_is_wrapper"  # of classes whose objects are their function, and no more
@@ -61,10 +62,12 @@ class CodeDigest:
     Args:
         function: The callable.
         with_objects: Whether an object without a description counts as any other one of its class.
+        is_stateless: Whether lists, dicts and other containers that can change do so, too.
     """
 
-    def __init__(self, function: Any, *, with_objects: bool = False) -> None:
-        self._function, self._with_objects = function, with_objects
+    def __init__(self, function: Any, *, with_objects: bool = False, is_stateless: bool = False) -> None:
+        self._function, self._with_objects = function, with_objects or is_stateless
+        self._is_stateless = is_stateless
         self._last: tuple[_Describing, bytes] | None = None  # one attribute, so that threads see both
 
     def now(self) -> bytes:
@@ -76,7 +79,7 @@ class CodeDigest:
         last = self._last
         if last is not None and last[0].is_valid():
             return last[1]
-        describing = _Describing(self._with_objects)
+        describing = _Describing(self._with_objects, self._is_stateless)
         known = digest(describing.value(self._function))
         if known is None:
             raise TypeError("it uses a value that cannot be described")
@@ -87,8 +90,8 @@ class CodeDigest:
 class _Describing:
     """One description; what was described already is a number, so recursion ends."""
 
-    def __init__(self, with_objects: bool) -> None:
-        self._with_objects = with_objects
+    def __init__(self, with_objects: bool, is_stateless: bool) -> None:
+        self._with_objects, self._is_stateless = with_objects, is_stateless
         self._seen: dict[int, Any] = {}  # kept alive, so that no other object gets their id
         self._is_fixed = True  # nothing in it can change in place
         self._names: list[tuple[Any, str, Any]] = []  # a namespace, a name, what it was
@@ -112,6 +115,8 @@ class _Describing:
 
     def value(self, value: Any, names: frozenset[str] = frozenset()) -> Any:
         """What describes a value, as plain values; of a module, what these names of it describe."""
+        if self._is_stateless and type(value) in _CONTAINERS:
+            return ("object", type(value).__name__)
         if type(value) in _MUTABLE or (type(value) is tuple and not _FIXED.issuperset(map(type, value))):
             self._is_fixed = False
         if is_plain(value):

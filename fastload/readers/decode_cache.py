@@ -180,9 +180,10 @@ class DecodeCache:
                     raise DecodeMismatchError(where)
                 self.verify(stored.array, packed[0], where)
             return unpack(stored.array, stored.note)
+        _thread.may_keep = True
         result = decode()
         packed = pack(result)
-        if packed is None:
+        if packed is None or not _thread.may_keep:
             self.missed(UNUSUAL)
         elif identify() != identity:
             self.missed(Unknown.TOO_NEW)
@@ -233,6 +234,7 @@ class Deferred(Protocol):
 
 class _Thread(threading.local):
     cache: DecodeCache | None = None
+    may_keep = True
 
     def __init__(self) -> None:
         self.deferred: deque[weakref.ref[Deferred]] = deque()
@@ -253,6 +255,11 @@ def settle(num_left: int = 0) -> None:
         deferred = _thread.deferred.popleft()()
         if deferred is not None:
             deferred.settle()
+
+
+def do_not_keep() -> None:
+    """Let what this thread is decoding not be stored."""
+    _thread.may_keep = False
 
 
 def current() -> DecodeCache | None:

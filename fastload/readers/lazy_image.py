@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from PIL import Image
 
 from fastload.readers.patch import Patch
-from fastload.readers.sources import Pixels, raw_mode
+from fastload.readers.sources import Pixels, Share, raw_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,6 +94,8 @@ class LazyCore:
         if box == (0, 0, *self.size):
             return self.copy()
         is_inside = 0 <= left < right <= self.size[0] and 0 <= upper < lower <= self.size[1]
+        if type(source) is Share and is_inside:
+            return source.whole().crop(box)
         if type(source) is not Pixels or not is_inside:
             return self.real.crop(box)
         return LazyCore(self.mode, (right - left, lower - upper), source.crop(*box))

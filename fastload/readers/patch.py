@@ -26,6 +26,15 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
+def innermost(function: Any) -> Any:
+    """The function that others wrap, by `functools.wraps`."""
+    for _ in range(16):  # rather than follow a circle
+        if type(function) is not FunctionType or not hasattr(function, "__wrapped__"):
+            break
+        function = function.__wrapped__
+    return function
+
+
 @dataclass(eq=False)
 class Patch:
     """An attribute to replace.
@@ -34,11 +43,13 @@ class Patch:
         owner: The module or class that has it.
         name: Its name.
         wrap: Makes the wrapper from the original.
+        observe: What `wrap` gets of an original that observers have wrapped; None: that is left alone.
     """
 
     owner: ModuleType | type
     name: str
     wrap: Callable[[Any], Any]
+    observe: Callable[[Any], Any] | None = None
 
     @functools.cached_property
     def original(self) -> Any:
@@ -54,27 +65,40 @@ class Patch:
     @functools.cached_property
     def wrapper(self) -> Any:
         """What takes its place."""
-        wrapper = self.wrap(self.original)
+        wrapper = self.wrap(self._observed)
         if not isinstance(self.owner, ModuleType):
             return functools.wraps(self.original)(wrapper)
         function = functools.update_wrapper(_Function(wrapper), self.original)
         vars(function)["patch"] = self
         return function
 
-    @property
+    @functools.cached_property
+    def _observed(self) -> Any:
+        """What the wrapper calls; None if it cannot be described."""
+        if self.observe is None or innermost(self.original) is self.original:
+            return self.original
+        try:
+            return self.observe(self.original)
+        except TypeError:
+            return None
+
+    @functools.cached_property
     def is_genuine(self) -> bool:
-        """Whether the original is the library's own."""
-        if isinstance(self.original, BuiltinFunctionType):
+        """Whether the original is the library's own, or wraps that as an observer may."""
+        if self._observed is None:
+            return False
+        original = self.original if self.observe is None else innermost(self.original)
+        if isinstance(original, BuiltinFunctionType):
             return True
         home = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
         library = home.partition(".")[0]
-        if isinstance(self.original, FunctionType):
-            origin = str(self.original.__globals__.get("__name__", ""))
+        if isinstance(original, FunctionType):
+            origin = str(original.__globals__.get("__name__", ""))
         else:
             # Functions that Cython compiled, and slots of compiled classes, have types of no library.
-            is_compiled = type(self.original).__name__ == "cython_function_or_method"
-            named = self.original if is_compiled else type(self.original)
-            origin = getattr(self.original, "__objclass__", named).__module__
+            is_compiled = type(original).__name__ == "cython_function_or_method"
+            named = original if is_compiled else type(original)
+            origin = getattr(original, "__objclass__", named).__module__
         return origin.partition(".")[0] == library
 
     def put(self) -> bool:

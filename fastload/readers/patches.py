@@ -45,8 +45,9 @@ READERS = {
     "torchvision.transforms": "fastload.readers.torchvision_end",
     "torchvision.transforms.v2": "fastload.readers.torchvision_end:patches_of_v2",
 }
-# Those that remember nothing, so they need no cache.
-_WITHOUT_CACHE = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
+# Those that remember nothing, and those that are of use without a cache.
+_ENDS = frozenset({"torchvision.transforms", "torchvision.transforms.v2"})
+_WITHOUT_CACHE = _ENDS | {"PIL.Image"}
 
 
 def _reduce_builtin(function: Any) -> Any:
@@ -140,13 +141,13 @@ _unchanged = contextlib.nullcontext()
 
 
 def without_cache() -> AbstractContextManager[None]:
-    """Meet the libraries that need no cache, if they are imported, during a fetch."""
+    """Meet the libraries that need no cache during a fetch, if torchvision's transforms are imported."""
     return _met_without_cache if "torchvision.transforms" in sys.modules else _unchanged
 
 
 def unmet() -> list[str]:
     """Functions and methods of imported libraries that are left alone, because other code replaced them."""
-    libraries = READERS.keys() - _WITHOUT_CACHE
+    libraries = READERS.keys() - _ENDS
     with _patches.lock:
         patches = _patches.meet(libraries)
     return [

@@ -10,6 +10,8 @@ Pillow, and then they are kept. Rules:
    one of them was not a plain value, nothing is stored.
 3. Everything that decides the pixels is in the key: versions, class, mode, size, tiles (so a draft has its
    own), frame, settings of the decoder, LOAD_TRUNCATED_IMAGES.
+
+Without a cache, an opened JPEG and its copies show one core until one of them changes.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ from fastload.readers.identity import (
     is_plain,
 )
 from fastload.readers.lazy_image import OPENED, LazyCore, LazyMethod, is_possible
-from fastload.readers.patch import Patch
-from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Undecoded, core_of
+from fastload.readers.patch import Patch, thread
+from fastload.readers.request import may_fuse
+from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +73,8 @@ _CLASSES = frozenset(
         _HEIF := ("pillow_heif.as_plugin", "HeifImageFile"),
     }
 )
+_JPEG = ("PIL.JpegImagePlugin", "JpegImageFile")
+_MIN_SHARED_PIXELS = 1 << 16  # copies of less take less time than sharing
 # Its frames are stored one after another, and the first one is loaded by itself.
 _FIRST_FRAME = frozenset({"MpoImageFile", "TiffImageFile"})
 _ORIENTATION = 0x0112
@@ -94,8 +99,15 @@ def patches() -> list[Patch]:
 
 
 def _remembering(real: Callable[..., None]) -> Callable[..., None]:
+    may_share = may_fuse()
+
     def init(self: Any, fp: Any, *args: Any, **kwargs: Any) -> None:
         cache, cls = current(), type(self)
+        if cache is None and may_share and thread.num_fetches and (cls.__module__, cls.__name__) == _JPEG:
+            real(self, fp, *args, **kwargs)
+            if self._im is None and self.width * self.height >= _MIN_SHARED_PIXELS:
+                vars(self)[OPENED] = _Opened()
+            return
         if cache is None or (cls.__module__, cls.__name__) not in _CLASSES:
             real(self, fp, *args, **kwargs)
             if cache is not None:
@@ -108,7 +120,7 @@ def _remembering(real: Callable[..., None]) -> Callable[..., None]:
         source = _Bytes(fp) if type(fp) is io.BytesIO else _File(fp)  # before the header is read
         real(self, fp, *args, **kwargs)
         if self._im is None:
-            vars(self)[OPENED] = _Opened(cache, source)
+            vars(self)[OPENED] = _Remembered(cache, source)
 
     return init
 
@@ -193,16 +205,9 @@ class _Bytes:
 
 
 class _Opened:
-    """An opened file that is not loaded.
+    """An opened file that is not loaded; without a cache, its copies show its pixels until they change."""
 
-    Args:
-        cache: The cache that was active.
-        source: What it reads.
-    """
-
-    def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
-        self._cache = cache
-        self._source = source
+    def __init__(self) -> None:
         self._lock = threading.RLock()
         self.is_loading = False
 
@@ -216,6 +221,25 @@ class _Opened:
                 self._load(image)
             finally:
                 vars(image).pop(OPENED, None)
+
+    def _load(self, image: Any) -> None:
+        if image._im is None and image.fp is not None:
+            image.load()
+            image.im = LazyCore(image.mode, image.size, Share(image.im))
+
+
+class _Remembered(_Opened):
+    """An opened file that is not loaded, with a cache.
+
+    Args:
+        cache: The cache that was active.
+        source: What it reads.
+    """
+
+    def __init__(self, cache: DecodeCache, source: _File | _Bytes) -> None:
+        super().__init__()
+        self._cache = cache
+        self._source = source
 
     def _load(self, image: Any) -> None:
         cache = self._cache

@@ -1,7 +1,8 @@
 """Sources: where the pixels of a lazy image are, until a real core is made of them.
 
-In the store (`Pixels`); in a core that was decoded, and is held back (`Decoded`); or in a file of which only
-a resized image is stored (`Undecoded`). See `front` for the last two.
+In the store (`Pixels`); in a core that was decoded, and is held back (`Decoded`); in a file of which only a
+resized image is stored (`Undecoded`; see `front` for these two); or, without a cache, in a core that several
+images show (`Share`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import contextlib
 import io
 import os
 import struct
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -209,6 +212,40 @@ class Undecoded:
         with contextlib.suppress(Exception):  # it comes when the pixels are needed
             self._core = self.whole()
             self._content = lambda: (b"", True)  # lets go of the file
+
+
+class Share:
+    """What one of several images has of the core that they show: a `Source`.
+
+    An image that needs a core of its own gets this one if it is the last of them, and else a copy.
+
+    Args:
+        core: The real core.
+        shares: All shares of it, and what serializes them; None: this is the first one.
+    """
+
+    def __init__(
+        self, core: Any, shares: tuple[weakref.WeakSet[Share], threading.Lock] | None = None
+    ) -> None:
+        self._core = core
+        self._own: Any = None
+        self._all, self._lock = self._shares = shares or (weakref.WeakSet(), threading.Lock())
+        self._all.add(self)
+
+    def core(self) -> Any:  # noqa: D102
+        with self._lock:
+            if self._own is None:
+                self._all.discard(self)
+                self._own = self._core.copy() if self._all else self._core
+            return self._own
+
+    def whole(self) -> Any:  # noqa: D102
+        own = self._own
+        return self._core if own is None else own
+
+    def copy(self) -> Share:  # noqa: D102
+        with self._lock:
+            return Share(self._core, self._shares) if self._own is None else Share(self._own.copy())
 
 
 def keep_whole(core: Any, origin: Origin) -> None:

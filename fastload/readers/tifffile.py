@@ -1,20 +1,23 @@
-"""tifffile: `TiffFile.asarray`, where `tifffile.imread`, imageio and scikit-image end.
+"""tifffile: `tifffile.imread` of a path, and `TiffFile.asarray`, where imageio and scikit-image end.
 
-The pages of a file are parsed each time; compressed pixels are remembered. A file has the identity that it
-had when it was opened, because its pages were parsed then. OME-TIFF and Micro-Manager can refer to further
-files, so they are read each time.
+Compressed pixels are remembered. Where a `TiffFile` is opened, its pages are parsed each time, and the file
+has the identity that it had then. OME-TIFF and Micro-Manager can refer to further files, so they are read
+each time.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import tifffile
 from tifffile import TiffFile
 
-from fastload.readers.decode_cache import current
-from fastload.readers.identity import Identity, Unknown, identify_stream
+from fastload.readers.decode_cache import current, do_not_keep, inactive
+from fastload.readers.identity import Identity, Unknown, identify_path, identify_stream
+from fastload.readers.observed import Observed, kind_of
 from fastload.readers.patch import Patch
 
 if TYPE_CHECKING:
@@ -25,7 +28,53 @@ _IDENTITY = "_fastload_identity"  # of a TiffFile, when it was opened
 
 def patches() -> list[Patch]:
     """What is replaced in tifffile."""
-    return [Patch(TiffFile, "__init__", _init), Patch(TiffFile, "asarray", _asarray)]
+    return [
+        Patch(TiffFile, "__init__", _init),
+        Patch(TiffFile, "asarray", _asarray),
+        Patch(tifffile, "imread", _imread, Observed),
+    ]
+
+
+class _Thread(threading.local):
+    """What an `imread` in this thread has read: None outside of one, else whether each may be remembered."""
+
+    read: list[bool] | None = None
+
+
+_thread = _Thread()
+
+
+def _kind() -> str:
+    codecs = getattr(tifffile.tifffile, "imagecodecs", None)
+    return f"tifffile {tifffile.__version__} imagecodecs {getattr(codecs, '__version__', None)}"
+
+
+def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
+    kind = f"imread {_kind()}"
+
+    def imread(*args: Any, **kwargs: Any) -> Any:
+        cache = current()
+        if cache is None or len(args) != 1 or not isinstance(args[0], (str, PurePath)):
+            return original(*args, **kwargs)
+        (path,) = args
+        identify, decode = partial(identify_path, path), partial(_read, original, path, kwargs)
+        arguments = type(path).__name__, tuple(sorted(kwargs.items()))
+        return cache.array(kind + kind_of(original), identify, arguments, decode, where=path, source=path)
+
+    return imread
+
+
+def _read(original: Callable[..., Any], path: Any, kwargs: dict[str, Any]) -> Any:
+    """Read a file; its pixels are kept if it is compressed and refers to no other one."""
+    before, _thread.read = _thread.read, []
+    try:
+        with inactive():
+            result = original(path, **kwargs)
+        if _thread.read != [True]:
+            do_not_keep()
+        return result
+    finally:
+        _thread.read = before
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., None]:
@@ -38,11 +87,12 @@ def _init(original: Callable[..., Any]) -> Callable[..., None]:
 
 
 def _asarray(original: Callable[..., Any]) -> Callable[..., Any]:
-    codecs = getattr(tifffile.tifffile, "imagecodecs", None)
-    kind = f"tifffile {tifffile.__version__} imagecodecs {getattr(codecs, '__version__', None)}"
+    kind = _kind()
 
     def asarray(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = current()
+        if _thread.read is not None:
+            _thread.read.append(_is_compressed_in_one_file(self))
         if cache is None or not _is_compressed_in_one_file(self):
             return original(self, *args, **kwargs)
         state = self.filehandle.extension, self.pages.useframes, self.pages.keyframe.index

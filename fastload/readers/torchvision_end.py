@@ -16,7 +16,6 @@ which calls all other steps as ever. Rules:
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ import torch
 from PIL import Image
 
 from fastload.readers.patch import Patch, thread
+from fastload.readers.request import may_fuse
 from fastload.readers.torchvision_io import memory_of
 from fastload.system.torch_private import has_hooks_or_modes
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-FUSE_VARIABLE = "FASTLOAD_FUSE"
 _V1, _V2 = "torchvision.transforms", "torchvision.transforms.v2"
 _BANDS = {"RGB": ("R", "G", "B"), "L": ("L",)}
 _MIN_PIXELS = 4096  # to ask what the steps are takes as long as is gained on less
@@ -44,16 +43,12 @@ _TINY, _MAX = 1e-37, 2.0**53  # beyond, torch and NumPy can make other floats of
 
 def patches() -> list[Patch]:
     """What is replaced in torchvision.transforms."""
-    return [] if _is_off() else [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)]
+    return [Patch(sys.modules[_V1].Compose, "__call__", _of_v1)] if may_fuse() else []
 
 
 def patches_of_v2() -> list[Patch]:
     """What is replaced in torchvision.transforms.v2."""
-    return [] if _is_off() else [Patch(sys.modules[_V2].Compose, "forward", _of_v2)]
-
-
-def _is_off() -> bool:
-    return os.environ.get(FUSE_VARIABLE) == "off"
+    return [Patch(sys.modules[_V2].Compose, "forward", _of_v2)] if may_fuse() else []
 
 
 def _of_v1(real: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from PIL import Image, ImageFile, ImageFilter, ImageOps, features
 from PIL.PngImagePlugin import PngInfo
 
 from fastload.errors import DecodeMismatchError
-from fastload.readers import identity, patches
+from fastload.readers import identity, patches, pillow
 from fastload.readers.decode_cache import DecodeCache, inactive
 from fastload.readers.lazy_image import Pixels, lazy_core
 from fastload.system.cache_counts import cache_counts
@@ -314,6 +314,83 @@ def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path:
             assert found == expected, f"{title}, round {number}, of {name}"
 
 
+@pytest.fixture
+def without_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small images are shared, too."""
+    monkeypatch.setattr(pillow, "_MIN_SHARED_PIXELS", 0)
+
+
+JPEGS = [name for name in FILES if name.startswith("jpeg") or name == "mpo"]
+
+
+@pytest.mark.parametrize("name", JPEGS)
+def test_without_a_cache_every_operation_is_as_in_pillow(
+    name: str, without_minimum: None, tmp_path: Path
+) -> None:
+    """The same results, errors and attributes afterwards, for a path, a file and bytes."""
+    path = tmp_path / "image"
+    path.write_bytes(content(name))
+    ways: list[Callable[[], Any]] = [
+        lambda: Image.open(path),
+        lambda: Image.open(path.open("rb")),
+        lambda: Image.open(io.BytesIO(path.read_bytes())),
+    ]
+    for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
+        expected = outcome(operation, way())
+        with patches.without_cache():
+            assert outcome(operation, way()) == expected, f"{title} of {name}"
+
+
+def test_without_a_cache_copies_share_pixels_until_one_changes(without_minimum: None) -> None:
+    """Each of three images is changed; the others keep their pixels, and the last one takes them over."""
+    file = content("jpeg")
+    expected = Image.open(io.BytesIO(file)).tobytes()
+    for order in itertools.permutations(range(3)):
+        with patches.without_cache():
+            images: list[Any] = [Image.open(io.BytesIO(file))]
+            images += [images[0].convert("RGB"), images[0].copy()]
+        assert all(lazy_core(image) is not None for image in images)
+        for place, number in enumerate(order):
+            images[number].putpixel((0, 0), (number, place, 7))
+            assert images[number].getpixel((0, 0)) == (number, place, 7)
+            assert all(
+                images[other].crop((0, 0, *images[0].size)).tobytes() == expected
+                for other in order[place + 1 :]
+            )
+
+
+def test_without_a_cache_the_last_image_takes_the_pixels(without_minimum: None) -> None:
+    """`Image.open(file).convert("RGB")` copies nothing: its core is the one that was decoded."""
+    with patches.without_cache():
+        opened = Image.open(io.BytesIO(content("jpeg")))
+        image = opened.convert("RGB")
+    decoded: Any = vars(image)["_im"].source._core
+    assert opened.im is not decoded
+    assert image.im is decoded
+
+
+def test_without_a_cache_threads_get_cores_of_their_own(without_minimum: None) -> None:
+    """Two images of one core become real at once; a change of either is not seen in the other."""
+    file = content("jpeg")
+    for _ in range(200):
+        with patches.without_cache():
+            opened: Any = Image.open(io.BytesIO(file))
+            images = [opened.convert("RGB"), opened.convert("RGB")]
+        del opened
+        barrier = threading.Barrier(4)
+
+        def ask(number: int, images: Any = images, barrier: Any = barrier) -> None:
+            barrier.wait()
+            images[number % 2].load()
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert images[0].im is not images[1].im
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_decoded_once(name: str, active: DictStore, tmp_path: Path) -> None:
     """Where it is opened by its path, as a file, or from bytes; a few kinds are decoded each time."""
@@ -566,8 +643,10 @@ def test_operations_in_a_row_are_as_in_pillow(steps: list[str], name: str, keeps
                 image = result
         return results, outcome(lambda image: None, image)
 
+    expected = run(Image.open(io.BytesIO(file)))
     with patches.installed(), DecodeCache(DictStore(), verify_share=0.0).active():
-        with inactive():
-            expected = run(Image.open(io.BytesIO(file)))
         for _ in range(2):
             assert run(Image.open(io.BytesIO(file))) == expected
+    with patches.without_cache(), pytest.MonkeyPatch.context() as changes:
+        changes.setattr(pillow, "_MIN_SHARED_PIXELS", 0)
+        assert run(Image.open(io.BytesIO(file))) == expected
