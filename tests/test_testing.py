@@ -151,7 +151,7 @@ def self_seeding(index: int) -> Any:
 @pytest.mark.parametrize(
     "dataset",
     [Images(), Everything(3), Made(self_seeding), Reusing(), fastload.CachedDataset([1, 2])],
-    ids=repr,
+    ids=lambda dataset: type(dataset).__name__,
 )
 def test_a_deterministic_dataset_passes(dataset: Any) -> None:
     """Whatever its samples are, and although it reuses a buffer."""
@@ -274,7 +274,9 @@ class OpenedImages(Images):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"transform": jitter}, {"pre_transform": lambda sample: sample[::-1]}], ids=str
+    "options",
+    [{}, {"transform": jitter}, {"pre_transform": lambda sample: sample[::-1]}],
+    ids=("plain", "transform", "pre_transform"),
 )
 def test_a_cache_in_ram_passes(options: Any) -> None:
     """With a random transform, and with a pre_transform."""

@@ -46,6 +46,7 @@ class Observed:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns; it is not to be stored if random numbers were drawn for it."""
         before = _states()
         result = self._function(*args, **kwargs)
         if _states() != before or not self.kind():
