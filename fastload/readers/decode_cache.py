@@ -180,11 +180,12 @@ class DecodeCache:
                     raise DecodeMismatchError(where)
                 self.verify(stored.array, packed[0], where)
             return unpack(stored.array, stored.note)
-        _thread.may_keep = True
+        _thread.may_keep = _thread.is_counted = True
         result = decode()
         packed = pack(result)
         if packed is None or not _thread.may_keep:
-            self.missed(UNUSUAL)
+            if _thread.is_counted:
+                self.missed(UNUSUAL)
         elif identify() != identity:
             self.missed(Unknown.TOO_NEW)
         else:
@@ -234,7 +235,7 @@ class Deferred(Protocol):
 
 class _Thread(threading.local):
     cache: DecodeCache | None = None
-    may_keep = True
+    may_keep = is_counted = True
 
     def __init__(self) -> None:
         self.deferred: deque[weakref.ref[Deferred]] = deque()
@@ -257,9 +258,9 @@ def settle(num_left: int = 0) -> None:
             deferred.settle()
 
 
-def do_not_keep() -> None:
-    """Let what this thread is decoding not be stored."""
-    _thread.may_keep = False
+def do_not_keep(*, is_counted: bool = True) -> None:
+    """Let what this thread is decoding not be stored, and count it as decoded or not."""
+    _thread.may_keep, _thread.is_counted = False, is_counted
 
 
 def current() -> DecodeCache | None:

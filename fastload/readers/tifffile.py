@@ -57,6 +57,8 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None or len(args) != 1 or not isinstance(args[0], (str, PurePath)):
             return original(*args, **kwargs)
         (path,) = args
+        if isinstance(identify_path(path), Unknown):  # a pattern, whose files are met one by one
+            return original(path, **kwargs)
         identify, decode = partial(identify_path, path), partial(_read, original, path, kwargs)
         arguments = type(path).__name__, tuple(sorted(kwargs.items()))
         return cache.array(kind + kind_of(original), identify, arguments, decode, where=path, source=path)
@@ -71,7 +73,7 @@ def _read(original: Callable[..., Any], path: Any, kwargs: dict[str, Any]) -> An
         with inactive():
             result = original(path, **kwargs)
         if _thread.read != [True]:
-            do_not_keep()
+            do_not_keep(is_counted=False)
         return result
     finally:
         _thread.read = before

@@ -337,7 +337,7 @@ def test_without_a_cache_every_operation_is_as_in_pillow(
     ]
     for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
         expected = outcome(operation, way())
-        with patches.without_cache():
+        with patches.installed(patches._WITHOUT_CACHE):
             assert outcome(operation, way()) == expected, f"{title} of {name}"
 
 
@@ -346,7 +346,7 @@ def test_without_a_cache_copies_share_pixels_until_one_changes(without_minimum: 
     file = content("jpeg")
     expected = Image.open(io.BytesIO(file)).tobytes()
     for order in itertools.permutations(range(3)):
-        with patches.without_cache():
+        with patches.installed(patches._WITHOUT_CACHE):
             images: list[Any] = [Image.open(io.BytesIO(file))]
             images += [images[0].convert("RGB"), images[0].copy()]
         assert all(lazy_core(image) is not None for image in images)
@@ -361,7 +361,7 @@ def test_without_a_cache_copies_share_pixels_until_one_changes(without_minimum: 
 
 def test_without_a_cache_the_last_image_takes_the_pixels(without_minimum: None) -> None:
     """`Image.open(file).convert("RGB")` copies nothing: its core is the one that was decoded."""
-    with patches.without_cache():
+    with patches.installed(patches._WITHOUT_CACHE):
         opened = Image.open(io.BytesIO(content("jpeg")))
         image = opened.convert("RGB")
     decoded: Any = vars(image)["_im"].source._core
@@ -373,7 +373,7 @@ def test_without_a_cache_threads_get_cores_of_their_own(without_minimum: None) -
     """Two images of one core become real at once; a change of either is not seen in the other."""
     file = content("jpeg")
     for _ in range(200):
-        with patches.without_cache():
+        with patches.installed(patches._WITHOUT_CACHE):
             opened: Any = Image.open(io.BytesIO(file))
             images = [opened.convert("RGB"), opened.convert("RGB")]
         del opened
@@ -647,6 +647,6 @@ def test_operations_in_a_row_are_as_in_pillow(steps: list[str], name: str, keeps
     with patches.installed(), DecodeCache(DictStore(), verify_share=0.0).active():
         for _ in range(2):
             assert run(Image.open(io.BytesIO(file))) == expected
-    with patches.without_cache(), pytest.MonkeyPatch.context() as changes:
+    with patches.installed(patches._WITHOUT_CACHE), pytest.MonkeyPatch.context() as changes:
         changes.setattr(pillow, "_MIN_SHARED_PIXELS", 0)
         assert run(Image.open(io.BytesIO(file))) == expected
