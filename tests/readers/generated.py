@@ -440,6 +440,8 @@ def _threads(dataset: Generated, index: int) -> Any:
         images = list(pool.map(dataset.read, [index, index + 1]))
         one = dataset.read(index)  # used by four threads; an image that is not loaded can be used by one
         one = one.copy() if isinstance(one, Image.Image) else one
+        if one is None:  # the bytes of its array are an address, another one in each spawned process
+            return images
         texts = list(pool.map(lambda _: np.asarray(one).tobytes(), range(4)))
     return [*map(dataset.finish, images), texts]
 
