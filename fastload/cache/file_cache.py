@@ -109,7 +109,7 @@ class Forecast:
 
     Args:
         store: Where the files are.
-        num_batches: Of an epoch.
+        num_batches: Of an epoch; 0 if it is not known, so that nothing is judged.
         num_ahead: The batches that workers read beside those that the caller has received, at most.
         num_learning: The first batches, of which more is stored than of later ones (see `readers.front`).
 
@@ -201,7 +201,7 @@ class FileCache:
         """Say in time if the store will hold a small part of an epoch; see `Forecast`.
 
         Args:
-            num_batches: Of an epoch.
+            num_batches: Of an epoch; 0 if it is not known.
             batch_size: Of the loader; None if batches have no fixed size.
             num_workers: Each of them learns by itself what is of use to be stored.
             num_ahead: The batches that workers read beside those that the caller has received, at most.

@@ -94,10 +94,11 @@ def file_cache_of(loader: Any) -> FileCache | None:
     if state.file_cache is None:
         state.file_cache = open_file_cache(cache)
         if not isinstance(loader.dataset, IterableDataset):
-            with contextlib.suppress(Exception):  # a sampler without a length
-                num_workers = loader.num_workers
-                num_ahead = num_workers * (loader.prefetch_factor or 0)
-                state.file_cache.expect(len(loader), loader.batch_size, num_workers, num_ahead)
+            num_batches, num_workers = 0, loader.num_workers
+            with contextlib.suppress(Exception):  # a sampler without a length, or with one that fails
+                num_batches = len(loader)
+            num_ahead = num_workers * (loader.prefetch_factor or 0)
+            state.file_cache.expect(num_batches, loader.batch_size, num_workers, num_ahead)
         log.info("cache: %s", state.file_cache.explain())
     return state.file_cache
 

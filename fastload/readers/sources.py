@@ -122,6 +122,7 @@ class Descriptor:
     def __init__(self, descriptor: int, facts: Facts) -> None:
         self._descriptor = descriptor
         self._facts = facts
+        weakref.finalize(self, os.close, descriptor).atexit = False
 
     @classmethod
     def of(cls, descriptor: int, facts: Facts) -> Descriptor:
@@ -150,9 +151,6 @@ class Descriptor:
         if facts[:4] != self._facts[:4]:
             raise OSError("the file was written to after it was opened, and before its pixels were used")
         return content, facts == self._facts
-
-    def __del__(self, close: Any = os.close) -> None:
-        close(self._descriptor)
 
 
 class Decoded:
@@ -195,9 +193,8 @@ class Undecoded:
             return self._core
         with inactive():
             encoded, is_unchanged = content()
-            if (
-                not is_unchanged
-            ):  # it was renamed or deleted; if it was written to, too, its times may not tell
+            if not is_unchanged:
+                # It was renamed or deleted. If it was written to as well, its times may not tell.
                 self._origin.keep_nothing()
             image = self._class(io.BytesIO(encoded))
             vars(image).update(self._state, tile=[*self._state["tile"]])

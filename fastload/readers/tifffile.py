@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _IDENTITY = "_fastload_identity"  # of a TiffFile, when it was opened
+_PATTERN = frozenset("*?")  # what tifffile takes for a pattern
 
 
 def patches() -> list[Patch]:
@@ -57,7 +58,7 @@ def _imread(original: Callable[..., Any]) -> Callable[..., Any]:
         if cache is None or len(args) != 1 or not isinstance(args[0], (str, PurePath)):
             return original(*args, **kwargs)
         (path,) = args
-        if isinstance(identify_path(path), Unknown):  # a pattern, whose files are met one by one
+        if isinstance(path, str) and not _PATTERN.isdisjoint(path):  # its files are met one by one
             return original(path, **kwargs)
         identify, decode = partial(identify_path, path), partial(_read, original, path, kwargs)
         arguments = type(path).__name__, tuple(sorted(kwargs.items()))
@@ -93,9 +94,10 @@ def _asarray(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def asarray(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = current()
+        may_keep = (cache is not None or _thread.read is not None) and _is_compressed_in_one_file(self)
         if _thread.read is not None:
-            _thread.read.append(_is_compressed_in_one_file(self))
-        if cache is None or not _is_compressed_in_one_file(self):
+            _thread.read.append(may_keep)
+        if cache is None or not may_keep:
             return original(self, *args, **kwargs)
         state = self.filehandle.extension, self.pages.useframes, self.pages.keyframe.index
         arguments = (*state, args, tuple(sorted(kwargs.items())))

@@ -6,7 +6,6 @@ A cache must neither hide an error of a library, nor answer where the library wo
 from __future__ import annotations
 
 import io
-import resource
 import struct
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,13 @@ from fastload.readers import identity, patches
 from fastload.readers.decode_cache import DecodeCache
 from tests.attacks.test_records import bomb, png
 from tests.kit.decoding import DictStore
-from tests.kit.jobs import Job
+from tests.kit.faults import leave_address_space
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
+
+    from tests.kit.jobs import Job
 
 SPARE_BYTES = 1 << 30
 
@@ -126,23 +127,13 @@ def answers(state: Any, path: str) -> list[Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def reader() -> Iterator[Job]:
-    """A child process with a gigabyte to spare: what ends it ends no test run."""
-    job = Job(limited)
-    job.answer()
-    yield job
-    job.end()
-
-
 def limited() -> tuple[None, None]:
+    """Starts the child of `reader`."""
     identity.SETTLED_S = identity.SETTLED_REMOTE_S = 0
     identity._file_systems.clear()
     for format_name in ("PNG", "JPEG", "TIFF", "WEBP"):  # what is imported at the first use
         Image.open(io.BytesIO(saved(format_name))).load()
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + SPARE_BYTES,) * 2)
+    leave_address_space(SPARE_BYTES)
     return None, None
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import resource
 import struct
 import sys
 import zlib
@@ -23,12 +22,14 @@ from fastload.cache.disk.segments import SegmentWriter
 from fastload.cache.format import record
 from fastload.errors import CacheError
 from fastload.images.encoded import EncodedImage
-from tests.kit.jobs import Job
+from tests.kit.faults import leave_address_space
 from tests.kit.numbered_files import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from tests.kit.jobs import Job
 
 SPARE_BYTES = 256 << 20  # that reading all of the forged records may take
 
@@ -188,22 +189,12 @@ def read_file(_: None, text: str) -> str:
     return " and ".join(sorted(answers))
 
 
-@pytest.fixture(scope="module")
-def reader() -> Iterator[Job]:
-    """A child process with little memory: what ends it ends no test run."""
-    job = Job(limited)
-    job.answer()
-    yield job
-    job.end()
-
-
 def limited() -> tuple[None, None]:
+    """Starts the child of `reader`."""
     for decode in (record, records):  # what is imported at the first use is there
         assert decode
     read_sample(None, forged(SMALL, png(4, 4), codec=2))
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + SPARE_BYTES,) * 2)
+    leave_address_space(SPARE_BYTES)
     return None, None
 
 

@@ -15,22 +15,18 @@ from fastload.cache.file_cache import FileCache, Forecast, RememberedFiles
 from fastload.cache.ram import file_store, file_table
 from fastload.cache.ram.file_store import SharedFileStore
 from fastload.readers.front import NUM_EQUAL
-from tests.cache.test_file_store import KB, MB, array_of, key_of, put, right
+from tests.cache.test_file_store import MB, array_of, key_of, put, right
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 GB = 1 << 30
-pytestmark = pytest.mark.usefixtures("registry_folder")
+pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
 
 
 @pytest.fixture(autouse=True)
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of 128 KB, and processes that look at each access."""
-    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
-    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
-    for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
-        monkeypatch.setattr(file_store, name, 0.0)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes note what they use, and forecasts look, at each access."""
     monkeypatch.setattr(file_table, "_TOUCH_EVERY_S", 0.0)
     monkeypatch.setattr(file_cache, "_JUDGE_EVERY_S", 0.0)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MB = 1 << 20
-pytestmark = pytest.mark.usefixtures("registry_folder")
+pytestmark = pytest.mark.usefixtures("registry_folder", "small_tables")
 
 
 def put_until_full(store: Any) -> list[int]:
@@ -36,15 +36,6 @@ def put_until_full(store: Any) -> list[int]:
         for number in range(300)
         if store._append(file_table.encode(key_of(number), array_of(number), number))
     ]
-
-
-@pytest.fixture(autouse=True)
-def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables of 128 KB, levels that fill up soon, and processes that look for tables at each access."""
-    monkeypatch.setattr(file_store, "_MIN_TABLE_BYTES", 128 * KB)
-    monkeypatch.setattr(file_table, "_FIRST_LEVEL", 64)
-    for name in ("_LOOK_EVERY_S", "_LOOK_WHEN_FULL_EVERY_S", "_GROW_WAIT_S"):
-        monkeypatch.setattr(file_store, name, 0.0)
 
 
 def no_registry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import shutil
 import struct
 import tracemalloc
@@ -26,6 +25,7 @@ from fastload.errors import CacheCorruptError, CacheMismatchError
 from tests.cache.build_zoo import BrokenImages
 from tests.cache.zoo import Images, Made
 from tests.kit.batches import assert_same_samples
+from tests.kit.faults import leave_address_space
 from tests.kit.jobs import Job
 
 if TYPE_CHECKING:
@@ -266,8 +266,7 @@ class Reader:
 
 def limited(expected: list[Any]) -> tuple[list[Any], None]:
     """Limits the memory of a child."""
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + SPARE_BYTES,) * 2)
+    leave_address_space(SPARE_BYTES)
     return expected, None
 
 

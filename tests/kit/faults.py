@@ -131,3 +131,8 @@ def mapped_bytes() -> int:
     """The address space that this process uses."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def leave_address_space(spare_bytes: int) -> None:
+    """Let this process map so much more, for good."""
+    resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + spare_bytes,) * 2)

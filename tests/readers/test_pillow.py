@@ -294,16 +294,20 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path: Path) -> None:
-    """The same results, errors and attributes afterwards, in three rounds, for a path, a file and bytes."""
-    path = tmp_path / "image"
+def ways_to_open(name: str, path: Path) -> list[Callable[[], Any]]:
+    """By a path, by a file and from bytes."""
     path.write_bytes(content(name))
-    ways: list[Callable[[], Any]] = [
+    return [
         lambda: Image.open(path),
         lambda: Image.open(path.open("rb")),
         lambda: Image.open(io.BytesIO(path.read_bytes())),
     ]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_operation_is_as_in_pillow(name: str, active: DictStore, tmp_path: Path) -> None:
+    """The same results, errors and attributes afterwards, in three rounds, for a path, a file and bytes."""
+    ways = ways_to_open(name, tmp_path / "image")
     for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
         if title == "arrow" and name == "bmp mapped":
             continue  # Pillow 11 and 12 crash
@@ -328,13 +332,7 @@ def test_without_a_cache_every_operation_is_as_in_pillow(
     name: str, without_minimum: None, tmp_path: Path
 ) -> None:
     """The same results, errors and attributes afterwards, for a path, a file and bytes."""
-    path = tmp_path / "image"
-    path.write_bytes(content(name))
-    ways: list[Callable[[], Any]] = [
-        lambda: Image.open(path),
-        lambda: Image.open(path.open("rb")),
-        lambda: Image.open(io.BytesIO(path.read_bytes())),
-    ]
+    ways = ways_to_open(name, tmp_path / "image")
     for way, (title, operation) in itertools.product(ways, OPERATIONS.items()):
         expected = outcome(operation, way())
         with patches.installed(patches._WITHOUT_CACHE):
