@@ -28,15 +28,16 @@ import albumentations as A
 import cv2
 import numpy as np
 import torch
-from decode import EXACT, FAST, QUALITY, SIZES, make_image
 from harness import Contender, report, save
+from jpegs import HUGE, LARGE, QUALITY, SMALL, make_image
 from photos import SOURCES, encode_jpeg, load_photo
 from PIL import Image
 
 import fastload
 from fastload.augmentation.albumentations.crop import CropInDecoder
 
-AREAS = ((SIZES[0], 32, 20, 300), (SIZES[2], 224, 12, 120), (SIZES[3], 224, 6, 60))
+EXACT, FAST = 'decode="exact"', 'decode="fast"'
+AREAS = ((SMALL, 32, 20, 300), (LARGE, 224, 12, 120), (HUGE, 224, 6, 60))
 NUM_CLASSES = 10
 SIDE = 32
 NUM_TRAIN, NUM_TEST = 800, 400

@@ -8,6 +8,7 @@ Command: python benchmarks/figures.py
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,14 @@ SHOWN = {
         "loaders with one seed."
     ),
     "bare": "Two workers against two bare processes that only read, transform and store.",
-    "first_epoch": (
-        'Seconds per epoch while a RAM cache fills. The cached row minus "import only" is the cost of '
-        "filling."
-    ),
     "peers": (
         "Other loaders, configured as their documentation advises, with two workers each. Ratios compare the "
         "best rows of each loader; above 1 fastload is faster."
     ),
     "peers_small_images": "The same for 32 x 32 images in memory, padded, cropped and flipped.",
-    "decode": (
-        "A CachedDataset that decodes only the part of each JPEG that its crop needs, against whole images "
-        "and other loaders, all with two workers; above 1 the first one is faster."
-    ),
-    "import_only": (
-        "A user's own dataset that decodes JPEGs on every access, two workers; only the import differs."
-    ),
     "any_dataset": (
-        "torchvision's ImageFolder, unchanged, two workers; the batches of the three loaders are equal, bit "
-        "for bit."
+        "torchvision's ImageFolder and classes as users write them, unchanged, two workers; the batches are "
+        "equal, bit for bit, except those of a CachedDataset."
     ),
     "small_images": (
         "Images from one array, augmented one by one by albumentations, or all at once by a "
@@ -59,7 +49,6 @@ SHOWN = {
         "Ray's actors beside worker processes, for samples that cost nothing: the price of the transport. "
         "The nodes of the cluster share one machine, which other programs kept busy: only ratios count."
     ),
-    "cached": "The same crops from decoded images in RAM; torch's loader decodes in every epoch.",
     "augment": (
         "Crops and flips of whole batches by a `device_transform`, on the CPU; [on a GPU](#gpu), other "
         "kernels make them. Above 1, fastload is faster."
@@ -90,19 +79,24 @@ SHOWN = {
         "Epochs with `fastload.profile` against epochs without it (above 1 is slower), and predicted gains "
         "divided by measured ones."
     ),
-    "stats": "Microseconds per batch before `loader.stats()` existed, and now.",
     "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
 MAX_FAILURES = 5  # that docs/support.md names
-MAX_ROWS = 20  # a question with more has its ratios alone in the table
+MAX_ROWS = 8  # a question with more shows its ratios alone
+LEVEL = 1.05
+# Ratios above 1 where fastload is faster than another loader.
+AGAINST = re.compile(
+    r" / (torch|FFCV|DALI|SPDL|Grain|albumentations|torchvision|kornia)[^()]*$|^torch / fastload"
+)
 
 INTRODUCTION = """# Benchmarks
 
 Each script in this folder answers one question; its header has the question, what it leaves out, and the command.
 `make bench` runs the benchmarks that judge changes to the transport, and `make bench-peers` compares other
 libraries, each in its own environment. [NOTES.md](NOTES.md) has the experiments behind design decisions. Every
-table below comes from a file under `results/`; `python benchmarks/figures.py` writes this page.
+figure below comes from the file of that name under `results/`; `python benchmarks/figures.py` writes this page.
+Look at the date: the code may have changed since.
 
 A figure is the median of interleaved runs, and the range beside it covers all of them. Machines differ, and shared
 machines have busy neighbours: compare ratios, and run the command on your own machine.
@@ -124,50 +118,67 @@ def spread(figures: list[float]) -> str:
 
 
 def tables() -> str:
-    """The page's tables, a section for each results file that is there."""
-    lines = [INTRODUCTION]
-    for name, note in SHOWN.items():
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            continue
-        results = json.loads(path.read_text())
+    """The page: where another loader wins or ties, then a section for each results file that is there."""
+    found = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in SHOWN
+        if (RESULTS / f"{name}.json").exists()
+    }
+    lines = [INTRODUCTION, *lost_or_level(found)]
+    for name, results in found.items():
         machine = results["machine"]
-        gpu = machine["gpu"] or "no GPU"
         lines += [
-            f"## {name}\n",
+            f"## {name}",
             (
-                f"`{results['command']}` on {machine['cores']} cores ({machine['cpu']}), {gpu}, torch "
-                f"{machine['torch']}, Python {machine['python']}. {note}\n"
+                f"{SHOWN[name]} `{results['command']}`, {results['date']}, commit {results['commit']}, "
+                f"{machine['cores']} cores ({machine['cpu']}), {machine['gpu'] or 'no GPU'}, torch "
+                f"{machine['torch']}, Python {machine['python']}.\n"
             ),
+            *(section(question) for question in results["questions"]),
+            "",
         ]
-        for question in results["questions"]:
-            lines += section(question)
     return "\n".join(
         [
             *lines,
             f"## gpu\n\n{on_a_gpu()}\n",
-            "## compatibility\n",
-            f"`make test-matrix`; [What runs where](../docs/support.md) has the table.\n\n{tested()[1]}",
+            f"## compatibility\n\n[What runs where](../docs/support.md) has the table.\n\n{tested()[1]}",
         ]
     )
 
 
-def section(question: dict[str, Any]) -> list[str]:
-    """One question: its rows, then its ratios."""
-    lines = [f"**{question['title']}**\n"]
+def section(question: dict[str, Any]) -> str:
+    """One question in a line: its ratios, then its rows, unless there are many."""
+    ratios = [f"{label} **{with_unit(one)}**" for label, one in question["ratios"].items()]
+    ratios += [f"{label} cannot: {reason}" for label, reason in question.get("cannot", {}).items()]
     rows = {label: row for label, row in question.get("rows", {}).items() if "figures" in row}
+    parts = ["; ".join(ratios)] * bool(ratios)
     if 0 < len(rows) <= MAX_ROWS:
-        lines += [f"| | {question['unit']}, median | range |", "|---|---|---|"]
-        lines += [
-            f"| {label} | {digits(row['median'])} | {spread(row['figures'])} |" for label, row in rows.items()
+        figures = [
+            f"{label} {digits(row['median'])} ({spread(row['figures'])})" for label, row in rows.items()
         ]
-        lines.append("")
-    lines += ["| | |", "|---|---|"]
-    for label, ratio in question["ratios"].items():
-        unit = ratio.get("unit", "x")
-        space = "" if unit == "x" else " "
-        lines.append(f"| {label} | {ratio['value']:.2f}{space}{unit} |")
-    lines += [f"| {label} | cannot: {reason} |" for label, reason in question.get("cannot", {}).items()]
+        parts.append(f"{question['unit']}: {'; '.join(figures)}")
+    return f"- **{question['title']}**: " + ". ".join(parts)
+
+
+def with_unit(ratio: dict[str, Any]) -> str:
+    """A ratio as the page shows it."""
+    unit = ratio.get("unit", "x")
+    return f"{ratio['value']:.2f}{'' if unit == 'x' else ' '}{unit}"
+
+
+def lost_or_level(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Where another loader is faster than fastload, or about as fast."""
+    lines = ["## Where another loader wins or ties\n"]
+    lines.append(f"All ratios of at most {LEVEL} to other loaders; below 1 the other one is faster.\n")
+    for name, results in found.items():
+        for question in results["questions"]:
+            few = [
+                f"{label} **{with_unit(one)}**"
+                for label, one in question["ratios"].items()
+                if (name == "zero_cost" or AGAINST.search(label)) and one["value"] <= LEVEL
+            ]
+            if few:
+                lines.append(f"- [{question['title']}](#{name}): {'; '.join(few)}")
     return [*lines, ""]
 
 
@@ -194,12 +205,14 @@ def headline() -> str:
         own, torch = steady[label]["figures"], steady[base]["figures"]
         begins = ratio(first[base]["figures"], first[label]["figures"])
         lines.append(f"| {change} | {range_of_rounds(torch, own, rounds)} | {begins:.1f} | {price} |")
-    kept = {
-        question["title"]: question["ratios"]['cache="ram" / torch']["value"]
+    remembered = {
+        question["title"].removeprefix("ImageFolder, "): question["ratios"]['cache="ram" / torch']["value"]
         for question in folders["questions"]
-        if not question["title"].endswith("the first epoch")
     }
-    small, _, resized, large, _, large_resized = kept.values()
+    (small, large), (resized, large_resized) = (
+        [remembered[f"{first}(224), v1, JPEGs of {size}"] for size in ("500 x 375", "2048 x 1536")]
+        for first in ("RandomResizedCrop", "Resize(256), RandomCrop")
+    )
     cores, cpu = demo["machine"]["cores"], demo["machine"]["cpu"]
     return (
         "\n".join(lines) + "\n\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -63,6 +64,15 @@ def interleave(contenders: list[Contender], runs: int) -> None:
             contender.figures.append(contender.run())
     for contender in contenders:
         contender.close()
+
+
+def in_own_process(function: Callable[..., None], *args: Any) -> None:
+    """Run a function in a new process and wait for it."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=args)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise RuntimeError(f"{function.__name__} ended with exit code {process.exitcode}")
 
 
 def images_per_s(loader: Any, num_images: int) -> float:
