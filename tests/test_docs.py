@@ -186,12 +186,13 @@ def _variables() -> list[str]:
     ("page", "line", "expected"),
     [
         ("troubleshooting", r"^####? `(\w+Error)`", _errors),
-        ("api", r"^::: fastload\.(\w+)$", lambda: fastload.__all__),
+        ("api", r"^::: fastload\.(?!errors$)(\w+)$", lambda: fastload.__all__),
+        ("api", r"^::: fastload\.transforms\.(\w+)$", lambda: sorted(fastload.transforms.__all__)),
         ("api", r"^\| `(\w+)` \| `([^`]*)` \|", _arguments),
         ("api", r"^\| `(\w+)` \| [^`]", _own_arguments),
         ("command-line", r"^\| `(FASTLOAD_\w+)` \|", _variables),
     ],
-    ids=["errors", "public names", "torch's arguments", "own arguments", "variables"],
+    ids=["errors", "public names", "transforms", "torch's arguments", "own arguments", "variables"],
 )
 def test_a_page_lists_all(page: str, line: str, expected: Callable[[], list[Any]]) -> None:
     """Each exception, public name, argument and environment variable; torch's in order, with defaults."""
