@@ -361,7 +361,7 @@ def on_a_gpu() -> str:
         ),
         "the GPU's wait for data in these steps": f"{steps('fastload', 'wait_share'):.2%} (torch's loader: "
         f"{steps('torch', 'wait_share'):.1%})",
-        "a step of 30 ms that the host launches at once: idle share of the GPU, and `wait_share`": (
+        "a step of 30 ms that is launched at once: idle share of the GPU, and `wait_share`": (
             f"{wait['idle_share']:.2%}, {wait['stats']['wait_share']:.1%}"
         ),
         "`RandomResizedCrop` of 256 images of 256 x 256, ms": f"{digits(crops['resample, 256 px']['ms'])} "
