@@ -1,7 +1,7 @@
 """Whether a network learns the same from fastload's batches as from torch's.
 
 Question: which loss and accuracy does a small network reach after each epoch of the ImageNet recipe
-(docs/howto/imagenet.md: images of 72 pixels on the shorter side, RandomResizedCrop(64) and a flip) with
+(docs/guides/multi-gpu.md: images of 72 pixels on the shorter side, RandomResizedCrop(64) and a flip) with
 torch's loader, with only the import changed, and with a cache in RAM?
 
 Held out: speed. All three have one seed for the weights, the order and the crops, and two workers.

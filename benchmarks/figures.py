@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 SHOWN = {
     "demo": (
         "Seconds per epoch of loaders that take turns; nothing is trained, and the first epoch fills the "
@@ -82,7 +83,7 @@ SHOWN = {
     "slow_samples": "One sample in 20 takes 50 times as long; the bound is all work divided by the workers.",
     "startup": "Time from `iter(loader)` to the first batch with two workers; below 1 is faster.",
 }
-MAX_FAILURES = 5  # that docs/support.md names
+MAX_FAILURES = 5  # that docs/how-it-works.md names
 MAX_ROWS = 8  # a question with more shows its ratios alone
 LEVEL = 1.05
 # Ratios above 1 where fastload is faster than another loader.
@@ -141,7 +142,8 @@ def tables() -> str:
         [
             *lines,
             f"## gpu\n\n{on_a_gpu()}\n",
-            f"## compatibility\n\n[What runs where](../docs/support.md) has the table.\n\n{tested()[1]}",
+            "## compatibility\n",
+            f"[Tested releases](../docs/how-it-works.md#tested-releases) has the table.\n\n{tested()[1]}",
         ]
     )
 
@@ -192,11 +194,11 @@ def headline() -> str:
         "fastload, import only": ("the import", "none"),
         'fastload, cache="ram"': ('the import, and `cache="ram"`', "0.56 MB of memory a photograph"),
         "fastload, CachedDataset": (
-            "the dataset: augmentation moves into [`CachedDataset`](docs/howto/caches.md)",
+            "the dataset: augmentation moves into [`CachedDataset`](docs/guides/caching.md)",
             "the same memory",
         ),
         "fastload, crop only": (
-            "the same with [`cache=None`](docs/howto/decode-less.md): only crops are decoded",
+            "the same with [`cache=None`](docs/guides/larger-than-memory.md): only crops are decoded",
             "the extra `regions`",
         ),
     }
@@ -356,13 +358,13 @@ def on_a_gpu() -> str:
         return statistics.median(run[what] for run in training["figures"][source])
 
     found = {
-        "copies of 256 MB, GB/s: from slots, pinned, pageable memory": ", ".join(
+        "copies of 256 MB, GB/s: from batch buffers, pinned, pageable memory": ", ".join(
             digits(copies[f"{kind}, 256 MB"]["GB_per_s"]) for kind in ("registered", "pinned", "pageable")
         ),
-        "share of a copy from slots that a step hides": digits(
+        "share of a copy from batch buffers that a step hides": digits(
             checks["copies_overlap_with_compute"]["registered"]["hidden_share_of_copy"]
         ),
-        "page-locking a slot of 38.5 MB, once, ms": digits(
+        "pinning a batch buffer of 38.5 MB, once, ms": digits(
             statistics.median(row["register_ms"] for row in registered)
         ),
         "uint8 images of 224 x 224 to the GPU, 8 workers, images/s": f"{medians(loaders['device='])} "
@@ -372,7 +374,7 @@ def on_a_gpu() -> str:
         ),
         "the GPU's wait for data in these steps": f"{steps('fastload', 'wait_share'):.2%} (torch's loader: "
         f"{steps('torch', 'wait_share'):.1%})",
-        "a step of 30 ms that the host launches at once: idle share of the GPU, and `wait_share`": (
+        "a step of 30 ms that is launched at once: idle share of the GPU, and `wait_share`": (
             f"{wait['idle_share']:.2%}, {wait['stats']['wait_share']:.1%}"
         ),
         "`RandomResizedCrop` of 256 images of 256 x 256, ms": f"{digits(crops['resample, 256 px']['ms'])} "
@@ -416,14 +418,73 @@ def small_images() -> str:
 def accuracy() -> str:
     """What a small network learns from the batches of each loader."""
     results = json.loads((RESULTS / "accuracy.json").read_text())
-    losses, accuracies = (question["epochs"] for question in results["questions"])
-    lines = ["| after epoch | " + " | ".join(losses) + " |", "|---" * (len(losses) + 1) + "|"]
-    for epoch in range(len(losses["torch"])):
-        cells = [f"{losses[way][epoch]:.4f}, {accuracies[way][epoch]:.1f}%" for way in losses]
-        lines.append(f"| {epoch + 1} | {' | '.join(cells)} |")
+    losses, accuracies = (list(question["epochs"].values()) for question in results["questions"])
+    num_epochs = len(losses[0])
+    is_equal = all(ways.count(ways[0]) == len(ways) for ways in (losses, accuracies))
     return (
-        "Mean training loss, and accuracy on 400 validation images ([details]"
-        "(../../benchmarks/README.md#accuracy)):\n\n" + "\n".join(lines)
+        "A small network learned from torch's loader, from fastload's with only the import changed, and from "
+        "one with a cache, with one seed and `seed_albumentations=False`. Losses and accuracies of all "
+        f"{num_epochs} epochs were {'equal' if is_equal else 'different'}: after the last one, "
+        f"{losses[0][-1]:.4f} and {accuracies[0][-1]:.1f}% with torch's loader, {losses[-1][-1]:.4f} and "
+        f"{accuracies[-1][-1]:.1f}% with the cache ([details](../../benchmarks/README.md#accuracy)). "
+        f"`{results['command']}` repeats it in a few minutes without a GPU. The script's own "
+        '`seeding="sample"` draws different crops, of the same kind.'
+    )
+
+
+def unchanged_folders() -> str:
+    """What the import and `cache="ram"` bring torchvision's ImageFolder, later and in the first epoch."""
+    results = json.loads((RESULTS / "any_dataset.json").read_text())
+
+    def span(label: str, *, is_first: bool = False) -> str:
+        values = [
+            question["ratios"][f"{label} / torch"]["value"]
+            for question in results["questions"]
+            if question["title"].endswith("the first epoch") is is_first
+        ]
+        return f"{min(values):.2g} to {max(values):.2g}"
+
+    cached = 'cache="ram"'
+    return (
+        f"With torchvision's `ImageFolder` and two workers, epochs from the second on were {span(cached)} "
+        "times as fast as torch's, the most where the pipeline begins with a fixed `Resize` of large JPEGs; "
+        f"the import alone brought {span('import only')}. The first epoch, which fills the cache, was "
+        f"{span(cached, is_first=True)} times as fast ([details](../../benchmarks/README.md#any_dataset))."
+    )
+
+
+def reduced_size() -> str:
+    """What `decode="fast"` costs a small model that is trained and tested with it."""
+    results = json.loads((RESULTS / "decode_quality.json").read_text())
+    (change,) = results["questions"][-1]["ratios"].values()
+    return (
+        "**It can cost accuracy.** That of a small model, trained and tested this way, changed by "
+        f"{change['value']:.1f} percentage points "
+        "([benchmarks](../../benchmarks/README.md#decode_quality))."
+    )
+
+
+def watching() -> str:
+    """What `fastload profile` costs, and how exact its predictions are."""
+    results = json.loads((RESULTS / "profiling.json").read_text())
+    costs, gains = (
+        [ratio["value"] for ratio in question["ratios"].values()] for question in results["questions"]
+    )
+    return (
+        f"**How exact, at what cost.** In our benchmarks, predicted gains were {min(gains):.2f} to "
+        f"{max(gains):.2f} times the measured ones, and an epoch under the profile took {min(costs):.2f} to "
+        f"{max(costs):.2f} times as long, the most where a batch takes about a millisecond "
+        "([details](../benchmarks/README.md#profiling))."
+    )
+
+
+def seeding() -> str:
+    """What seeding before each sample costs."""
+    results = json.loads((RESULTS / "reproducibility.json").read_text())
+    costs_us = [ratio["value"] for ratio in results["questions"][0]["ratios"].values()]
+    return (
+        f"It costs {min(costs_us):.0f} to {max(costs_us):.0f} microseconds a sample with 0 to 100 transforms "
+        "([details](../../benchmarks/README.md#reproducibility))."
     )
 
 
@@ -466,12 +527,16 @@ def blocks() -> dict[Path, dict[str, str]]:
             "peers": peers(),
         },
         ROOT / "CONTRIBUTING.md": {"suite": suite()},
-        ROOT / "docs" / "support.md": {"tested": tested()[0]},
-        ROOT / "docs" / "howto" / "remote.md": {"remote": latencies()},
-        ROOT / "docs" / "howto" / "imagenet.md": {"accuracy": accuracy()},
-        ROOT / "docs" / "howto" / "gpu.md": {"gpu": on_a_gpu()},
-        ROOT / "docs" / "howto" / "small-images.md": {"small_images": small_images()},
-        ROOT / "docs" / "howto" / "worker-memory.md": {"worker_memory": metadata()},
+        DOCS / "profile.md": {"profiling": watching()},
+        DOCS / "how-it-works.md": {"tested": tested()[0]},
+        DOCS / "guides" / "buckets.md": {"remote": latencies()},
+        DOCS / "guides" / "caching.md": {"any_dataset": unchanged_folders()},
+        DOCS / "guides" / "gpu.md": {"gpu": on_a_gpu()},
+        DOCS / "guides" / "larger-than-memory.md": {"decode_quality": reduced_size()},
+        DOCS / "guides" / "multi-gpu.md": {"accuracy": accuracy()},
+        DOCS / "guides" / "recipes.md": {"small_images": small_images()},
+        DOCS / "guides" / "reproducibility.md": {"seeding": seeding()},
+        DOCS / "guides" / "workers.md": {"worker_memory": metadata()},
     }
 
 

@@ -34,6 +34,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
             return match[0]
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor or ''})"
-        return text if text == f"`{path}`" else f"{text} (`{path}` in the repository)"
+        if text == f"`{path}`":
+            return text
+        is_in_brackets = markdown[match.start() - 1] == "("
+        place = f"`{path}` in the repository"
+        return f"{text}: {place}" if is_in_brackets else f"{text} ({place})"
 
     return _LINK.sub(replaced, markdown)

@@ -58,7 +58,7 @@ class DataLoader(LoaderSettings):
     """`torch.utils.data.DataLoader` with a faster transport: same arguments, batches, order and errors.
 
     Only random transforms of albumentations and MONAI draw other numbers than under torch's loader; see
-    `seed_albumentations`. docs/differences.md lists all differences, and how to undo them.
+    `seed_albumentations`. docs/how-it-works.md lists all differences, and how to undo them.
 
     Workers write batches directly into reused shared memory, and your tensors are views of it. A batch stays
     valid and unchanged as long as any tensor or array made from it is alive.

@@ -156,8 +156,9 @@ def test_each_rule_names_a_test_that_exists() -> None:
 
 def test_each_fault_names_a_test_that_exists() -> None:
     """The table of what happens when something goes wrong names tests and situations in each row."""
-    page = (layers.ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-    rows = page.partition("## What happens when")[2].splitlines()[7:]
+    page = (layers.ROOT / "tests" / "situations" / "README.md").read_text(encoding="utf-8")
+    section = page.partition("\n## What happens when\n")[2].partition("\n## ")[0]
+    rows = section.strip().splitlines()[4:]
     assert len(rows) > 20
     for row in rows:
         named = re.findall(r"`(tests/[\w/]+\.py)(?:::([\w:]+))?`", row)

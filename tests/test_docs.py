@@ -43,7 +43,7 @@ FENCE = re.compile(
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # What torchrun sets for a single process; port 0 is any free one.
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-OF_RANKS = ("ranks", "imagenet")
+OF_RANKS = ("multi-gpu",)
 # Runs `python -m fastload`. Epochs of a benchmark are repeated for as long as a figure needs, not a command.
 COMMAND = """
 import runpy
@@ -112,7 +112,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(page: Path, fold
 @pytest.mark.slow
 def test_the_recipe_with_checkpoints_goes_on_after_a_kill(folder: Path, run: Any) -> None:
     """Killed in the middle of its first epoch, the script continues there, and ends as the page shows."""
-    page = DOCS / "howto" / "imagenet.md"
+    page = DOCS / "guides" / "multi-gpu.md"
     script, checkpoint = _script(page), "                save(epoch)\n"
     (folder / "killed.py").write_text(
         script.replace(checkpoint, f"{checkpoint}                os._exit(9)\n")
@@ -144,7 +144,7 @@ def test_the_commands_of_the_command_line_page_succeed(folder: Path, run: Any) -
         "import fastload\ntrain_set = fastload.ImageFolder('photos', size=32)\n"
         "def random_part(sample): return sample[0][:, ::-1].copy(), sample[1]\n"
     )
-    shown = _shown(DOCS / "howto" / "command-line.md", "console")
+    shown = _shown(DOCS / "command-line.md", "console")
     commands = re.findall(r"^\$ fastload ([^#\n]*)", shown, re.MULTILINE)
     assert len(commands) >= 6
     for command in commands:
@@ -172,6 +172,11 @@ def _arguments() -> list[tuple[str, str]]:
     return [(one.name, "required" if one.default is empty else repr(one.default)) for one in parameters]
 
 
+def _own_arguments() -> list[str]:
+    theirs = inspect.signature(tud.DataLoader.__init__).parameters
+    return sorted(set(inspect.signature(fastload.DataLoader.__init__).parameters) - set(theirs))
+
+
 def _variables() -> list[str]:
     code = "".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     return sorted(set(re.findall(r"FASTLOAD_[A-Z_]+", code)))
@@ -180,15 +185,17 @@ def _variables() -> list[str]:
 @pytest.mark.parametrize(
     ("page", "line", "expected"),
     [
-        ("errors", r"^### `?(\w+Error)`?", _errors),
-        ("api", r"^::: fastload\.(\w+)$", lambda: fastload.__all__),
+        ("troubleshooting", r"^####? `(\w+Error)`", _errors),
+        ("api", r"^::: fastload\.(?!errors$)(\w+)$", lambda: fastload.__all__),
+        ("api", r"^::: fastload\.transforms\.(\w+)$", lambda: sorted(fastload.transforms.__all__)),
         ("api", r"^\| `(\w+)` \| `([^`]*)` \|", _arguments),
-        ("configuration", r"^\| `(FASTLOAD_\w+)` \|", _variables),
+        ("api", r"^\| `(\w+)` \| [^`]", _own_arguments),
+        ("command-line", r"^\| `(FASTLOAD_\w+)` \|", _variables),
     ],
-    ids=["errors", "public names", "torch's arguments", "variables"],
+    ids=["errors", "public names", "transforms", "torch's arguments", "own arguments", "variables"],
 )
 def test_a_page_lists_all(page: str, line: str, expected: Callable[[], list[Any]]) -> None:
-    """Each exception, public name and environment variable; torch's arguments in order, with defaults."""
+    """Each exception, public name, argument and environment variable; torch's in order, with defaults."""
     found = re.findall(line, (DOCS / f"{page}.md").read_text(), re.MULTILINE)
     assert (found if expected is _arguments else sorted(found)) == expected()
 
@@ -210,7 +217,7 @@ def test_pages_install_our_package() -> None:
 
 def test_the_recipe_for_tensorboard_writes_the_known_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with the number of the epoch, by at most five lines of code."""
-    recipes = [text for note, _, text in _blocks(DOCS / "howto" / "profile.md") if "tensorboard" in note]
+    recipes = [text for note, _, text in _blocks(DOCS / "profile.md") if "tensorboard" in note]
     (recipe,) = recipes
     assert sum(map(bool, recipe.splitlines())) <= 5
     writer = Mock()
@@ -316,3 +323,18 @@ def test_every_figure_comes_from_a_results_file() -> None:
         for name, content in parts.items():
             assert f"<!-- {name} -->\n{content}\n<!-- /{name} -->" in page.read_text()
     assert figures["tables"]().strip() == (ROOT / "benchmarks" / "README.md").read_text().strip()
+
+
+GENERATED = re.compile(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", re.DOTALL)
+# What only a measurement can say: rates, times and ratios. Sizes and limits are arithmetic, or settings.
+MEASURED = re.compile(
+    r"\d[\d.,]*(?<=\d)x\b|"
+    r"\d[\d.,]* (?:times (?:the|as|torch|faster|slower)|(?:image|sample)s/s\b|us\b|microseconds|percent)",
+)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=_name)
+def test_no_measured_figure_is_typed_by_hand(page: Path) -> None:
+    """Outside of code, every rate and ratio stands in a part that benchmarks/figures.py writes."""
+    typed = FENCE.sub("", GENERATED.sub("", page.read_text()))
+    assert MEASURED.findall(typed) == []

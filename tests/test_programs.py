@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "peers"
 PINS = ROOT / "tests" / "clients" / "requirements"
-PAGE = ROOT / "docs" / "howto" / "integrations.md"
+PAGE = ROOT / "docs" / "guides" / "frameworks.md"
 
 
 def imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -130,7 +130,7 @@ def test_interpreters_are_known_by_what_they_answer(program: Any, tmp_path: Path
     assert list(found) == [version + ("t" if "t" in sys.abiflags else "")]
 
 
-# --- docs/howto/integrations.md --------------------------------------------------------------------------
+# --- docs/guides/frameworks.md ---------------------------------------------------------------------------
 
 
 def _pins(text: str) -> dict[str, str]:

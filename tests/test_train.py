@@ -143,7 +143,7 @@ def test_a_habit_changes_the_way_not_the_result(name: str, run: Any, monkeypatch
     """Each habit but those that change the model trains to the same loss, off and on."""
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     habit = next(habit for habit in HABITS if habit.name == name)
-    # Without workers torch's loader seeds no pipeline, and fastload's does: see docs/differences.md.
+    # Without workers torch's loader seeds no pipeline, and fastload's does: see docs/how-it-works.md.
     workers = "2" if name in ("fastload_loader", "shared_cache") else "0"
     beside = ["--micro-batches", "1", "--workers", workers]
     [[off], [on]] = (run(*beside, _flag(habit, value)) for value in (False, True))

@@ -165,7 +165,7 @@ class Result:
         return tuple(value for value in values if value is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; see docs/howto/command-line.md."""
+        """Plain data, for JSON; see docs/command-line.md."""
         rows = [
             {
                 **dataclasses.asdict(row.configuration),

@@ -126,7 +126,7 @@ def explain_cache(loader: Any, why_torch: str | None) -> str:
         lines.append(f"what was found is not counted, because torch's own iterator reads: {why_torch}")
     else:
         lines.append(
-            "so far: no file was decoded by a library that is met (docs/howto/datasets.md lists them): "
+            "so far: no file was decoded by a library that is met (docs/guides/caching.md lists them): "
             "register your own function with fastload.remember()"
         )
         names = patches.unmet()

@@ -1,4 +1,4 @@
-"""Reads caches on disk without fastload; docs/cache-format.md describes them, and shows this code."""
+"""Reads caches on disk without fastload; docs/cache-format.md describes them, and links to this file."""
 
 import ast
 import io

@@ -90,13 +90,14 @@ def test_it_imports_nothing_of_fastload() -> None:
     assert names == {"ast", "io", "json", "struct", "zlib", "pathlib", "numpy", "PIL"}
 
 
-def test_the_page_shows_the_reader() -> None:
-    """All of its functions, as they are here."""
+def test_the_page_has_each_number_of_the_reader() -> None:
+    """The magic words and factors that a reader needs are on the page, which links to this one."""
     page = (ROOT / "docs" / "cache-format.md").read_text()
-    shown = "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    assert "tests/cache/plain_reader.py" in page
     text = Path(plain_reader.__file__).read_text()
-    for node in ast.parse(text).body[1:]:
-        assert ast.get_source_segment(text, node) in shown, ast.unparse(node)
+    numbers = re.findall(r"0x[0-9A-F]{16}", text)
+    assert len(numbers) == 8
+    assert [number for number in [*numbers, "FLlmdb1", "FLfiles"] if number not in page] == []
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

@@ -12,7 +12,7 @@ from tests.clients.harness import ROOT, run
 if TYPE_CHECKING:
     from pathlib import Path
 
-PAGE = ROOT / "docs" / "howto" / "integrations.md"
+PAGE = ROOT / "docs" / "guides" / "frameworks.md"
 # Other blocks of the page run in tests/test_docs.py.
 BLOCK = re.compile(r"^<!-- not run: needs [^\n]+ -->\n+```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # What the blocks of the page take for granted.

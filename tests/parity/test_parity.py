@@ -2,7 +2,7 @@
 
 Axes: kinds of samples x workers; ways to draw indices x workers; loader options x workers; start methods.
 Compared: values, types, dtypes, shapes, strides, order, errors with their text, and the states of all
-generators afterwards. Not compared: is_shared(), and what docs/differences.md lists.
+generators afterwards. Not compared: is_shared(), and what docs/how-it-works.md lists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The claims of docs/howto/reproducibility.md, one test each, under its name."""
+"""The claims of docs/guides/reproducibility.md, one test each, under its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.rng import draws_zoo as zoo
 from tests.rng.draws_zoo import Alone, Chain, Dice, Drawing, Jitter, Noise, Pictures, Unreadable, plain, run
 from tests.rng.pipelines_zoo import Corners
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "reproducibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "reproducibility.md"
 
 
 def test_every_claim_has_a_test_of_its_name() -> None:
