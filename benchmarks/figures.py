@@ -458,8 +458,8 @@ def reduced_size() -> str:
     results = json.loads((RESULTS / "decode_quality.json").read_text())
     (change,) = results["questions"][-1]["ratios"].values()
     return (
-        "**It can cost accuracy.** That of a small model, trained and tested this way, changed by "
-        f"{change['value']:.1f} percentage points "
+        "**It can cost accuracy.** That of a small model, trained and tested this way, was "
+        f"{abs(change['value']):.1f} percentage points {'lower' if change['value'] < 0 else 'higher'} "
         "([benchmarks](../../benchmarks/README.md#decode_quality))."
     )
 

@@ -729,7 +729,8 @@ def test_decoded_files_are_listed_and_forgotten(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.usefixtures("settled")
 def test_decoded_files_on_disk_are_built_listed_verified_and_removed(tmp_path: Path) -> None:
     """From a folder as torchvision reads it; a second build decodes nothing."""
-    root, dest = images(tmp_path / "photos", "a/1.png", "a/2.png", "b/c/3.png"), tmp_path / "files"
+    root, dest = images(tmp_path / "photos", "a/1.png", "b/c/3.png"), tmp_path / "files"
+    Image.new("RGB", (30, 20), "red").save(root / "a" / "2.jpg")  # its copy is decoded when it is used
     first = told("build", root, dest, "--by", "file", "--num-workers", "0")
     assert (first["num_samples"], first["num_pixels"], first["num_contents"]) == (3, 3, 3)
     again = told("build", root, dest, "--by", "file", "--num-workers", "0")

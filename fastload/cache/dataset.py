@@ -34,7 +34,7 @@ from fastload.cache.tiered_cache import TieredCache
 from fastload.cache.transform import TransformCaller, check_callable, check_decode
 from fastload.errors import UnsupportedSampleError
 from fastload.memory.segment import is_for_child, is_for_other_machines
-from fastload.nested.tree import private_copy, read_only, read_only_views
+from fastload.nested.tree import leaves, private_copy, read_only, read_only_views
 from fastload.rng.draws import DrawWatch
 from fastload.rng.sample_rng import save_generators
 from fastload.system.cache_counts import cache_counts
@@ -472,13 +472,21 @@ class CachedDataset(Dataset[Any]):
     def _store(self, index: int) -> bool:
         """Store a sample, unless it is random; returns whether it is stored now."""
         if self._files is not None:
-            self._files.read(self.dataset.__getitem__, index)
+            self._files.read(self._read_decoded, index)
             return True
         sample, is_random = self.cache.get(index), False
         if sample is None:
             sample, is_random = self._read_and_store(index)
         # If another process held the lock meanwhile, this tries once more.
         return not is_random and self.cache.put(index, sample)
+
+    def _read_decoded(self, index: int) -> None:
+        """Read a sample, and load its images, which Pillow decodes only when they are used."""
+        from PIL import Image  # here: as in __init__
+
+        for leaf in leaves(self.dataset[index]):
+            if isinstance(leaf, Image.Image):
+                leaf.load()
 
     def _read_and_store(self, index: int) -> tuple[Any, bool]:
         """The sample from its source, and whether it is random, and so not stored."""

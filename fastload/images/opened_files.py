@@ -12,8 +12,8 @@ from fastload.files.listing import files_below
 from fastload.images.folder import IMAGE_EXTENSIONS
 
 
-class OpenedImages(Dataset[None]):
-    """Reads the images of a folder and of those below it, and returns nothing.
+class OpenedImages(Dataset[Any]):
+    """The images of a folder and of those below it.
 
     Args:
         root: The folder.
@@ -32,4 +32,4 @@ class OpenedImages(Dataset[None]):
 
     def __getitem__(self, index: int) -> Any:
         with open(self.paths[index], "rb") as file:
-            Image.open(file).convert("RGB")
+            return Image.open(file).convert("RGB")

@@ -486,6 +486,19 @@ class TestByFile:
         assert not hasattr(fastload.CachedDataset(Photos(folder)), "__getitems__")
         dataset.cache.close()
 
+    def test_fill_decodes_images_that_nobody_uses(self, folder: Path) -> None:
+        """A dataset that returns Pillow's images leaves their decoding to whoever uses them: a fill does."""
+
+        class Opened(Photos):
+            def __getitem__(self, index: int) -> Any:
+                image = Image.open(self.paths[index])
+                return {"image": image.convert("RGB") if index % 2 else image, "label": index}
+
+        dataset = fastload.CachedDataset(Opened(folder), by="file", max_memory="50MB")
+        assert dataset.fill(num_workers=0, progress=False).num_cached == SIZE
+        dataset.cache.close()
+        forget_stores()
+
     def test_it_fills_and_pickles(self, folder: Path) -> None:
         """fill() decodes all files, once; a pickle of a checkpoint is a dataset by file again."""
         dataset = fastload.CachedDataset(Photos(folder), max_memory="50MB")
