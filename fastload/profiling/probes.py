@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.line_sampler import is_own_code
 from fastload.profiling.spans import probe, this_thread
+from fastload.readers import identity
+from fastload.readers.patch import OPENED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,7 +116,8 @@ class Probes:
         with self._lock:
             self._num_measuring += 1 if on else -1
             if self._num_measuring == int(on):
-                if on and self._num_modules != len(sys.modules):  # libraries import parts when first used
+                # Libraries import parts when first used; and readers, or the user, replace functions.
+                if on and (self._num_modules != len(sys.modules) or not self._is_current()):
                     self._find()
                 self._put(is_on=on)
 
@@ -125,6 +128,10 @@ class Probes:
                 owner[name] = value  # type: ignore[call-overload]  # a list has numbers for names
             else:
                 setattr(owner, name, value)
+
+    def _is_current(self) -> bool:
+        """Whether the originals that were found are still in place."""
+        return all(_value(owner, name) is original for owner, name, original, _ in self._patches)
 
     def _find(self) -> None:
         """Find all functions to probe, in the modules that are imported now."""
@@ -142,10 +149,10 @@ class Probes:
         for module, kind, name, stage in METHODS:
             owner = getattr(sys.modules.get(module), kind, None)
             function = None if owner is None else vars(owner).get(name)
-            if callable(function):
+            if function is not None:
                 shown = OWN_COLLATE if stage == COLLATE else f"{kind}.{name}"
                 key: Any = _load_key if shown == "ImageFile.load" else (stage, shown)
-                probed = probe(function, key, has_size=stage == DECODE)
+                probed = probe(_as_function(function), key, has_size=stage == DECODE)
                 patches.append((owner, name, function, probed))
         patches += _transform_modules()
         for dataset in self._datasets:
@@ -155,9 +162,24 @@ class Probes:
         self._num_modules = len(sys.modules)
 
 
+def _value(owner: Any, name: Any) -> Any:
+    if isinstance(owner, list):
+        return owner[name] if name < len(owner) else None
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name)
+
+
+def _as_function(method: Any) -> Any:
+    """A method as a function; that of a reader, which is no function, is asked for the one of each object."""
+    if callable(method):
+        return method
+    return lambda owner, *args, **kwargs: method.__get__(owner, type(owner))(*args, **kwargs)
+
+
 def _load_key(image: Any) -> tuple[str, str]:
-    """Pillow calls `load` for each use of an image, and decodes it the first time."""
-    return DECODE, "ImageFile.load" if getattr(image, "tile", None) else "ImageFile.load again"
+    """Pillow calls `load` for each use of an image, and decodes it the first time; a reader may call it."""
+    opened = getattr(image, OPENED, None)
+    is_decoded = getattr(image, "tile", None) and (opened is None or opened.is_loading)
+    return DECODE, "ImageFile.load" if is_decoded else "ImageFile.load again"
 
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
@@ -262,6 +284,9 @@ class _TimedFile(io.FileIO):
     readinto = probe(io.FileIO.readinto, (READ, "file"))
     readall = probe(io.FileIO.readall, (READ, "file"))
     read = probe(io.FileIO.read, (READ, "file"))
+
+
+identity.FILES.add(_TimedFile)
 
 
 def _open_timed(file: Any) -> io.BufferedReader:

@@ -5,7 +5,7 @@ Rules:
 1. A path alone identifies nothing. A file is known by the device, inode, size, mtime and ctime of what was
    opened. Device and inode last on some file systems only; on all others, the path that the kernel knows and
    the mount belong to the identity.
-2. A descriptor identifies an object only if the object reads that very file: exactly an `io.FileIO`, or an
+2. A descriptor identifies an object only if the object reads that very file: exactly one of `FILES`, or an
    `io.BufferedReader` over one. The `fileno()` of a member of an archive, of a gzip file or of a spooled file
    is that of a different file.
 3. A file that changed a moment ago has no identity, because its times could stay equal at the next change. A
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # of servers differ. Only tests change these.
 SETTLED_S = 2.0
 SETTLED_REMOTE_S = 60.0
+# The classes of objects that read the file of their descriptor, and nothing else; a profile adds its own.
+FILES: set[type] = {io.FileIO}
 
 # Here, an inode goes to another file after a deletion alone, which shows in ctime.
 _LASTING_INODES = frozenset({"ext4", "xfs", "btrfs", "zfs", "tmpfs"})
@@ -123,7 +125,7 @@ def facts_of(descriptor: int) -> Facts:
 def facts_of_stream(stream: Any) -> Facts | Unknown:
     """What the system says of the file that a Python file object reads: quick, to see whether it changes."""
     raw = stream.raw if type(stream) is io.BufferedReader else stream
-    if type(raw) is not io.FileIO:
+    if type(raw) not in FILES:
         return Unknown.NOT_A_FILE
     try:
         return facts_of(raw.fileno())

@@ -49,8 +49,8 @@ from fastload.readers.identity import (
     identify_stream,
     is_plain,
 )
-from fastload.readers.lazy_image import OPENED, LazyCore, LazyMethod, is_possible
-from fastload.readers.patch import Patch, thread
+from fastload.readers.lazy_image import LazyCore, LazyMethod, is_possible
+from fastload.readers.patch import OPENED, Patch, thread
 from fastload.readers.request import may_fuse
 from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
 
