@@ -245,6 +245,9 @@ class _Remembered(_Opened):
         cache = self._cache
         if current() is not cache or image._im is not None or image.fp is None:
             return
+        is_uncompressed = image.format in ("BMP", "TIFF") and all(tile[0] == "raw" for tile in image.tile)
+        if is_uncompressed and type(self._source) is _Bytes:
+            return  # hashing it takes longer
         reason: Unknown | str | None = _why_not(image)
         identity = self._source.identity()
         known = identity if reason else cache.known_as(identity, self._source.file)
