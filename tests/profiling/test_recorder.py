@@ -567,7 +567,7 @@ def test_opened_files_are_seen_beside_a_loader_that_remembers(
                 list(other)
             (timeline,) = profile_of(loader)._timelines
         loaded = {part.name: part for part in timeline.stages if part.stage == probes.DECODE}
-        part = loaded["ImageFile.load"]
+        part = loaded["ImageFile.load JPEG"]
         seen.append((part.num_calls, part.nbytes, loaded["Image.convert"].num_calls))
         stop_workers(loader)
     assert seen == [(4, 300 * 300 * 3, 4)] * 2
