@@ -211,7 +211,9 @@ def _hooked_fetch(original: Callable[..., Any]) -> Callable[..., Any]:
                 and not _is_replaced(fetcher, collate)
             ):
                 setattr(fetcher, attribute, _hooked_collate(collate))
-        return recorder.measure(fetcher, original, index, *args, **kwargs)
+        reading = vars(fetcher).get("_reading") or contextlib.nullcontext
+        with reading():  # before the probes, which would keep readers from meeting the libraries
+            return recorder.measure(fetcher, original, index, *args, **kwargs)
 
     return fetch
 

@@ -14,7 +14,9 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from fastload.profiling.line_sampler import is_own_code
-from fastload.profiling.spans import probe, this_thread
+from fastload.profiling.spans import probe, size_of, this_thread
+from fastload.readers import identity
+from fastload.readers.patch import OPENED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +68,7 @@ METHODS = (
     ("fastload.batch.collate", "RowCollate", "_add", COLLATE),
     ("fastload.batch.collate", "RowCollate", "add_all", COLLATE),
 )
+LOAD = "ImageFile.load"  # with the format of the file
 OWN_COLLATE = "fastload"  # the name of fastload's own collating in reports: no user can make it cheaper
 # Functions that read files and decode them in one call: blocked time in them counts as reading.
 READING_DECODERS = frozenset(("imread", "read_image", "load", "read"))
@@ -114,7 +117,8 @@ class Probes:
         with self._lock:
             self._num_measuring += 1 if on else -1
             if self._num_measuring == int(on):
-                if on and self._num_modules != len(sys.modules):  # libraries import parts when first used
+                # Libraries import parts when first used; and readers, or the user, replace functions.
+                if on and (self._num_modules != len(sys.modules) or not self._is_current()):
                     self._find()
                 self._put(is_on=on)
 
@@ -126,6 +130,10 @@ class Probes:
             else:
                 setattr(owner, name, value)
 
+    def _is_current(self) -> bool:
+        """Whether the originals that were found are still in place."""
+        return all(_value(owner, name) is original for owner, name, original, _ in self._patches)
+
     def _find(self) -> None:
         """Find all functions to probe, in the modules that are imported now."""
         replaced: dict[int, tuple[Any, Any]] = {}  # by the id of the original
@@ -133,7 +141,8 @@ class Probes:
         for module, name, stage in FUNCTIONS:
             function = getattr(sys.modules.get(module), name, None)
             if callable(function):
-                probed = probe(function, (stage, f"{module}.{name}"), has_size=stage == DECODE)
+                size = size_of if stage == DECODE else None
+                probed = probe(function, (stage, f"{module}.{name}"), size_of=size)
                 replaced[id(function)] = function, probed
                 patches.append((vars(sys.modules[module]), name, function, probed))
         replaced[id(builtins.open)] = builtins.open, _open
@@ -142,10 +151,13 @@ class Probes:
         for module, kind, name, stage in METHODS:
             owner = getattr(sys.modules.get(module), kind, None)
             function = None if owner is None else vars(owner).get(name)
-            if callable(function):
+            if function is not None:
                 shown = OWN_COLLATE if stage == COLLATE else f"{kind}.{name}"
-                key: Any = _load_key if shown == "ImageFile.load" else (stage, shown)
-                probed = probe(function, key, has_size=stage == DECODE)
+                key: Any = (stage, shown)
+                sizes: Any = size_of if stage == DECODE else None
+                if shown == LOAD:
+                    key, sizes = _load_key, _size_of_loaded
+                probed = probe(_as_function(function), key, size_of=sizes)
                 patches.append((owner, name, function, probed))
         patches += _transform_modules()
         for dataset in self._datasets:
@@ -155,9 +167,51 @@ class Probes:
         self._num_modules = len(sys.modules)
 
 
+def _value(owner: Any, name: Any) -> Any:
+    if isinstance(owner, list):
+        return owner[name] if name < len(owner) else None
+    return (owner if isinstance(owner, dict) else vars(owner)).get(name)
+
+
+def _as_function(method: Any) -> Any:
+    """A method as a function; that of a reader, which is no function, is asked for the one of each object."""
+    if callable(method):
+        return method
+    return lambda owner, *args, **kwargs: method.__get__(owner, type(owner))(*args, **kwargs)
+
+
 def _load_key(image: Any) -> tuple[str, str]:
-    """Pillow calls `load` for each use of an image, and decodes it the first time."""
-    return DECODE, "ImageFile.load" if getattr(image, "tile", None) else "ImageFile.load again"
+    """Pillow calls `load` for each use of an image, and decodes it the first time; a reader may call it."""
+    opened = getattr(image, OPENED, None)
+    is_decoded = getattr(image, "tile", None) and (opened is None or opened.is_loading)
+    return DECODE, f"{LOAD} {image.format}" if is_decoded else f"{LOAD} again"
+
+
+def _size_of_loaded(_result: Any, image: Any) -> tuple[int, int]:
+    if this_thread.spans is not None:
+        this_thread.spans.sizes.add(image.size)
+    return size_of(image)
+
+
+def _size_of_resized(result: Any, transform: Any, *inputs: Any) -> tuple[int, int]:
+    """Bytes and pixels of what `Resize` returns, if it resizes images of sizes that were decoded."""
+    spans, before = this_thread.spans, _images(inputs) if type(transform).__name__ == "Resize" else []
+    if spans is None or not before or not all(image.size in spans.sizes for image in before):
+        return 0, 0
+    resized = [image for image in _images(result) if all(image is not other for other in before)]
+    sizes = [(size_of(image), image.mode) for image in resized]
+    num_pixels = sum(number for (_, number), _ in sizes)
+    # Readers store all four bytes of a resized pixel.
+    return sum(4 * number if mode == "RGB" else nbytes for (nbytes, number), mode in sizes), num_pixels
+
+
+def _images(value: Any) -> list[Any]:
+    """Pillow's images in a nest of a transform's input or output."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [image for part in value for image in _images(part)]
+    return [value] if hasattr(value, "getbands") else []
 
 
 def _references(replaced: dict[int, tuple[Any, Any]]) -> Iterator[Patch]:
@@ -181,7 +235,8 @@ def _transform_modules() -> Iterator[Patch]:
                     for method in ("forward", "__call__"):
                         function = vars(kind).get(method)
                         if callable(function):
-                            yield kind, method, function, probe(function, _transform_key)
+                            probed = probe(function, _transform_key, size_of=_size_of_resized)
+                            yield kind, method, function, probed
 
 
 def _transform_key(transform: Any, *_args: Any, **_kwargs: Any) -> tuple[str, str]:
@@ -210,7 +265,8 @@ def _of_transform(owner: Any, attribute: str, transform: Any) -> Iterator[Patch]
         and not defined_in.__flags__ & _IMMUTABLE  # such as numpy.ufunc
         and not defined_in.__module__.startswith("torch.nn")
     ):
-        yield defined_in, method, vars(defined_in)[method], probe(vars(defined_in)[method], _transform_key)
+        original = vars(defined_in)[method]
+        yield defined_in, method, original, probe(original, _transform_key, size_of=_size_of_resized)
     inner = _attributes(transform).get("transforms")
     for number, part in enumerate(inner if isinstance(inner, list) else ()):
         if isinstance(part, type) or _is_function(part):
@@ -262,6 +318,9 @@ class _TimedFile(io.FileIO):
     readinto = probe(io.FileIO.readinto, (READ, "file"))
     readall = probe(io.FileIO.readall, (READ, "file"))
     read = probe(io.FileIO.read, (READ, "file"))
+
+
+identity.FILES.add(_TimedFile)
 
 
 def _open_timed(file: Any) -> io.BufferedReader:

@@ -24,6 +24,7 @@ BATCH_NS = 100_000  # the cost of putting probes in place for a batch, with the 
 MAX_STRIDE = 256
 
 Key = tuple[str, str]  # stage, name
+_PIXEL_BYTES = {"1": 1 / 8, "I;16": 2, "I": 4, "F": 4}  # of Pillow's modes; others have one for each band
 OWN_CODE: Key = ("dataset", "")  # the dataset's own code, outside every other stage
 MAPPED_FILES: Key = ("read", "mapped files")  # in which an access, and no call, reads
 
@@ -33,12 +34,14 @@ class Spans:
 
     Attributes:
         num_events: How many stages were entered.
+        sizes: Widths and heights of Pillow's images that were decoded.
         sums: By stage and name: calls, nanoseconds without those in stages that it called, nanoseconds of the
             CPU likewise, bytes and pixels.
     """
 
     def __init__(self) -> None:
         self.num_events = 0
+        self.sizes: set[tuple[int, int]] = set()
         self.sums: dict[Key, list[int]] = {}
         self._stack: list[list[int]] = []
         self._wall_ns = time.perf_counter_ns()
@@ -167,13 +170,18 @@ def stride_of(num_events: int, wall_ns: int) -> int:
     return min(max(1, round(share / MAX_SHARE)), MAX_STRIDE)
 
 
-def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, has_size: bool = False) -> Any:
+def probe(
+    function: Callable[..., Any],
+    key: Key | Callable[..., Key],
+    *,
+    size_of: Callable[..., tuple[int, int]] | None = None,
+) -> Any:
     """Wrap a function to count its time as a stage.
 
     Args:
         function: The function or unbound method.
         key: The stage and name; or a function of the same arguments that returns them.
-        has_size: Whether to record the size of the image that it returns, or that is its first argument.
+        size_of: A function of the result and the arguments: bytes and pixels, which are recorded.
     """
 
     @functools.wraps(function, updated=())
@@ -187,21 +195,22 @@ def probe(function: Callable[..., Any], key: Key | Callable[..., Key], *, has_si
             result = function(*args, **kwargs)
         finally:
             spans.leave()
-        if has_size:
-            image = result if hasattr(result, "size") or not args else args[0]
-            spans.note_result(name, *_size(image))
+        if size_of is not None:
+            spans.note_result(name, *size_of(result, *args))
         return result
 
     return probed
 
 
-def _size(result: Any) -> tuple[int, int]:
-    """Bytes and pixels of an array, tensor or Pillow image; zeros for anything else."""
-    shape = getattr(result, "shape", None)
+def size_of(result: Any, *args: Any) -> tuple[int, int]:
+    """Bytes and pixels of an array, tensor or Pillow image, else of the first argument; zeros if unknown."""
+    image = result if hasattr(result, "size") or not args else args[0]
+    shape = getattr(image, "shape", None)
     if isinstance(shape, tuple) and len(shape) in (2, 3):
         height, width = shape[:2] if len(shape) == 2 or shape[-1] <= 4 else shape[1:]
-        return int(getattr(result, "nbytes", 0)), int(height) * int(width)
-    size, bands = getattr(result, "size", None), getattr(result, "getbands", None)
+        return int(getattr(image, "nbytes", 0)), int(height) * int(width)
+    size, bands = getattr(image, "size", None), getattr(image, "getbands", None)
     if isinstance(size, tuple) and bands is not None:
-        return size[0] * size[1] * len(bands()), size[0] * size[1]
+        num_pixels = size[0] * size[1]
+        return int(num_pixels * _PIXEL_BYTES.get(image.mode, len(bands()))), num_pixels
     return 0, 0

@@ -13,6 +13,7 @@ from fastload.device.devices import why_unavailable
 from fastload.profiling import probes
 from fastload.profiling.prediction import LoaderModel
 from fastload.profiling.timeline import mean, median, seconds
+from fastload.readers.front import NUM_EQUAL
 from fastload.system.humanize import readable_size
 
 if TYPE_CHECKING:
@@ -42,10 +43,15 @@ _NORMALIZERS = frozenset(("Normalize", "ToFloat", "ToTensor", "ConvertImageDtype
 # Decoders whose results a loader's cache="ram" remembers (see `readers`); others call one of these.
 _REMEMBERED = frozenset(
     (
-        *("cv2.imread", "cv2.imdecode", "tifffile.imread", "ImageFile.load"),
+        *("cv2.imread", "cv2.imdecode", "tifffile.imread"),
         *(f"torchvision.io.{name}" for name in ("read_image", "decode_image", "decode_jpeg", "decode_png")),
+        *(f"{probes.LOAD} {name}" for name in ("AVIF", "BMP", "HEIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")),
     )
 )
+_HELD_BACK = frozenset((f"{probes.LOAD} JPEG", f"{probes.LOAD} MPO"))  # until their first use
+# The end of torchvision's pipelines, which fastload's loader looks up in a table.
+_TO_TENSOR = frozenset(("ToTensor", "ToImage", "PILToTensor"))
+_TABLED = _TO_TENSOR | {"ConvertImageDtype", "Normalize", "ToDtype"}
 _HIT_S = 50e-6  # of a remembered file, besides copying its pixels
 _COPY_BYTES_PER_S = 8e9  # of a private copy of them
 _WORTH_REMEMBERING = 0.25  # of the files; where fewer fit, the system's page cache serves better
@@ -74,11 +80,13 @@ class Suggestion:
         change: The name of the change, for programs: "ram", "workers", "persistent_workers", ...
         text: The change in words.
         gain: The predicted speed-up of training, from the recorded times.
+        nbytes: The host memory that it needs; 0 if that is not predicted.
     """
 
     change: str
     text: str
     gain: float
+    nbytes: int = 0
 
 
 # --- the bottleneck --------------------------------------------------------------------------------------
@@ -201,54 +209,79 @@ def _without(
     share: float = 1.0,
     *,
     added_s: float = 0.0,
+    after: LoaderModel | None = None,
 ) -> float:
-    """The gain if this share of these parts of making a batch took no time."""
+    """The gain if this share of these parts of making a batch took no time, else as in `after`."""
     spared = list(parts)
     shares = []
     for clock in ("wall_s", "cpu_s"):
         whole_s = sum(getattr(part, clock) for part in timeline.stages)
         left_s = whole_s - share * sum(getattr(part, clock) for part in spared) + added_s
         shares.append(max(left_s / whole_s, 0.0) if whole_s else 1.0)
-    return model.gain_to(model.scaled(*shares))
+    return model.gain_to((after or model).scaled(*shares))
 
 
 def _files(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iterator[Suggestion]:
-    """Remember decoded files, while the dataset's code runs as before."""
+    """Remember decoded files, while the dataset's code runs as before, in fastload's loader."""
     info = timeline.info
     decoders = [part for part in timeline.parts(probes.DECODE) if part.name in _REMEMBERED and part.nbytes]
     if not decoders or not info["num_samples"] or info["remembers_files"] or info["is_cached"]:
         return
-    per_batch = mean([batch.num_samples for batch in timeline.warm])
-    batch_bytes = sum(part.nbytes * part.num_calls for part in decoders)
-    needed_bytes = round(batch_bytes / per_batch * info["num_samples"])
+    opened = [part for part in decoders if part.name.startswith(probes.LOAD)]
+    # A resize of all pixels, which the source's size determines, is remembered instead of a photograph.
+    resizes = [part for part in timeline.parts(probes.TRANSFORM) if part.name == "Resize" and part.nbytes]
+    needed_bytes = _remembered_bytes(timeline, decoders, resizes)
     fitting = min(1.0, 0.8 * available_bytes / needed_bytes)
     if fitting < _WORTH_REMEMBERING:
         return
     names = {part.name for part in decoders}
-    spared = [*decoders, *(part for part in timeline.parts(probes.READ) if part.name in names)]
+    spared = [*decoders, *(part for part in timeline.parts(probes.READ) if part.name in names), *resizes]
     # Of an image of Pillow's, the pixels that are used are copied; mostly a crop.
-    copied_bytes = sum(part.nbytes * part.num_calls for part in decoders if part.name != "ImageFile.load")
+    copied_bytes = _bytes(part for part in decoders if part not in opened)
     added_s = sum(part.num_calls for part in decoders) * _HIT_S + copied_bytes / _COPY_BYTES_PER_S
-    opened = next((part for part in decoders if part.name == "ImageFile.load"), None)
-    if opened is not None:
-        # Its first steps are remembered, or cost nothing: reading the file, a copy in the same mode, and a
-        # resize to a size that the source's determines.
+    if opened:  # reading the file, and a copy in the same mode, cost nothing
         spared += [part for part in timeline.parts(probes.READ) if part.name == "file"]
         spared += [
             part
             for part in timeline.parts(probes.DECODE)
-            if part.name == "Image.convert" and math.isclose(part.nbytes, opened.nbytes, rel_tol=0.01)
+            if part.name == "Image.convert"
+            and any(math.isclose(part.nbytes, load.nbytes, rel_tol=0.01) for load in opened)
         ]
-        spared += [part for part in timeline.parts(probes.TRANSFORM) if part.name == "Resize"]
     share = sum(part.wall_s for part in spared) / max(sum(part.wall_s for part in timeline.stages), 1e-9)
+    after, collating_s = _transported(timeline, model)
+    added_s = fitting * added_s - collating_s
+    end = [part for part in timeline.parts(probes.TRANSFORM) if part.name in _TABLED]
+    if not info["is_fastload"] and any(part.name in _TO_TENSOR for part in end):
+        added_s += min(info["nbytes"] / _RAM_BYTES_PER_S - sum(part.wall_s for part in end), 0.0)
     yield Suggestion(
         "files",
         'remember decoded files: DataLoader(dataset, cache="ram"), or fastload run --cache ram. Decoding is '
         f"{share:.0%} of the time of making a batch, and the rest runs as before. It needs at most "
         f"{readable_size(needed_bytes)} of RAM; {readable_size(available_bytes)} are free. The gain begins "
         "in the second epoch",
-        _without(timeline, model, spared, fitting, added_s=fitting * added_s),
+        _without(timeline, model, spared, fitting, added_s=added_s, after=after),
+        needed_bytes,
     )
+
+
+def _remembered_bytes(timeline: Timeline, decoders: list[Stage], resizes: list[Stage]) -> int:
+    """What the decoded files of all samples take, if each of them is read for one sample."""
+    info = timeline.info
+    num_samples: int = info["num_samples"]
+    per_batch: float = mean([batch.num_samples for batch in timeline.warm])
+    whole_bytes, resized_bytes = _bytes(decoders) / per_batch, _bytes(resizes) / per_batch
+    if not resized_bytes:
+        return round(whole_bytes * num_samples)
+    # Each worker stores some photographs before it knows that a resize repeats. Of other formats, the whole
+    # image is stored beside its resized ones.
+    held_bytes = _bytes(part for part in decoders if part.name in _HELD_BACK) / per_batch
+    num_learning = min(NUM_EQUAL * max(1, info["num_workers"]), num_samples)
+    return round((whole_bytes - held_bytes + resized_bytes) * num_samples + held_bytes * num_learning)
+
+
+def _bytes(parts: Iterable[Stage]) -> float:
+    """Of the images that they return for a batch."""
+    return sum(part.nbytes * part.num_calls for part in parts)
 
 
 def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Iterator[Suggestion]:
@@ -275,6 +308,7 @@ def _caches(timeline: Timeline, model: LoaderModel, available_bytes: int) -> Ite
             f"keep {content} in RAM: CachedDataset(dataset{transform}), which needs {sizes}. The gain begins "
             "in the second epoch",
             _without(timeline, model, spared, added_s=added_s),
+            needed_bytes,
         )
         return
     how = f'on disk: CachedDataset(dataset{transform}, cache="lmdb:train.lmdb")'
@@ -433,26 +467,34 @@ def _slow_parts(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
 
 
 def _transport(timeline: Timeline, model: LoaderModel) -> Iterator[Suggestion]:
+    if timeline.info["is_fastload"] or not timeline.info["num_workers"]:
+        return
+    after, spared_s = _transported(timeline, model)
+    share = 1 - spared_s / timeline.make_s if timeline.make_s > spared_s else 1.0
+    taken_s = timeline.stage_s(probes.SEND) + timeline.receiving_s
+    yield Suggestion(
+        "fastload",
+        "from fastload import DataLoader: its workers write batches directly into shared memory; sending and "
+        f"receiving a batch takes {taken_s * 1e3:.1f} ms now",
+        model.gain_to(after.scaled(share, share)),
+    )
+
+
+def _transported(timeline: Timeline, model: LoaderModel) -> tuple[LoaderModel, float]:
+    """The model with fastload's transport, and the seconds of making a batch that it spares."""
     info = timeline.info
     if info["is_fastload"] or not info["num_workers"]:
-        return
+        return model, 0.0
     sending_s, receiving_s = timeline.stage_s(probes.SEND), timeline.receiving_s
     # torch collates into fresh shared memory, which costs page faults; fastload reuses its memory.
     spared_s = 0.0
     if info["nbytes"] > _LARGE_BYTES:
         collating_s = sum(part.wall_s for part in timeline.stages if part.name == "default_collate")
         spared_s = max(collating_s - info["nbytes"] / _RAM_BYTES_PER_S, 0.0)
-    share = 1 - spared_s / timeline.make_s if timeline.make_s > spared_s else 1.0
-    faster = model.scaled(share, share)
     after = replace(
-        faster,
+        model,
         computes=[max(compute_s - receiving_s, 0.0) for compute_s in model.computes],
-        make_cpu_s=max(faster.make_cpu_s - sending_s, 0.0),
+        make_cpu_s=max(model.make_cpu_s - sending_s, 0.0),
         consumer_cpu_s=max(model.consumer_cpu_s - receiving_s, 0.0),
     )
-    yield Suggestion(
-        "fastload",
-        "from fastload import DataLoader: its workers write batches directly into shared memory; sending and "
-        f"receiving a batch takes {(sending_s + receiving_s) * 1e3:.1f} ms now",
-        model.gain_to(after),
-    )
+    return after, spared_s

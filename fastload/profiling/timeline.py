@@ -291,7 +291,7 @@ def _stage(stage: str, name: str, sums: Sequence[int], num_batches: int) -> Stag
 
 def _split(stage: Stage, machine: Machine) -> list[Stage]:
     """Split a function that reads and decodes into two stages: time without computing is reading."""
-    reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS and stage.name != "ImageFile.load"
+    reads_too = stage.name.rpartition(".")[2] in probes.READING_DECODERS
     is_pure = stage.stage != probes.DECODE or not reads_too or machine.is_saturated
     if is_pure or stage.blocked_s < 0.1 * stage.wall_s:
         return [stage]

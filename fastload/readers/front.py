@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from fastload.errors import DecodeMismatchError
 from fastload.readers.decode_cache import current
 from fastload.readers.identity import Unknown, digest
 
@@ -105,9 +106,14 @@ class Origin:
         Raises:
             DecodeMismatchError: They differ.
         """
-        if self._cache.is_verification_due():
+        if not self._cache.is_verification_due():
+            return
+        try:
             computed = np.frombuffer(compute(), np.uint8)
             self._cache.verify(stored.array, computed, "the result of a resize")
+        except (OSError, DecodeMismatchError):
+            if self._keeps:  # else the file was written to since
+                raise
 
     def keep(self, key: bytes, content: bytes) -> None:
         """Store a result; the first one of a file whose pixels are not stored goes with its note."""

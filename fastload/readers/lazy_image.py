@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from PIL import Image
 
-from fastload.readers.patch import Patch
+from fastload.readers.patch import OPENED, Patch
 from fastload.readers.sources import Pixels, Share, raw_mode
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from fastload.readers.sources import Source
 
 _NUMBERS = frozenset({int, float})
-OPENED = "_fastload"  # the attribute of an opened image that can be loaded from a cache
 
 
 class Opened(Protocol):

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+OPENED = "_fastload"  # the attribute of an image of Pillow's that is opened, and can be loaded from a cache
+
+
 class _Thread(threading.local):
     """What the current thread does.
 

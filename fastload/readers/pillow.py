@@ -49,8 +49,8 @@ from fastload.readers.identity import (
     identify_stream,
     is_plain,
 )
-from fastload.readers.lazy_image import OPENED, LazyCore, LazyMethod, is_possible
-from fastload.readers.patch import Patch, thread
+from fastload.readers.lazy_image import LazyCore, LazyMethod, is_possible
+from fastload.readers.patch import OPENED, Patch, thread
 from fastload.readers.request import may_fuse
 from fastload.readers.sources import PIXEL_BYTES, Decoded, Descriptor, Pixels, Share, Undecoded, core_of
 
@@ -245,6 +245,9 @@ class _Remembered(_Opened):
         cache = self._cache
         if current() is not cache or image._im is not None or image.fp is None:
             return
+        is_uncompressed = image.format in ("BMP", "TIFF") and all(tile[0] == "raw" for tile in image.tile)
+        if is_uncompressed and type(self._source) is _Bytes:
+            return  # hashing it takes longer
         reason: Unknown | str | None = _why_not(image)
         identity = self._source.identity()
         known = identity if reason else cache.known_as(identity, self._source.file)

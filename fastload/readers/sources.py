@@ -192,10 +192,13 @@ class Undecoded:
         if self._core is not None:
             return self._core
         with inactive():
-            encoded, is_unchanged = content()
-            if not is_unchanged:
-                # It was renamed or deleted. If it was written to as well, its times may not tell.
-                self._origin.keep_nothing()
+            is_unchanged = False
+            try:
+                encoded, is_unchanged = content()
+            finally:
+                if not is_unchanged:
+                    # It was renamed or deleted. If it was written to as well, its times may not tell.
+                    self._origin.keep_nothing()
             image = self._class(io.BytesIO(encoded))
             vars(image).update(self._state, tile=[*self._state["tile"]])
             image.load()

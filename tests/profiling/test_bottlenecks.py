@@ -17,10 +17,13 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fastload
+from fastload.cache.file_cache import _stores, forget_stores
 from fastload.cli import main
 from fastload.images import regions
 from fastload.profiling import suggestions
 from fastload.profiling.prediction import LoaderModel
+from fastload.readers import identity
+from fastload.readers.front import NUM_EQUAL
 from fastload.system.humanize import readable_size
 from tests.profiling import zoo
 
@@ -218,6 +221,93 @@ def test_what_remembering_files_takes_is_told(no_minimum: None) -> None:
             list(loader)
         changes = suggestions.suggest(profile._timelines[0], 1 << 40)
     assert "files" not in {one.change for one in changes}
+
+
+class Resize:
+    """Of both images, or of the first."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, images: Any) -> Any:
+        return *(image.resize((60, 45)) for image in images[: self.count]), *images[self.count :]
+
+
+class Crop:
+    """A part of both."""
+
+    def __call__(self, images: Any) -> Any:
+        return [image.crop((0, 0, 40, 50)) for image in images]
+
+
+class Steps:
+    """One after another, to arrays."""
+
+    def __init__(self, *steps: Any) -> None:
+        self.transforms = list(steps)
+
+    def __call__(self, images: Any) -> Any:
+        for step in self.transforms:
+            images = step(images)
+        return [np.array(image) for image in images]
+
+
+class WithLabels(zoo.Quick):
+    """Photographs with labels of their pixels, both of which Pillow opens."""
+
+    def __init__(self, folder: Path, mode: str, *steps: Any) -> None:
+        super().__init__(Steps(*steps))
+        self.folder = folder
+        noise = np.random.default_rng(0).integers(0, 255, (90, 120, 3), np.uint8)
+        for number in range(len(self)):
+            Image.fromarray(noise).save(folder / f"{number}.jpg")
+            Image.fromarray(noise).convert(mode).save(folder / f"{number}.png")
+
+    def __len__(self) -> int:
+        return 2 * NUM_EQUAL
+
+    def __getitem__(self, index: int) -> Any:
+        image = Image.open(self.folder / f"{index}.jpg").convert("RGB")
+        return self.transform([image, Image.open(self.folder / f"{index}.png")])
+
+
+@pytest.mark.usefixtures("no_minimum")
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [
+        ("P", ()),
+        ("L", (Crop(),)),
+        ("1", (Crop(),)),
+        ("P", (Crop(), Resize(2))),
+        ("P", (Resize(1), Crop())),
+        ("L", (Resize(2), Crop())),
+    ],
+    ids=["whole", "crop", "bits", "resized crop", "resize", "resize both"],
+)
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_memory_that_is_predicted_is_taken(
+    mode: str, steps: tuple[Any, ...], num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a tenth, where each file is read for one sample: of whole images, and of those resized first."""
+    monkeypatch.setenv("FASTLOAD_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("FASTLOAD_VERIFY", "0")  # what is decoded again is not resized by a reader
+    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+    (folder := tmp_path / "images").mkdir()
+    dataset = WithLabels(folder, mode, *steps)
+    loader = make("torch", dataset, num_workers)
+    with fastload.profile() as profile:
+        list(loader)
+    found = {one.change: one for one in suggestions.suggest(profile._timelines[0], 1 << 40)}
+    forget_stores()
+    lasting = num_workers > 0  # new workers begin to learn which resizes repeat
+    with make("fastload", dataset, num_workers, cache="ram:64M", persistent_workers=lasting) as loader:
+        for _ in range(3):
+            list(loader)
+        (store,) = _stores.values()
+        taken_bytes = store.nbytes
+    forget_stores()
+    assert found["files"].nbytes == pytest.approx(taken_bytes, rel=0.1)
 
 
 @pytest.mark.usefixtures("no_minimum")

@@ -89,13 +89,15 @@ def test_each_stage_has_the_time_without_the_stages_that_it_calls(moves: list[tu
         (np.zeros((3, 40, 50), np.float32), (24_000, 2_000)),
         (np.zeros((4, 5), np.uint8), (20, 20)),
         (Image.new("RGB", (5, 4)), (60, 20)),
+        (Image.new("I;16", (5, 4)), (40, 20)),
+        (Image.new("1", (8, 4)), (4, 32)),
         (b"bytes", (0, 0)),
     ],
 )
 def test_sizes_of_images_are_recorded(result: Any, size: tuple[int, int], monkeypatch: Any) -> None:
     """Arrays of both layouts, and Pillow's images; other results have no size."""
     monkeypatch.setattr(spans.this_thread, "spans", found := Spans())
-    probe(lambda: result, ("decode", "it"), has_size=True)()
+    probe(lambda: result, ("decode", "it"), size_of=spans.size_of)()
     assert tuple(found.sums[("decode", "it")][3:]) == size
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from PIL import Image
+from PIL import Image, ImageFile
 from torch.utils.data import DataLoader, TensorDataset, _utils
 
 import fastload
@@ -35,6 +35,7 @@ from fastload.profiling.probes import _open
 from fastload.profiling.recorder import AHEAD, NEW, REPLAYED
 from fastload.profiling.spans import Spans, this_thread
 from fastload.profiling.timeline import Machine
+from fastload.readers import identity
 from fastload.rng import entry_points
 from fastload.workers import process
 from fastload.workers.auto_workers import AutoWorkers
@@ -523,6 +524,69 @@ def test_functions_that_a_module_imports(tmp_path: Path, monkeypatch: Any, text:
     (report,) = profile.report().loaders
     assert stages <= {stage.stage for stage in report.stages}
     assert getattr(module, "imread", cv2.imread) is cv2.imread
+
+
+class Opened(datasets.Made):
+    """A photograph, opened by Pillow; or a picture, read by OpenCV."""
+
+    def __init__(self, folder: Path, reads: Callable[[str], Any]) -> None:
+        super().__init__(lambda index: np.array(reads(f"{folder}/{index % 8}.jpg"))[:8, :8], 24)
+
+
+def by_pillow(path: str) -> Any:
+    with open(path, "rb") as file:
+        return Image.open(file).convert("RGB")
+
+
+def by_opencv(path: str) -> Any:
+    return cv2.imread(path)
+
+
+@pytest.fixture
+def photographs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of eight, which count as unchanged at once."""
+    monkeypatch.setattr(identity, "SETTLED_S", 0.0)
+    monkeypatch.setattr(identity, "_file_systems", {})
+    for number in range(8):
+        Image.fromarray(np.full((300, 300, 3), number, np.uint8)).save(tmp_path / f"{number}.jpg")
+    return tmp_path
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("kind", list(LOADERS))
+def test_opened_files_are_seen_beside_a_loader_that_remembers(
+    kind: str, num_workers: int, photographs: Path
+) -> None:
+    """Loading and converting count once for each file, whether or not Pillow's methods are replaced."""
+    dataset, seen = Opened(photographs, by_pillow), []
+    for is_beside_another in (False, True):
+        loader = make(kind, dataset, num_workers)
+        with contextlib.ExitStack() as stack:
+            if is_beside_another:
+                other = stack.enter_context(fastload.DataLoader(dataset, 4, cache="ram:16M"))
+                list(other)
+            (timeline,) = profile_of(loader)._timelines
+        loaded = {part.name: part for part in timeline.stages if part.stage == probes.DECODE}
+        part = loaded["ImageFile.load JPEG"]
+        seen.append((part.num_calls, part.nbytes, loaded["Image.convert"].num_calls))
+        stop_workers(loader)
+    assert seen == [(4, 300 * 300 * 3, 4)] * 2
+
+
+@pytest.mark.parametrize("reads", [by_pillow, by_opencv])
+def test_what_a_loader_remembers_is_not_decoded_for_a_profile(
+    reads: Callable[[str], Any], photographs: Path
+) -> None:
+    """Measured batches take files from memory, too, and libraries' functions are their own afterwards."""
+    originals = cv2.imread, Image.open, vars(Image.Image)["convert"], vars(ImageFile.ImageFile)["load"]
+    with fastload.DataLoader(Opened(photographs, reads), 4, cache="ram:16M") as loader:
+        profile_of(loader)
+        stats = loader.stats()
+        assert (stats.cache_misses, stats.cache_hits) == (8, len(loader.dataset) - 8)
+    assert originals == (
+        *(cv2.imread, Image.open),
+        *(vars(Image.Image)["convert"], vars(ImageFile.ImageFile)["load"]),
+    )
 
 
 @pytest.mark.parametrize("has_faults", [False, True])

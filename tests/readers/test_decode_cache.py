@@ -239,6 +239,32 @@ def test_a_file_that_changes_while_it_is_decoded_is_not_stored(
     assert not store.values
 
 
+@pytest.mark.parametrize("change", [_switch, _rewrite, os.unlink], ids=["switched", "rewritten", "deleted"])
+def test_a_file_that_changes_while_it_is_verified_is_no_mismatch(
+    cache: DecodeCache, store: DictStore, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """The new content is returned, as without a cache, and what is stored of the old one stays."""
+    (tmp_path / "one").write_bytes(b"things")
+    (tmp_path / "other").write_bytes(b"others")
+    link = tmp_path / "link"
+    link.symlink_to("one")
+    identify = partial(identify_path, link)
+
+    def read_as(content: bytes, change: Callable[[Path], None] = str) -> Any:
+        def decode() -> Any:
+            identity = identify()
+            while change is not str and identify() == identity:  # until the clock has ticked
+                change(link)
+            return np.frombuffer(content, np.uint8).copy()
+
+        return cache.array("kind", identify, (), decode, where=link, source=link).tobytes()
+
+    assert read_as(b"things") == b"things"
+    before = store.checksum()
+    assert read_as(b"others", change) == b"others"
+    assert store.checksum() == before
+
+
 def test_verification_finds_a_difference(settled: None) -> None:
     """A hit that differs from what its decoder returns now raises an error with the name of the file."""
     cache = DecodeCache(DictStore(), verify_share=1)

@@ -367,6 +367,21 @@ def test_verification_decodes_photographs_that_are_not_stored(tmp_path: Path) ->
             outcomes(paths[-1:], shorter)
 
 
+@pytest.mark.parametrize("has_its_old_time", [False, True])
+def test_a_photograph_that_was_written_to_is_not_verified(has_its_old_time: bool, tmp_path: Path) -> None:
+    """The stored result is that of the file as it was opened; there is nothing left to compare it with."""
+    paths = jpegs(tmp_path, NUM_LEARNT)
+    with patches.installed(), DecodeCache(DictStore(), verify_share=1.0).active():
+        expected = outcomes(paths, shorter)
+        image, times = torchvisions(paths[-1]), paths[-1].stat()
+        content = paths[0].read_bytes() + bytes(4096)
+        while paths[-1].stat().st_ctime_ns == times.st_ctime_ns:
+            paths[-1].write_bytes(content[: times.st_size] if has_its_old_time else content)
+            if has_its_old_time:
+                os.utime(paths[-1], ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert shorter(image).tobytes() == expected[-1]
+
+
 def test_another_process_decodes_what_it_inherits(active: DictStore, tmp_path: Path) -> None:
     """A fork and its parent decode the same held file at the same time."""
     paths = jpegs(tmp_path, NUM_LEARNT)

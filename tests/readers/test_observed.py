@@ -16,7 +16,7 @@ import torch
 from fastload.readers import npz, opencv
 from fastload.readers.decode_cache import DecodeCache
 from fastload.readers.observed import Observed
-from fastload.readers.patch import Patch
+from fastload.readers.patch import Patch, innermost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ def test_a_counted_method_is_bound(
     """The members of archives are read by a method."""
     np.savez_compressed(tmp_path / "arrays.npz", a=np.arange(50))
     owner = np.lib.npyio.NpzFile
-    monkeypatch.setattr(owner, "__getitem__", counted(vars(owner)["__getitem__"]))
+    monkeypatch.setattr(owner, "__getitem__", counted(innermost(vars(owner)["__getitem__"])))
     patch = Patch(owner, "__getitem__", npz._getitem, Observed)
     patch.put()
     try:
